@@ -1,0 +1,231 @@
+"""Typed settings: one nested model per part, defaults are the demo.
+
+A run is described by one TOML file, over which dotted flags are laid (`learner.lr=1e-4`). An unknown key, a wrong type or
+a value out of range is a `ConfigError` that names the key and what is allowed. This module imports no torch.
+"""
+
+import os
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shoal.errors import ConfigError
+
+Option = bool | int | float | str
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Rate = Annotated[float, Field(gt=0.0, le=1.0)]
+LossName = Literal["intellect2", "grpo", "dr_grpo", "dapo", "gspo", "cispo"]
+
+
+class Settings(BaseModel):
+    """Base of all settings: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+
+class TinyConfig(Settings):
+    """A model from scratch; `width` is the dial for its size."""
+
+    arch: Literal["llama", "qwen3"] = "qwen3"
+    """architecture, as transformers names it"""
+    layers: Count = 3
+    """decoder layers"""
+    width: Annotated[int, Field(ge=16, le=4096, multiple_of=16)] = 128
+    """hidden size"""
+    heads: Count = 4
+    """attention heads"""
+    kv_heads: Count = 2
+    """key/value heads"""
+    context: Count = 512
+    """longest sequence in tokens"""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "TinyConfig":
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} must be a multiple of heads {self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
+        return self
+
+
+class PolicyConfig(Settings):
+    """Which model is trained."""
+
+    path: str = ""
+    """folder or hub id of a Hugging Face causal LM; empty: a tiny model from scratch"""
+    tiny: TinyConfig = TinyConfig()
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """on a CPU without bf16 units float32 is the faster"""
+
+
+class TasksConfig(Settings):
+    """Which tasks are trained and evaluated."""
+
+    name: str = "sort"
+    """task family, see `shoal tasks`"""
+    options: dict[str, Option] = {}
+    """options of the family, see `shoal tasks NAME`"""
+
+
+class WarmupConfig(Settings):
+    """Supervised warm-up on the family's demonstrations, before RL."""
+
+    steps: Annotated[int, Field(ge=0)] = 0
+    """optimizer steps; 0 skips the warm-up"""
+    batch: Count = 64
+    """demonstrations per optimizer step"""
+    lr: Rate = 1e-3
+    """peak learning rate"""
+    ramp: Annotated[int, Field(ge=0)] = 20
+    """steps of linear learning-rate increase, followed by a cosine decay to a tenth"""
+    options: dict[str, Option] = {}
+    """task options that differ from `tasks.options` during warm-up, e.g. easier instances"""
+    heldout: Count = 256
+    """held-out demonstrations for the loss"""
+    eval_every: Count = 100
+    """steps between held-out losses and checkpoints"""
+
+
+class EngineConfig(Settings):
+    """How rollouts are generated."""
+
+    name: Literal["torch"] = "torch"
+    """engine"""
+    slots: Count = 256
+    """rollouts decoded side by side"""
+    max_tokens: Count = 64
+    """longest completion"""
+    temperature: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
+    """sampling temperature of training rollouts"""
+
+
+class LossConfig(Settings):
+    """The policy-gradient loss and its terms."""
+
+    name: LossName = "intellect2"
+    """loss page under shoal/learner/losses"""
+    eps_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    """clip range below 1"""
+    eps_high: Annotated[float, Field(gt=0.0)] = 0.2
+    """clip range above 1"""
+    delta: Annotated[float, Field(gt=1.0)] = 4.0
+    """two-sided bound on the ratio where the advantage is negative (intellect2)"""
+    kl: Annotated[float, Field(ge=0.0)] = 0.0
+    """weight of the k3 KL to the frozen starting policy"""
+    entropy: Annotated[float, Field(ge=0.0)] = 0.0
+    """weight of the entropy bonus"""
+    correction: Literal["none", "token", "sequence"] = "token"
+    """off-policy correction against behaviour log-probs: truncated token weights, or a mask on whole sequences"""
+    correction_cap: Annotated[float, Field(ge=1.0)] = 2.0
+    """token: largest weight; sequence: ratios outside [1/cap, cap] (geometric mean per token) are masked"""
+
+    @model_validator(mode="after")
+    def _delta_above_clip(self) -> "LossConfig":
+        if self.delta <= 1 + self.eps_high:
+            raise ValueError(f"delta {self.delta} must exceed 1 + eps_high = {1 + self.eps_high}")
+        return self
+
+
+class LearnerConfig(Settings):
+    """How a batch becomes an update."""
+
+    loss: LossConfig = LossConfig()
+    advantage: Literal["zscore", "centred"] = "zscore"
+    """(r - mean) / (std + 1e-6) with ddof 1, or r - mean"""
+    old_logprobs: Literal["recompute", "behaviour"] = "recompute"
+    """denominator of the ratio: recomputed by the learner before its first update, or as the sampler recorded them"""
+    updates: Count = 2
+    """optimizer steps per training step; the batch is split among them by groups"""
+    lr: Rate = 1e-4
+    """learning rate after the ramp"""
+    ramp: Annotated[int, Field(ge=0)] = 5
+    """optimizer steps of linear learning-rate increase"""
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.99
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0.0)] = 0.1
+    """gradient-norm clip"""
+    micro_tokens: Count = 8192
+    """most tokens in one packed micro-batch"""
+
+
+class BatchConfig(Settings):
+    """What one training step consumes."""
+
+    groups: Count = 32
+    """tasks per step"""
+    group_size: Annotated[int, Field(ge=2)] = 16
+    """rollouts per task"""
+    filter: bool = True
+    """train only groups with a learning signal on task reward, and sample on until the batch is full"""
+    max_oversample: Annotated[float, Field(ge=1.0)] = 4.0
+    """most groups sampled per step, as a multiple of `groups`; then the step trains what it has"""
+
+
+class EvalConfig(Settings):
+    """Held-out evaluation."""
+
+    tasks: Count = 256
+    """held-out tasks"""
+    samples: Count = 4
+    """sampled completions per task, beside one greedy completion"""
+    k: Count = 4
+    """k of pass@k; at most `samples`"""
+    every: Annotated[int, Field(ge=0)] = 10
+    """training steps between evaluations; 0: only at the start and the end"""
+
+    @model_validator(mode="after")
+    def _k_within_samples(self) -> "EvalConfig":
+        if self.k > self.samples:
+            raise ValueError(f"k {self.k} must be at most samples {self.samples}")
+        return self
+
+
+class CheckpointConfig(Settings):
+    """When training state is written."""
+
+    every: Count = 10
+    """training steps between checkpoints; the last step is always one"""
+    keep: Count = 2
+    """newest checkpoints kept"""
+
+
+class TrackConfig(Settings):
+    """Where metrics go beside metrics.jsonl."""
+
+    name: Literal["none", "wandb", "trackio", "tensorboard"] = "none"
+    """tracker; each needs its own package"""
+    project: str = "shoal"
+    """project name at the tracker"""
+
+
+class RunConfig(Settings):
+    """Everything about one run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "sort"
+    """run name; with `seed` it names the run directory"""
+    out: str = "runs"
+    """folder of run directories"""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """the one seed that all others derive from"""
+    steps: Annotated[int, Field(ge=0)] = 60
+    """training steps"""
+    async_level: Annotated[int, Field(ge=0, le=64)] = 0
+    """versions by which the sampler lags behind (simulated); 0 is synchronous"""
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    """torch threads; 0: all cores"""
+    rollouts: bool = True
+    """write every trained rollout to Parquet"""
+    policy: PolicyConfig = PolicyConfig()
+    tasks: TasksConfig = TasksConfig()
+    warmup: WarmupConfig = WarmupConfig()
+    engine: EngineConfig = EngineConfig()
+    batch: BatchConfig = BatchConfig()
+    learner: LearnerConfig = LearnerConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    track: TrackConfig = TrackConfig()
