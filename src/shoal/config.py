@@ -1,30 +1,41 @@
 """Typed settings: one nested model per part, defaults are the demo.
 
-A run is described by one TOML file, over which dotted flags are laid (`learner.lr=1e-4`). An unknown key, a wrong type or
-a value out of range is a `ConfigError` that names the key and what is allowed. This module imports no torch.
+A run is described by one TOML file, over which dotted flags are laid (`learner.lr=1e-4`). An unknown key, a wrong type
+or a value out of range is a `ConfigError` that names the key and what is allowed. This module imports no torch.
 """
 
-import os
-import tomllib
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shoal.errors import ConfigError
+from shoal.schema import accepts_text, explain_errors
+from shoal.toml import dump_toml, is_utf8, parse_value, read_toml
 
 Option = bool | int | float | str
 Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Rate = Annotated[float, Field(gt=0.0, le=1.0)]
 LossName = Literal["intellect2", "grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 
 
 class Settings(BaseModel):
-    """Base of all settings: immutable, and an unknown key is an error."""
+    """Base of all settings: immutable, an unknown key is an error, and nothing is converted (`true` is not 1)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        use_attribute_docstrings=True,
+    )
 
 
 class TinyConfig(Settings):
@@ -144,9 +155,12 @@ class LearnerConfig(Settings):
     """learning rate after the ramp"""
     ramp: Annotated[int, Field(ge=0)] = 5
     """optimizer steps of linear learning-rate increase"""
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.99
+    beta1: Decay = 0.9
+    """AdamW: decay of the gradient's running mean"""
+    beta2: Decay = 0.99
+    """AdamW: decay of the squared gradient's running mean"""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """AdamW: weight decay"""
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 0.1
     """gradient-norm clip"""
     micro_tokens: Count = 8192
@@ -203,12 +217,19 @@ class TrackConfig(Settings):
     """project name at the tracker"""
 
 
+NAME_RULE = "1 to 64 letters, digits, dots, dashes or underscores, the first a letter or digit"
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", json_schema_extra={"allowed": NAME_RULE})]
+FolderName = Annotated[
+    str, Field(pattern=r"^[^\x00-\x1f]+$", json_schema_extra={"allowed": "a folder, without control characters"})
+]
+
+
 class RunConfig(Settings):
     """Everything about one run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "sort"
+    name: RunName = "sort"
     """run name; with `seed` it names the run directory"""
-    out: str = "runs"
+    out: FolderName = "runs"
     """folder of run directories"""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """the one seed that all others derive from"""
@@ -229,3 +250,58 @@ class RunConfig(Settings):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     track: TrackConfig = TrackConfig()
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The settings of a TOML file (None: the defaults) with `a.b.c=value` overrides laid over it; the last one wins."""
+    data = {} if path is None else read_toml(path)
+    for override in overrides:
+        _lay_override(data, override)
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(explain_errors(RunConfig, error)) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """TOML text that loads to an equal configuration."""
+    return dump_toml(config.model_dump())
+
+
+def flatten_config(config: Settings) -> dict[str, Option]:
+    """Every value by its dotted key."""
+    return dict(_walk_values(config.model_dump(), ""))
+
+
+def config_hash(config: Settings, *parts: str) -> str:
+    """SHA-256 of the values, in hex; with `parts` only of these dotted keys or tables (`"seed", "policy.tiny"`)."""
+    data = config.model_dump()
+    kept = {part: reduce(getitem, part.split("."), data) for part in parts} if parts else data
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _lay_override(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"{override}: expected key=value, for example learner.lr=1e-4")
+    if not is_utf8(override):
+        raise ConfigError(f"{key}: key and value must be UTF-8 text")
+    value = parse_value(text)
+    if accepts_text(RunConfig, parts) and not isinstance(value, str):
+        value = text.strip()  # `name=5` names the run 5: a shell has no other way to write it
+    *tables, last = parts
+    for part in tables:
+        # A value where a table belongs is replaced here and then refused by the models, which know what to say.
+        if not isinstance(data.get(part), dict):
+            data[part] = {}
+        data = data[part]
+    data[last] = value
+
+
+def _walk_values(table: dict[str, Any], prefix: str) -> Iterator[tuple[str, Option]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _walk_values(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

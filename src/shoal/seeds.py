@@ -12,8 +12,8 @@ import hashlib
 import numpy as np
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_W0, _W1 = 0x9E3779B9, 0xBB67AE85
-_LOW = np.uint64(0xFFFFFFFF)
+_W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _ROUNDS = 10
 
 
@@ -28,20 +28,20 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def token_uniforms(seed: int, start: int, count: int) -> np.ndarray:
-    """u_t in [0, 1) as float64 for t = start .. start + count - 1: Philox4x32-10 with key = seed, counter = t."""
-    counter = np.arange(start, start + count, dtype=np.uint64)
-    c0, c1 = counter & _LOW, counter >> np.uint64(32)
-    c2 = np.zeros_like(counter)
-    c3 = np.zeros_like(counter)
-    k0, k1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    """u_t in [0, 1) as float64 for t = start .. start + count - 1 of one rollout."""
+    return uniform_rows(np.array([seed], dtype=np.uint64), np.array([start]), count)[0]
+
+
+def uniform_rows(seeds: np.ndarray, starts: np.ndarray, count: int) -> np.ndarray:
+    """`token_uniforms` of many rollouts at once, (rows, count): Philox4x32-10 with key = seed, counter = t."""
+    counter = starts.astype(np.uint64)[:, None] + np.arange(count, dtype=np.uint64)
+    keys = seeds.astype(np.uint64)[:, None]
+    k0, k1 = keys & _LOW, keys >> _HALF
+    c0, c1 = counter & _LOW, counter >> _HALF
+    c2, c3 = np.zeros_like(counter), np.zeros_like(counter)
     for _ in range(_ROUNDS):
         p0, p1 = _M0 * c0, _M1 * c2
-        c0, c1, c2, c3 = (
-            (p1 >> np.uint64(32)) ^ c1 ^ np.uint64(k0),
-            p1 & _LOW,
-            (p0 >> np.uint64(32)) ^ c3 ^ np.uint64(k1),
-            p0 & _LOW,
-        )
-        k0, k1 = (k0 + _W0) & 0xFFFFFFFF, (k1 + _W1) & 0xFFFFFFFF
-    bits = (c0 << np.uint64(32)) | c1
+        c0, c1, c2, c3 = (p1 >> _HALF) ^ c1 ^ k0, p1 & _LOW, (p0 >> _HALF) ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
+    bits = (c0 << _HALF) | c1
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,0 +1,51 @@
+# One command each: `make demo`, `make test`. Both first create .venv with everything they need.
+
+VENV := .venv
+BIN := $(VENV)/bin
+FIND_PYTHON := for p in python3.13 python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done
+PYTHON := $(shell $(FIND_PYTHON))
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# $(call install,extras,minutes): pip's output goes to a log, of which the end is shown if it fails.
+install = echo "installing shoal[$(1)] into $(VENV), about $(2) with a fast network ..."; \
+	$(BIN)/python -m pip install -c constraints.txt -e ".[$(1)]" >$(VENV)/install.log 2>&1 \
+	|| { tail -n 20 $(VENV)/install.log; echo "installation failed; all of its output: $(VENV)/install.log"; exit 1; }
+
+.PHONY: help demo test lint bench clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.dev  ## train the demo and say where the results are
+	@$(BIN)/shoal train examples/demo.toml
+	@echo "results: runs/latest"
+	@for file in report.md curve.png; do [ ! -e "runs/latest/$$file" ] || echo "         runs/latest/$$file"; done
+
+test: lint  ## run lint and all tests
+	@$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.dev  ## check style and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(VENV)/.bench  ## measure against peers, side by side
+	@$(BIN)/python bench/run.py
+
+clean:  ## remove .venv, caches and build files; runs/ stays
+	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps are written last: an installation that was cut off is made again.
+$(VENV)/.dev: pyproject.toml constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "shoal needs Python 3.11 or newer, and none was found as python3.13, python3.12, python3.11 or python3"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) -m venv failed; some systems keep it in a package of its own, python3-venv"; exit 1; }
+	@$(call install,dev,two minutes)
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	@$(call install,dev$(comma)bench,three minutes)
+	@touch $@
+
+comma := ,

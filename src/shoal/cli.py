@@ -1,0 +1,216 @@
+"""The command `shoal`.
+
+Exit codes: 0 done, 2 a mistake in flags, settings or files (one sentence on stderr), 130 interrupted.
+Nothing here imports torch before a command needs it, so help and errors come at once.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal import __version__
+from shoal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shoal.config import RunConfig
+
+EXIT_MISTAKE = 2
+EXIT_INTERRUPTED = 130
+EXIT_PIPE = 141
+"""What a shell reports for a command whose reader went away."""
+
+_EXAMPLES = """examples:
+  shoal train examples/demo.toml
+  shoal train examples/sort.toml seed=1 learner.loss.name=grpo
+  shoal train examples/sort.toml --dry-run
+  shoal eval runs/sort-seed0
+  shoal tasks sort
+
+`shoal train --help` lists every setting.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    try:
+        try:
+            return _run_command(argv)
+        finally:
+            sys.stdout.flush()  # a reader that went away shows here, where it is handled
+    except ConfigError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        return EXIT_MISTAKE
+    except KeyboardInterrupt:
+        print("\nshoal: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at its end; give it something to flush to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help may end with the table of all settings, made only when help is asked for."""
+
+    lists_settings = False
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        if not self.lists_settings:
+            return text
+        from shoal.config import RunConfig
+        from shoal.schema import describe_settings
+
+        width = max(100, shutil.get_terminal_size((120, 24)).columns)
+        return f"{text}\nsettings:\n{describe_settings(RunConfig, width)}"
+
+
+def _run_command(argv: Sequence[str] | None) -> int:
+    parser = _build_parser()
+    # argparse ends the positionals at the first flag and so refuses `a.toml --dry-run x=1`; what it leaves over is
+    # taken up here.
+    args, rest = parser.parse_known_args(argv)
+    unknown = [text for text in rest if text.startswith("-") or not hasattr(args, "inputs")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return EXIT_MISTAKE
+    if rest:
+        args.inputs = [*args.inputs, *rest]
+    return int(args.command(args))
+
+
+def _build_parser() -> _Parser:
+    parser = _Parser(
+        prog="shoal",
+        description="Reinforcement learning of language models on machines nobody has to trust.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"shoal {__version__}")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
+
+    train = _add_command(commands, "train", _run_train, "train a policy; the same command resumes an unfinished run")
+    train.lists_settings = True
+    train.add_argument("--fresh", action="store_true", help="move an existing run directory to DIR.old-N first")
+    _add_command(commands, "warmup", _run_warmup, "supervised warm-up only, on the task family's demonstrations")
+    evaluate = _add_command(commands, "eval", _run_eval, "evaluate a run, or the starting policy, on held-out tasks")
+    evaluate.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: that of CONFIG)")
+    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON (default: not written)")
+    evaluate.add_argument("--markdown", type=Path, metavar="FILE", help="write them as a table (default: not written)")
+
+    tasks = commands.add_parser("tasks", help="list the task families, or describe one", allow_abbrev=False)
+    tasks.add_argument("name", nargs="?", metavar="NAME", help="family to describe (default: list all)")
+    tasks.set_defaults(command=_run_tasks)
+    return parser
+
+
+def _add_command(
+    commands: "argparse._SubParsersAction[_Parser]", name: str, command: Callable[[argparse.Namespace], int], text: str
+) -> _Parser:
+    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    source = "CONFIG is a TOML file or a run directory" if name == "eval" else "CONFIG is a TOML file"
+    parser.add_argument(
+        "inputs",
+        nargs="*",
+        metavar="CONFIG key=value",
+        help=f"{source} (default: the built-in settings); key=value sets one setting over it, e.g. learner.lr=1e-4",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved settings, check them and stop")
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _run_train(args: argparse.Namespace) -> int:
+    config = _load_inputs(*_split_inputs(args.inputs))
+    if args.dry_run:
+        return _print_settings(config, fresh=args.fresh)
+    from shoal.train import run_training
+
+    return run_training(config, fresh=args.fresh)
+
+
+def _run_warmup(args: argparse.Namespace) -> int:
+    config = _load_inputs(*_split_inputs(args.inputs))
+    if args.dry_run:
+        return _print_settings(config)
+    from shoal.warmup import run_warmup
+
+    print(run_warmup(config))
+    return 0
+
+
+def _run_eval(args: argparse.Namespace) -> int:
+    target, overrides = _split_inputs(args.inputs)
+    target = args.run if target is None else target
+    run_dir = args.run
+    if target is not None and target.is_dir():
+        run_dir = run_dir or target
+        target = target / "config.toml"
+    config = _load_inputs(target, overrides)
+    if args.dry_run:
+        return _print_settings(config)
+    from shoal.eval import run_eval
+
+    return run_eval(config, _find_run(config, run_dir), json_path=args.json, markdown_path=args.markdown)
+
+
+def _run_tasks(args: argparse.Namespace) -> int:
+    from shoal.tasks.registry import describe_family, list_families
+
+    if args.name is None:
+        for name in list_families():
+            print(f"{name:<12} {describe_family(name).summary.splitlines()[0]}")
+        return 0
+    card = describe_family(args.name)
+    print(f"{card.name}: {card.summary}\n\noptions (as tasks.options.NAME=VALUE):")
+    for option in card.options:
+        print(f"  {option.name:<14} {option.doc} (allowed: {option.allowed}; default: {option.default})")
+    print(f"\nexample prompt:\n  {card.task.prompt}\nand a correct completion:\n  {card.demonstration}")
+    return 0
+
+
+def _split_inputs(inputs: list[str]) -> tuple[Path | None, list[str]]:
+    """The configuration's path, which is the first input unless that is an override, and the overrides."""
+    if inputs and "=" not in inputs[0]:
+        return Path(inputs[0]), inputs[1:]
+    return None, inputs
+
+
+def _load_inputs(path: Path | None, overrides: list[str]) -> "RunConfig":
+    from shoal.config import load_config
+
+    return load_config(path, overrides)
+
+
+def _find_run(config: "RunConfig", run_dir: Path | None) -> Path | None:
+    """The run directory to evaluate; None: there is none, so the starting policy is meant."""
+    from shoal.rundir import is_started, run_path
+
+    if run_dir is None:
+        path = run_path(config)
+        return path if is_started(path) else None
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir}: no such run directory")
+    return run_dir
+
+
+def _print_settings(config: "RunConfig", *, fresh: bool = False) -> int:
+    """A dry run: everything that can be checked without a model is checked, and config.toml written for the run."""
+    from shoal.config import dump_config
+    from shoal.rundir import store_config
+    from shoal.tasks.registry import load_family
+
+    load_family(config.tasks.name, config.tasks.options)
+    load_family(config.tasks.name, config.tasks.options | config.warmup.options)
+    print(dump_config(config), end="")
+    if not fresh:  # --fresh would move the old directory aside, which a dry run must not do
+        print(f"shoal: settings are in {store_config(config)}", file=sys.stderr)
+    return 0

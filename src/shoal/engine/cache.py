@@ -1,0 +1,124 @@
+"""Keys and values of the rollouts under way, one row per slot, and decode attention over them.
+
+Shapes: R rows in use, K key/value heads, T positions, D head size; storage is (layers, 2, rows, K, T, D).
+- Rows 0 .. R - 1 are in use, without holes: the engine moves rows when one finishes.
+- T is read in multiples of `_TILE`, and what lies beyond a row's length has weight exactly 0. On the CPU libraries tested,
+  a row's result then has the same bits whatever the other rows are; tests/engine/test_invariance.py holds that.
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+_TILE = 16
+_BLOCK = 64
+"""Rows that share one T: a long rollout makes its block read as far, not the whole batch."""
+
+
+class SlotCache:
+    """Preallocated storage; `lengths` is the number of positions that each row holds."""
+
+    def __init__(self, *, layers: int, kv_heads: int, dim: int, slots: int, capacity: int, dtype: torch.dtype) -> None:
+        self._shape = (layers, 2, slots, kv_heads, dim)
+        self._dtype = dtype
+        self.lengths = torch.zeros(slots, dtype=torch.long)
+        self._allocate(capacity)
+
+    @classmethod
+    def for_model(cls, model: PreTrainedModel, *, slots: int, capacity: int = 64) -> "SlotCache":
+        """Storage with the shapes of a model's attention."""
+        config = model.config
+        return cls(
+            layers=config.num_hidden_layers,
+            kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            slots=slots,
+            capacity=capacity,
+            dtype=model.dtype,
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self._store.shape[4]
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for longer sequences, keeping what is held."""
+        if capacity <= self.capacity:
+            return
+        before, seen = self._store, self._bias
+        self._allocate(capacity)
+        self._store[..., : before.shape[4], :] = before
+        self._bias[:, : seen.shape[1]] = seen
+
+    def clear(self) -> None:
+        """Forget everything: not even a masked value of other weights stays (0 x inf is not 0)."""
+        self._store.zero_()
+
+    def open_rows(self, rows: Tensor, prefix: Tensor | None) -> None:
+        """Start rows with the keys and values (layers, 2, K, T, D) of the prompt that they share, or with none."""
+        length = 0 if prefix is None else prefix.shape[3]
+        if prefix is not None:
+            self._store[:, :, rows, :, :length] = prefix[:, :, None]
+        self._bias[rows] = float("-inf")
+        self._bias[rows, :length] = 0.0
+        self.lengths[rows] = length
+
+    def move_rows(self, source: Tensor, target: Tensor) -> None:
+        """Copy rows over others that are free."""
+        top = _tiles(int(self.lengths[source].max()))
+        self._store[:, :, target, :, :top] = self._store[:, :, source, :, :top]
+        self._bias[target] = self._bias[source]
+        self.lengths[target] = self.lengths[source]
+
+    def begin_step(self, rows: int) -> "DecodeAttention":
+        """One more position for rows 0 .. rows - 1; the result is the attention of this step."""
+        at = self.lengths[:rows].clone()
+        self._bias[torch.arange(rows), at] = 0.0
+        self.lengths[:rows] += 1
+        return DecodeAttention(self._store, self._bias, at)
+
+    def _allocate(self, capacity: int) -> None:
+        layers, two, slots, kv_heads, dim = self._shape
+        tiles = _tiles(capacity)
+        self._store = torch.zeros(layers, two, slots, kv_heads, tiles, dim, dtype=self._dtype)
+        self._bias = torch.full((slots, tiles), float("-inf"), dtype=self._dtype)
+
+
+class DecodeAttention:
+    """Attention of one new token per row: writes its key and value, then looks back; an `Attend`."""
+
+    def __init__(self, store: Tensor, bias: Tensor, at: Tensor) -> None:
+        _, _, _, kv_heads, capacity, _ = store.shape
+        self._store, self._rows = store, len(at)
+        # where (row, head, position) lies when those three axes are one
+        heads = torch.arange(len(at) * kv_heads).view(-1, kv_heads)
+        self._flat = (heads * capacity + at[:, None]).flatten()
+        self._spans = [(span, bias[span, None, None, :top], top) for span, top in _block_spans(at)]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self._store[layer]
+        dim = q.shape[2]
+        for store, fresh in ((keys, k), (values, v)):
+            store.view(-1, dim).index_copy_(0, self._flat, fresh[: self._rows].reshape(-1, dim))
+        grouped = q.reshape(q.shape[0], k.shape[1], -1, dim) * dim**-0.5
+        mixed = torch.zeros_like(grouped)  # rows beyond R pad the matrix products and mean nothing
+        for span, bias, top in self._spans:
+            scores = torch.matmul(grouped[span], keys[span, :, :top].transpose(2, 3)).add_(bias)
+            mixed[span] = torch.matmul(torch.softmax(scores, -1), values[span, :, :top])
+        return mixed.view(q.shape)
+
+
+def _block_spans(at: Tensor) -> list[tuple[slice, int]]:
+    """Runs of row blocks that read equally far, with how far that is."""
+    spans: list[tuple[slice, int]] = []
+    end = 0
+    for block in at.split(_BLOCK):
+        start, end, top = end, end + len(block), _tiles(int(block.max()) + 1)
+        if spans and spans[-1][1] == top:
+            start = spans.pop()[0].start
+        spans.append((slice(start, end), top))
+    return spans
+
+
+def _tiles(length: int) -> int:
+    return -(-length // _TILE) * _TILE

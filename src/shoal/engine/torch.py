@@ -1,0 +1,225 @@
+"""The default engine: continuous batching on torch, with rollouts that depend on nothing but their own request.
+
+- Every row of a step feeds one token: first the prompt's last, then what was sampled. The prompt before it is computed once
+  for all requests that share it.
+- A finished row is refilled from the queue at once; where the queue is empty the last rows move into the holes, so that work
+  shrinks with the number of rollouts under way.
+- A rollout is a function of (weights, prompt, seed, temperature, max tokens). Matrix products run on padded row counts for
+  which a row's bits do not depend on the others (`find_row_floor`), and attention on tiles of fixed size.
+- After a weight swap what is under way is computed anew from its tokens: no key or value outlives its weights.
+
+Life of a request: submit -> queue -> row -> rollout; on a swap row -> queue.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shoal.engine.base import CHUNK, HiddenSink
+from shoal.engine.cache import SlotCache
+from shoal.engine.prefix import Tokens, compute_prefixes
+from shoal.engine.rows import find_row_floor, pad_flat
+from shoal.engine.sampler import choose_tokens
+from shoal.engine.slots import SlotTable
+from shoal.errors import ConfigError
+from shoal.policy.decoder import compute_logits, fuse_layers, is_lean, run_decoder
+from shoal.rollout import Finish, Request, Rollout, VersionRange
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """A request on its way, with what earlier weights wrote of it."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[VersionRange] = field(default_factory=list)
+
+    @property
+    def context(self) -> Tokens:
+        return self.request.prompt_ids + tuple(self.token_ids)
+
+    @property
+    def need(self) -> int:
+        return len(self.request.prompt_ids) + self.request.max_tokens
+
+
+class TorchEngine:
+    """Generates rollouts with a transformers model; the model is the engine's own from here on."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, eos_id: int, slots: int = 256, version: int = 0, sink: HiddenSink | None = None
+    ) -> None:
+        self._model, self._eos_id, self._slots, self._sink = model.eval(), eos_id, slots, sink
+        self.version = version
+        self._queue: deque[_Ticket] = deque()
+        self._rows: list[_Ticket] = []
+        self._prefixes: dict[Tokens, Tensor] = {}
+        self._row_floor = find_row_floor(model)
+        self._table = SlotTable(slots)
+        self._cache = SlotCache.for_model(model, slots=slots)
+        width = model.config.hidden_size if sink else 0
+        self._hidden = torch.zeros(slots, CHUNK, width, dtype=model.dtype)
+        self._fuse_weights()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._queue or self._rows)
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Queue requests. Rollouts of equal prompts submitted together share the prompt's computation."""
+        tickets = [_Ticket(request) for request in requests]
+        limit = self._model.config.max_position_embeddings
+        for ticket in tickets:
+            if not ticket.request.prompt_ids or ticket.need > limit:
+                text = f"{ticket.request.id} needs {ticket.need} positions, the model has {limit}"
+                raise ConfigError(f"engine.max_tokens: {text} (and a prompt needs one token)")
+        self._queue.extend(tickets)
+        if tickets:
+            self._cache.reserve(max(ticket.need for ticket in tickets))
+            self._table.reserve(max(ticket.request.max_tokens for ticket in tickets))
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
+        """Submit and step until these are done, in order of finishing."""
+        assert not self.busy, "generate needs an idle engine"
+        self.submit(requests)
+        while self.busy:
+            yield from self.step()
+
+    @torch.inference_mode()
+    def step(self) -> list[Rollout]:
+        """Advance every active rollout by one token and return those that finished."""
+        self._admit_tickets()
+        rows = len(self._rows)
+        if not rows:
+            return []
+        hidden = self._decode_rows(rows)
+        uniforms = self._table.next_uniforms(rows)
+        logits = compute_logits(self._model, hidden)[:rows]
+        tokens, logprobs = choose_tokens(logits, self._table.temperatures[:rows], uniforms)
+        self._table.record(rows, tokens, logprobs)
+        finished = (tokens == self._eos_id) | (self._table.counts[:rows] >= self._table.limits[:rows])
+        if self._sink:
+            self._pass_hidden(rows, hidden, finished)
+        return self._take_finished(finished.nonzero()[:, 0].tolist())
+
+    @torch.inference_mode()
+    def swap_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """Replace the weights in place; every tensor must be given, with its shape."""
+        own = self._model.state_dict()
+        if odd := sorted(own.keys() ^ weights.keys()):
+            raise ValueError(f"weights of version {version} do not fit: {len(odd)} names differ, first {odd[0]!r}")
+        for name, tensor in own.items():
+            if tensor.shape != weights[name].shape:
+                raise ValueError(f"weights of version {version} do not fit: {name!r} has {tuple(weights[name].shape)}")
+        self._return_rows()
+        for name, tensor in own.items():
+            tensor.copy_(weights[name])
+        self._fuse_weights()
+        self.version = version
+
+    def _fuse_weights(self) -> None:
+        with torch.inference_mode():
+            self._layers = fuse_layers(self._model) if is_lean(self._model) else None
+
+    def _return_rows(self) -> None:
+        """Put what is under way back to the front of the queue, and forget all keys and values."""
+        for row in reversed(range(len(self._rows))):
+            ticket = self._rows[row]
+            self._close_span(row)
+            count = int(self._table.counts[row])
+            ticket.token_ids = self._table.tokens[row, :count].tolist()
+            ticket.logprobs = self._table.logprobs[row, :count].tolist()
+            self._queue.appendleft(ticket)
+        self._rows.clear()
+        self._prefixes.clear()
+        self._cache.clear()
+
+    def _close_span(self, row: int) -> None:
+        versions = self._rows[row].versions
+        start, end = versions[-1].end if versions else 0, int(self._table.counts[row])
+        if end > start:
+            versions.append(VersionRange(self.version, start, end))
+
+    def _admit_tickets(self) -> None:
+        free = min(self._slots - len(self._rows), len(self._queue))
+        if not free:
+            return
+        tickets = [self._queue.popleft() for _ in range(free)]
+        contexts = [ticket.context for ticket in tickets]
+        sharers: dict[Tokens, list[int]] = {}
+        for row, context in enumerate(contexts, start=len(self._rows)):
+            sharers.setdefault(context[:-1], []).append(row)
+        missing = [prefix for prefix in sharers if prefix not in self._prefixes]
+        self._prefixes |= compute_prefixes(self._model, self._layers, missing, self._row_floor)
+        for prefix, rows in sharers.items():
+            self._cache.open_rows(torch.tensor(rows), self._prefixes.get(prefix))
+        self._open_rows(tickets, [context[-1] for context in contexts])
+        # requests that share a prompt stand side by side, so only the next in the queue can want a prefix of these
+        following = self._queue[0].context[:-1] if self._queue else None
+        self._prefixes = {key: prefix for key, prefix in self._prefixes.items() if key == following}
+
+    def _open_rows(self, tickets: list[_Ticket], last: list[int]) -> None:
+        start = len(self._rows)
+        self._table.open_rows(start, [ticket.request for ticket in tickets], last)
+        for row, ticket in enumerate(tickets, start=start):
+            if ticket.token_ids:
+                self._table.restore_row(row, ticket.token_ids, ticket.logprobs)
+        self._rows.extend(tickets)
+
+    def _decode_rows(self, rows: int) -> Tensor:
+        """Hidden states from which the next token of each row is chosen, on a padded row count."""
+        token_ids = pad_flat(self._table.last[:rows], self._row_floor)
+        positions = pad_flat(self._cache.lengths[:rows], self._row_floor)
+        return run_decoder(self._model, token_ids, positions, self._cache.begin_step(rows), self._layers)
+
+    def _pass_hidden(self, rows: int, hidden: Tensor, finished: Tensor) -> None:
+        """Keep this step's states, and hand over the chunks that it filled or that end a rollout."""
+        assert self._sink is not None
+        counts = self._table.counts[:rows]
+        self._hidden[torch.arange(rows), (counts - 1) % CHUNK] = hidden[:rows]
+        for row in ((counts % CHUNK == 0) | finished).nonzero()[:, 0].tolist():
+            count = int(counts[row])
+            start = (count - 1) // CHUNK * CHUNK
+            self._sink(self._rows[row].request.id, start, self._hidden[row, : count - start])
+
+    def _take_finished(self, finished: list[int]) -> list[Rollout]:
+        if not finished:
+            return []
+        rollouts = [self._build_rollout(row) for row in finished]
+        self._close_holes(finished)
+        return rollouts
+
+    def _close_holes(self, holes: list[int]) -> None:
+        """Move the last rows into the holes, and shrink."""
+        keep = len(self._rows) - len(holes)
+        targets = [row for row in holes if row < keep]
+        gone = set(holes)
+        sources = [row for row in range(keep, len(self._rows)) if row not in gone]
+        if targets:
+            source, target = torch.tensor(sources), torch.tensor(targets)
+            self._cache.move_rows(source, target)
+            self._table.move_rows(source, target)
+            self._hidden[target] = self._hidden[source]
+            for row_from, row_to in zip(sources, targets, strict=True):
+                self._rows[row_to] = self._rows[row_from]
+        del self._rows[keep:]
+
+    def _build_rollout(self, row: int) -> Rollout:
+        self._close_span(row)
+        ticket, count = self._rows[row], int(self._table.counts[row])
+        token_ids = self._table.tokens[row, :count].numpy().copy()
+        return Rollout(
+            id=ticket.request.id,
+            prompt_ids=torch.tensor(ticket.request.prompt_ids, dtype=torch.int32).numpy(),
+            token_ids=token_ids,
+            logprobs=self._table.logprobs[row, :count].numpy().copy(),
+            finish=Finish.STOP if token_ids[-1] == self._eos_id else Finish.LENGTH,
+            versions=tuple(ticket.versions),
+            temperature=ticket.request.temperature,
+            seed=ticket.request.seed,
+        )

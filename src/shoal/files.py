@@ -1,0 +1,184 @@
+"""Files that kill -9 and power loss cannot leave half-written.
+
+Invariants:
+- a file or folder appears under its name only when complete: temporary name, fsync, rename, fsync of the parent;
+- temporary names begin with a dot and carry the writer's process id, so what a dead writer left can be told apart from
+  what a live one is writing;
+- a line of a JSONL file counts only with its newline; `repair_jsonl` cuts off what a kill left without one.
+
+One writer per path at a time. Readers need no lock.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from shoal.errors import ConfigError
+
+LATEST = "latest"
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>new|old)-(?P<pid>\d+)-[0-9a-f]{8}")
+_BLOCK_BYTES = 1 << 16
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file so that readers see the old content or the new, never a mixture."""
+    temporary = _hidden_path(path, "new")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_dir(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_dir(path: Path) -> Iterator[Path]:
+    """A folder to fill, which appears as `path` when the block ends, and not at all if the block raises.
+
+    An existing folder is replaced. Between the two renames this takes, neither is visible; `sweep_leftovers`, which
+    every start of a run calls, then puts the old one back.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sweep_leftovers(path.parent)
+    temporary = _hidden_path(path, "new")
+    temporary.mkdir()
+    try:
+        yield temporary
+        _sync_tree(temporary)
+        _swap_dir(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_dir(path.parent)
+
+
+def remove_dir(path: Path) -> None:
+    """Remove a folder so that no half-removed one is ever seen under its name."""
+    temporary = _hidden_path(path, "new")
+    path.rename(temporary)
+    shutil.rmtree(temporary)
+
+
+def sweep_leftovers(folder: Path) -> None:
+    """Remove what dead writers left in a folder, and put back what they had moved aside to replace."""
+    for entry in sorted(folder.iterdir()):
+        match = _HIDDEN.fullmatch(entry.name)
+        if match is None or _is_alive(int(match["pid"])):
+            continue
+        target = folder / match["name"]
+        if match["kind"] == "old" and not target.exists():
+            entry.rename(target)
+        elif entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's content in hex, read in blocks."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def append_line(path: Path, text: str) -> None:
+    """Append one line and fsync. Call `repair_jsonl` once before the first append of a process."""
+    assert "\n" not in text, "a line holds no line break"
+    data = memoryview(f"{text}\n".encode())
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def repair_jsonl(path: Path) -> int:
+    """Cut off a torn last line, if there is one, and return how many bytes that were."""
+    if not path.exists():
+        return 0
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        complete = _complete_bytes(path, size)
+        if complete < size:
+            file.truncate(complete)
+            os.fsync(file.fileno())
+    return size - complete
+
+
+def link_latest(target: Path) -> None:
+    """Point the link `latest` beside a run directory at it; relative, so that the whole folder can be moved."""
+    link = target.parent / LATEST
+    if link.exists() and not link.is_symlink():
+        raise ConfigError(f"{link}: must be a link to the newest run, but something else is there; move it away")
+    temporary = _hidden_path(link, "new")
+    temporary.symlink_to(target.name, target_is_directory=True)
+    temporary.replace(link)
+
+
+def sync_dir(folder: Path) -> None:
+    """Make the names in a folder durable: a rename is on disk only when its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _hidden_path(path: Path, kind: str) -> Path:
+    return path.with_name(f".{path.name}.{kind}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+
+
+def _swap_dir(temporary: Path, path: Path) -> None:
+    if not path.exists():
+        temporary.rename(path)
+        return
+    aside = _hidden_path(path, "old")
+    path.rename(aside)
+    try:
+        temporary.rename(path)
+    except BaseException:
+        aside.rename(path)
+        raise
+    shutil.rmtree(aside)
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with (Path(parent) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        sync_dir(Path(parent))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def _complete_bytes(path: Path, size: int) -> int:
+    """Bytes up to and including the last newline, found from the end."""
+    with path.open("rb") as file:
+        end = size
+        while end > 0:
+            start = max(0, end - _BLOCK_BYTES)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0

@@ -1,0 +1,76 @@
+"""From a step's beacon to scored groups.
+
+Group i of a step is a pure function of (beacon, i, weights): task and seeds derive from the beacon and the index, so whoever
+computes it gets the same rollouts, and nobody chooses what to work on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from shoal.engine.base import Engine
+from shoal.policy.tokenizer import decode_completion, encode_prompt
+from shoal.rollout import Group, Request, Rollout
+from shoal.seeds import derive_seed
+from shoal.tasks.base import Family, Task
+from shoal.tasks.split import train_task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupShape:
+    """What all groups of a run have in common."""
+
+    size: int
+    max_tokens: int
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A group before it is generated."""
+
+    index: int
+    task: Task
+    requests: tuple[Request, ...]
+
+
+def plan_group(family: Family, tokenizer: PreTrainedTokenizerBase, shape: GroupShape, *, beacon: int, index: int) -> Plan:
+    """Task, seeds and requests of group `index`."""
+    task = train_task(family, derive_seed("task", beacon, index))
+    seeds = [derive_seed("rollout", beacon, index, sample) for sample in range(shape.size)]
+    return Plan(index=index, task=task, requests=request_rollouts(tokenizer, task, shape, f"g{index}", seeds))
+
+
+def request_rollouts(
+    tokenizer: PreTrainedTokenizerBase, task: Task, shape: GroupShape, name: str, seeds: Sequence[int]
+) -> tuple[Request, ...]:
+    """One request per seed for a task, with ids `name.0`, `name.1`, ..."""
+    prompt_ids = tuple(encode_prompt(tokenizer, task.prompt))
+    return tuple(
+        Request(
+            id=f"{name}.{sample}",
+            prompt_ids=prompt_ids,
+            seed=seed,
+            max_tokens=shape.max_tokens,
+            temperature=shape.temperature,
+        )
+        for sample, seed in enumerate(seeds)
+    )
+
+
+def generate_groups(
+    engine: Engine, family: Family, tokenizer: PreTrainedTokenizerBase, plans: Sequence[Plan]
+) -> list[Group]:
+    """Generate and score planned groups, in the order of the plans."""
+    requests = [request for plan in plans for request in plan.requests]
+    rollouts = {rollout.id: rollout for rollout in engine.generate(requests)}
+    return [_score_group(family, tokenizer, plan, rollouts) for plan in plans]
+
+
+def _score_group(
+    family: Family, tokenizer: PreTrainedTokenizerBase, plan: Plan, rollouts: dict[str, Rollout]
+) -> Group:
+    own = tuple(rollouts[request.id] for request in plan.requests)
+    scores = tuple(family.score(plan.task, decode_completion(tokenizer, rollout.token_ids)) for rollout in own)
+    return Group(index=plan.index, task_id=plan.task.id, rollouts=own, scores=scores)

@@ -1,0 +1,120 @@
+"""Exact checkpoints: a resumed run computes the same weights, bit for bit, as one that was never interrupted.
+
+    checkpoints/step-000010/
+      policy/                   Hugging Face folder of v10
+      optimizer.safetensors     AdamW moments and counters by parameter name, torch's random state
+      versions/v000009.safetensors ...   older versions that the sampler still has to use (async level > 0)
+      state.json                step, updates, weights hash; written last
+
+Tasks and seeds derive from the step, so the step is the data position. Folders appear under their name only when complete;
+nothing is pickled.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from shoal.errors import ConfigError
+from shoal.files import atomic_dir, hash_file, remove_dir
+from shoal.learner.learner import Learner
+from shoal.policy.model import Policy, open_policy, save_policy
+
+_NAME = re.compile(r"step-(\d{6,})")
+_VERSION_NAME = re.compile(r"v(\d+)\.safetensors")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+_RNG = "rng.torch"
+_OPTIMIZER = "optimizer.safetensors"
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointState:
+    """What is not a tensor."""
+
+    step: int
+    num_updates: int
+    weights_sha256: str
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Complete checkpoints by rising step."""
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    return sorted(found)
+
+
+def save_checkpoint(folder: Path, step: int, policy: Policy, learner: Learner, versions: Mapping[int, Weights]) -> None:
+    """Write the state after `step`; `versions` are older weights that later steps will sample with."""
+    with atomic_dir(folder / f"step-{step:06d}") as target:
+        save_policy(policy, target / "policy")
+        save_optimizer(learner.model, learner.optimizer, target / _OPTIMIZER)
+        (target / "versions").mkdir()
+        for version, weights in versions.items():
+            save_file(weights, target / "versions" / f"v{version:06d}.safetensors")
+        digest = hash_file(target / "policy" / "model.safetensors")
+        state = CheckpointState(step, learner.num_updates, digest)
+        (target / "state.json").write_text(json.dumps(asdict(state)) + "\n")
+
+
+def read_state(checkpoint: Path) -> CheckpointState:
+    """Step and counters of a checkpoint, after checking that its weights are those that were written."""
+    try:
+        state = CheckpointState(**json.loads((checkpoint / "state.json").read_text()))
+        digest = hash_file(checkpoint / "policy" / "model.safetensors")
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{checkpoint}: is no usable checkpoint ({error}); remove it to resume from an earlier one") from error
+    if digest != state.weights_sha256:
+        raise ConfigError(f"{checkpoint}: its weights are not those that were written; remove it to resume from an earlier one")
+    return state
+
+
+def load_versions(checkpoint: Path) -> dict[int, Weights]:
+    """Older weights by version."""
+    files = (checkpoint / "versions").glob("*.safetensors")
+    found = {int(match[1]): path for path in files if (match := _VERSION_NAME.fullmatch(path.name))}
+    return {version: load_file(found[version]) for version in sorted(found)}
+
+
+def load_checkpoint_policy(checkpoint: Path, dtype: torch.dtype) -> Policy:
+    """The policy of a checkpoint."""
+    return open_policy(checkpoint / "policy", dtype=dtype)
+
+
+def restore_learner(learner: Learner, checkpoint: Path) -> None:
+    """Give a learner, whose model already has the checkpoint's weights, its optimizer state back."""
+    load_optimizer(learner.model, learner.optimizer, checkpoint / _OPTIMIZER)
+    learner.num_updates = read_state(checkpoint).num_updates
+
+
+def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """Write AdamW's state by parameter name, and torch's random state."""
+    tensors: Weights = {_RNG: torch.get_rng_state()}
+    for name, parameter in model.named_parameters():
+        for moment, tensor in optimizer.state.get(parameter, {}).items():
+            tensors[f"{moment}.{name}"] = tensor
+    save_file(tensors, path)
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """Read what `save_optimizer` wrote."""
+    tensors = load_file(path)
+    state = {
+        index: {moment: tensors[f"{moment}.{name}"] for moment in _MOMENTS}
+        for index, (name, _) in enumerate(model.named_parameters())
+        if f"step.{name}" in tensors
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    torch.set_rng_state(tensors[_RNG])
+
+
+def prune_checkpoints(folder: Path, keep: int) -> None:
+    """Remove all but the newest."""
+    for _, path in list_checkpoints(folder)[:-keep]:
+        remove_dir(path)
+

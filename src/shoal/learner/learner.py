@@ -1,0 +1,131 @@
+"""One training step: groups in, weights moved, metrics out.
+
+    step n:  groups -> samples (advantages) -> `updates` parts -> packs -> loss, backward -> clip -> AdamW
+
+- The denominator of an update is fixed on all its samples before packing, so packed, padded and accumulated gradients
+  are equal.
+- pi_old is the policy before the step's first update. For the first part that is the forward pass it trains on; the
+  others are scored ahead.
+- An update whose gradient is not finite is skipped and counted; the weights stay as they were.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shoal.config import LearnerConfig
+from shoal.learner.correction import build_correction
+from shoal.learner.logprobs import score_tokens
+from shoal.learner.losses import LossInputs, load_loss, sum_tokens
+from shoal.learner.sample import Pack, Sample, build_packs, build_samples
+from shoal.learner.tally import Tally, UpdateTally
+from shoal.learner.terms import kl_k3
+from shoal.rollout import Group
+
+Metrics = dict[str, float]
+
+
+class Learner:
+    """A model, its optimizer and the loss; `reference` is the frozen policy of the KL term."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: LearnerConfig, *, max_tokens: int, reference: PreTrainedModel | None = None
+    ) -> None:
+        assert (reference is not None) == (config.loss.kl > 0), "a reference is needed exactly where there is a KL term"
+        self.model = model.eval()  # no dropout: sampler and learner must agree on the policy
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
+        )
+        self.num_updates = 0
+        self._config = config
+        self._loss = load_loss(config.loss.name)
+        self._max_tokens = max_tokens
+        self._reference = reference
+
+    def train_step(self, groups: Sequence[Group]) -> Metrics:
+        """Train on the groups of one batch; an empty batch moves nothing."""
+        parts = [build_samples(part, self._config.advantage) for part in _split_parts(groups, self._config.updates)]
+        packs = [build_packs(samples, self._config.micro_tokens) for samples in parts]
+        olds = [self._score_old(part, first=index == 0) for index, part in enumerate(packs)]
+        tally = Tally()
+        for samples, part, old in zip(parts, packs, olds, strict=True):
+            tally.add(self._update(samples, part, old))
+        return tally.metrics()
+
+    def _score_old(self, packs: Sequence[Pack], *, first: bool) -> list[Tensor | None]:
+        """log pi_old of each pack; None where the training pass itself gives it."""
+        if self._config.old_logprobs == "behaviour":
+            return [pack.behaviour for pack in packs]
+        if first:
+            return [None for _ in packs]
+        with torch.no_grad():
+            return [score_tokens(self.model, pack).logprobs for pack in packs]
+
+    def _update(self, samples: Sequence[Sample], packs: Sequence[Pack], olds: Sequence[Tensor | None]) -> UpdateTally:
+        lengths = torch.tensor([sample.rollout.num_tokens for sample in samples])
+        weights = self._loss.sample_weights(lengths, self._max_tokens)
+        weight_of = {id(sample): float(weight) for sample, weight in zip(samples, weights, strict=True)}
+        tally = UpdateTally()
+        self.optimizer.zero_grad(set_to_none=True)
+        for pack, old in zip(packs, olds, strict=True):
+            pack_weights = torch.tensor([weight_of[id(sample)] for sample in pack.samples])
+            self._backward(pack, pack_weights, old, tally)
+        self._apply(tally)
+        return tally
+
+    def _backward(self, pack: Pack, weights: Tensor, old: Tensor | None, tally: UpdateTally) -> None:
+        config = self._config.loss
+        scores = score_tokens(self.model, pack, entropy_grad=config.entropy > 0)
+        old = scores.logprobs.detach() if old is None else old
+        inputs = LossInputs(
+            logprobs=scores.logprobs,
+            old_logprobs=old,
+            advantages=pack.spread([sample.advantage for sample in pack.samples]),
+            segment=pack.segment,
+            num_segments=len(pack.samples),
+        )
+        output = self._loss.token_loss(inputs, config)
+        correction = build_correction(
+            old,
+            pack.behaviour,
+            pack.segment,
+            len(pack.samples),
+            kind="none" if self._config.old_logprobs == "behaviour" else config.correction,
+            cap=config.correction_cap,
+        )
+        policy = sum_tokens(correction.weights * output.token_loss, weights, pack.segment)
+        entropy = sum_tokens(scores.entropy, weights, pack.segment)
+        kl = sum_tokens(self._kl_tokens(pack, scores.logprobs), weights, pack.segment)
+        total = policy + config.kl * kl - config.entropy * entropy
+        total.backward()  # type: ignore[no-untyped-call]
+        tally.add_terms(total=total, policy=policy, kl=kl)
+        tally.add_tokens(output, scores.entropy, correction.mismatch)
+
+    def _kl_tokens(self, pack: Pack, logprobs: Tensor) -> Tensor:
+        if self._reference is None:
+            return torch.zeros_like(logprobs)
+        with torch.no_grad():
+            reference = score_tokens(self._reference, pack).logprobs
+        return kl_k3(logprobs, reference)
+
+    def _apply(self, tally: UpdateTally) -> None:
+        config = self._config
+        rate = config.lr * min(1.0, (self.num_updates + 1) / max(config.ramp, 1))
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
+        tally.grad_norm, tally.lr = float(norm), rate
+        tally.skipped = not bool(torch.isfinite(norm))
+        if tally.skipped:
+            return
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.num_updates += 1
+
+
+def _split_parts(groups: Sequence[Group], num: int) -> list[list[Group]]:
+    """Consecutive groups for each update, as even as whole groups allow; no part is empty."""
+    num = min(num, len(groups))
+    bounds = [round(index * len(groups) / num) for index in range(num + 1)] if num else []
+    return [list(groups[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)]

@@ -1,0 +1,116 @@
+"""Rollouts as the learner sees them, and packed micro-batches of them.
+
+Invariants:
+- advantages are computed here, from task rewards, by group: no number of a worker's is trained on but tokens, log-probs and
+  recomputed rewards;
+- every per-token array has the length of the completion; concatenated in sample order they stay parallel;
+- the samples of a group that share a micro-batch share one copy of the prompt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.learner.advantage import AdvantageKind, compute_advantages
+from shoal.learner.binpack import pack_samples
+from shoal.policy.layout import PackedAttention, Segment, positions_of
+from shoal.rollout import Group, Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One rollout with its advantage; samples of equal `group` have equal prompts."""
+
+    group: int
+    rollout: Rollout
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pack:
+    """One micro-batch. N flat input tokens, T completion tokens, S samples."""
+
+    samples: tuple[Sample, ...]
+    token_ids: Tensor
+    """[N]"""
+    positions: Tensor
+    """[N]"""
+    attention: PackedAttention
+    rows: Tensor
+    """[T] flat index of the state that predicts each completion token"""
+    targets: Tensor
+    """[T]"""
+    segment: Tensor
+    """[T] sample of each completion token"""
+    temperatures: Tensor
+    """[T]"""
+
+    def spread(self, values: Sequence[float]) -> Tensor:
+        """[T] one number per sample, repeated for its tokens."""
+        return torch.tensor(values)[self.segment]
+
+    @property
+    def behaviour(self) -> Tensor:
+        """[T] log-probs that the sampler recorded."""
+        return torch.from_numpy(np.concatenate([sample.rollout.logprobs for sample in self.samples]))
+
+
+def build_samples(groups: Sequence[Group], kind: AdvantageKind) -> list[Sample]:
+    """Samples in order of group and sample index, with advantages within each group."""
+    samples = []
+    for group in groups:
+        advantages = compute_advantages(group.rewards, kind)
+        pairs = zip(group.rollouts, advantages, strict=True)
+        samples += [Sample(group.index, rollout, float(advantage)) for rollout, advantage in pairs]
+    return samples
+
+
+def build_packs(samples: Sequence[Sample], max_tokens: int) -> list[Pack]:
+    """Micro-batches of at most `max_tokens` input tokens; a longer sample has one to itself."""
+    bins = pack_samples(
+        [sample.rollout.num_tokens for sample in samples],
+        [len(sample.rollout.prompt_ids) for sample in samples],
+        [sample.group for sample in samples],
+        max_tokens,
+    )
+    return [_build_pack([samples[index] for index in sorted(members)]) for members in bins]
+
+
+def _build_pack(samples: Sequence[Sample]) -> Pack:
+    flat: list[np.ndarray] = []
+    segments: list[Segment] = []
+    rows: list[Tensor] = []
+    prompts: dict[int, int] = {}
+    size = 0
+
+    def add_segment(tokens: np.ndarray, prefix: int | None) -> None:
+        nonlocal size
+        segments.append(Segment(size, size + len(tokens), prefix))
+        flat.append(tokens)
+        size += len(tokens)
+
+    for sample in samples:
+        if sample.group not in prompts:
+            prompts[sample.group] = len(segments)
+            add_segment(sample.rollout.prompt_ids, None)
+        prompt = prompts[sample.group]
+        start = size
+        # the last token predicts nothing, so it is not fed
+        if sample.rollout.num_tokens > 1:
+            add_segment(sample.rollout.token_ids[:-1], prompt)
+        rows.append(torch.cat((torch.tensor([segments[prompt].end - 1]), torch.arange(start, size))))
+    lengths = torch.tensor([sample.rollout.num_tokens for sample in samples])
+    segment = torch.repeat_interleave(torch.arange(len(samples)), lengths)
+    return Pack(
+        samples=tuple(samples),
+        token_ids=torch.from_numpy(np.concatenate(flat)).long(),
+        positions=positions_of(segments),
+        attention=PackedAttention(segments),
+        rows=torch.cat(rows),
+        targets=torch.from_numpy(np.concatenate([sample.rollout.token_ids for sample in samples])).long(),
+        segment=segment,
+        temperatures=torch.tensor([sample.rollout.temperature for sample in samples])[segment],
+    )

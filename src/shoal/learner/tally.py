@@ -1,0 +1,87 @@
+"""Numbers of a training step, summed over micro-batches and updates, under the names that dashboards know."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shoal.learner.correction import Mismatch
+from shoal.learner.losses import LossOutput
+
+
+@dataclass(slots=True)
+class UpdateTally:
+    """One optimizer update."""
+
+    total: float = 0.0
+    policy: float = 0.0
+    kl: float = 0.0
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    skipped: bool = False
+    num_tokens: int = 0
+    num_clipped: int = 0
+    entropy_sum: float = 0.0
+    ratio_max: float = 0.0
+    mismatch: Mismatch | None = None
+
+    def add_terms(self, *, total: Tensor, policy: Tensor, kl: Tensor) -> None:
+        """Loss terms of a micro-batch; they are already weighted, so they add up."""
+        self.total += float(total.detach())
+        self.policy += float(policy.detach())
+        self.kl += float(kl.detach())
+
+    def add_tokens(self, output: LossOutput, entropy: Tensor, mismatch: Mismatch) -> None:
+        """Per-token numbers of a micro-batch."""
+        self.num_tokens += len(output.ratio)
+        self.num_clipped += int(output.clipped.sum())
+        self.entropy_sum += float(entropy.detach().sum())
+        self.ratio_max = max(self.ratio_max, float(output.ratio.max()))
+        self.mismatch = mismatch if self.mismatch is None else self.mismatch.merge(mismatch)
+
+
+@dataclass(slots=True)
+class Tally:
+    """All updates of one training step."""
+
+    updates: list[UpdateTally] = field(default_factory=list)
+
+    def add(self, update: UpdateTally) -> None:
+        self.updates.append(update)
+
+    def metrics(self) -> dict[str, float]:
+        """Metric names and values; an empty batch has only its counts."""
+        done = self.updates
+        counts = {"optim/updates": float(len(done)), "optim/skipped": float(sum(u.skipped for u in done))}
+        if not done:
+            return counts
+        tokens = sum(u.num_tokens for u in done)
+        return counts | {
+            "loss/total": _mean([u.total for u in done]),
+            "loss/policy": _mean([u.policy for u in done]),
+            "loss/kl": _mean([u.kl for u in done]),
+            "policy/entropy": sum(u.entropy_sum for u in done) / tokens,
+            "policy/clip_fraction": sum(u.num_clipped for u in done) / tokens,
+            "policy/ratio_max": max(u.ratio_max for u in done),
+            "optim/grad_norm": _mean([u.grad_norm for u in done]),
+            "optim/grad_norm_max": max(u.grad_norm for u in done),
+            "optim/lr": done[-1].lr,
+            "train/tokens": float(tokens),
+        } | _mismatch_metrics([u.mismatch for u in done if u.mismatch is not None])
+
+
+def _mismatch_metrics(parts: list[Mismatch]) -> dict[str, float]:
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole.merge(part)
+    return {
+        "off_policy/mismatch_kl": whole.kl,
+        "off_policy/ess": whole.ess,
+        "off_policy/raw_ess": whole.raw_ess,
+        "off_policy/truncated": whole.truncated,
+        "off_policy/masked": whole.masked,
+        "off_policy/max_diff": whole.max_diff,
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,1 @@
+"""Policies: model, tokenizer, tiny models from scratch and their warm-up."""

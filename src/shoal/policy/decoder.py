@@ -1,0 +1,196 @@
+"""One forward pass for learner, engine and validator: flat tokens in, hidden states out, attention left to the caller.
+
+Shapes: N tokens of any number of sequences side by side, W width, H heads, K key/value heads, D head size.
+- Nothing here knows where a sequence begins: `attend` does, and there is no other way for tokens to see each other. So
+  packing cannot leak between samples, and the same code decodes one token of 256 rollouts or trains on a packed batch.
+- Llama, Qwen2 and Qwen3 run on fused weights in a lean loop. Every other architecture that takes part in transformers'
+  attention interface runs its own forward, with `attend` plugged in there.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from shoal.errors import ConfigError
+from shoal.policy.kernels import rms_norm, swiglu
+
+LEAN = {"llama", "qwen2", "qwen3"}
+INTERFACE = "shoal"
+
+
+class Attend(Protocol):
+    """Attention of one layer: q (N, H, D) and k, v (N, K, D), already rotated, to (N, H, D)."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one decoder layer, with the projections that read the same input laid side by side."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    """(H + K, D): one row per query and key head"""
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+def is_lean(model: PreTrainedModel) -> bool:
+    """Whether the lean loop computes this model; otherwise its own forward does."""
+    config = model.config
+    return (
+        config.model_type in LEAN
+        and config.hidden_act == "silu"
+        and not getattr(config, "mlp_bias", False)
+        and config.rope_parameters["rope_type"] != "dynamic"
+    )
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse what `attend` cannot express: attention that is not plain causal attention over the whole sequence."""
+    config = model.config
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+    window = getattr(config, "sliding_window", None)
+    narrow = bool(getattr(config, "use_sliding_window", window is not None)) and window is not None
+    if kinds or (narrow and window < config.max_position_embeddings):
+        raise ConfigError(f"policy.path: {config.model_type} with {sorted(kinds) or 'sliding-window'} layers is not supported")
+    if not is_lean(model) and not getattr(model, "_supports_attention_backend", False):
+        raise ConfigError(f"policy.path: {config.model_type} has no pluggable attention in transformers")
+
+
+def fuse_layers(model: PreTrainedModel) -> list[Layer]:
+    """Side-by-side weights of every layer: copies, through which gradients flow when enabled."""
+    return [_fuse_layer(layer) for layer in model.model.layers]
+
+
+def run_decoder(
+    model: PreTrainedModel, token_ids: Tensor, positions: Tensor, attend: Attend, layers: list[Layer] | None = None
+) -> Tensor:
+    """Hidden states (N, W) after the final norm. `layers` saves fusing again where the weights did not change."""
+    if not is_lean(model):
+        return _run_hub(model, token_ids, positions, attend)
+    return _run_lean(model, token_ids, positions, attend, fuse_layers(model) if layers is None else layers)
+
+
+def compute_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Float32 logits (N, vocabulary)."""
+    return model.get_output_embeddings()(hidden).float()  # type: ignore[no-any-return]
+
+
+def _run_lean(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, attend: Attend, layers: list[Layer]) -> Tensor:
+    body, config = model.model, model.config
+    eps = config.rms_norm_eps
+    x = F.embedding(token_ids, body.embed_tokens.weight)
+    cos, sin = _rotation(model, positions)
+    for index, layer in enumerate(layers):
+        q, k, v = _project_qkv(config, layer, rms_norm(x, layer.input_norm, eps), cos, sin)
+        x = x + F.linear(attend(index, q, k, v).flatten(1), layer.out, layer.out_bias)
+        x = x + F.linear(swiglu(F.linear(rms_norm(x, layer.mlp_norm, eps), layer.gate_up)), layer.down)
+    return rms_norm(x, body.norm.weight, eps)
+
+
+def _project_qkv(config: Any, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated queries and keys, and values, per head; queries and keys go through norm and rotation as one tensor."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    fused = F.linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, -1)
+    qk, v = fused.split((heads + kv_heads, kv_heads), dim=1)
+    if layer.qk_norm is not None:
+        qk = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
+    q, k = _rotate(qk, cos, sin).split((heads, kv_heads), dim=1)
+    return q, k, v
+
+
+_tables: WeakKeyDictionary[PreTrainedModel, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+
+
+def _rotation(model: PreTrainedModel, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin (N, 1, D), the sine signed so that one roll of the halves finishes the rotation."""
+    if model not in _tables:
+        everywhere = torch.arange(model.config.max_position_embeddings, device=positions.device)
+        with torch.inference_mode(False), torch.no_grad():
+            cos, sin = model.model.rotary_emb(model.model.embed_tokens.weight[:1], everywhere[None])
+            half = sin.shape[-1] // 2
+            signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+            _tables[model] = cos[0, :, None].contiguous(), signed[:, None].contiguous()
+    cos, signed = _tables[model]
+    return cos.index_select(0, positions), signed.index_select(0, positions)
+
+
+def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
+
+
+def _fuse_layer(layer: nn.Module) -> Layer:
+    attention: Any = layer.self_attn
+    mlp: Any = layer.mlp
+    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+    biased = parts[0].bias is not None
+    return Layer(
+        input_norm=layer.input_layernorm.weight,  # type: ignore[union-attr, arg-type]
+        qkv=torch.cat([part.weight for part in parts]),
+        qkv_bias=torch.cat([part.bias for part in parts]) if biased else None,
+        qk_norm=_fuse_norms(attention) if hasattr(attention, "q_norm") else None,
+        out=attention.o_proj.weight,
+        out_bias=attention.o_proj.bias,
+        mlp_norm=layer.post_attention_layernorm.weight,  # type: ignore[union-attr, arg-type]
+        gate_up=torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)),
+        down=mlp.down_proj.weight,
+    )
+
+
+def _fuse_norms(attention: Any) -> Tensor:
+    q_norm, k_norm = attention.q_norm.weight, attention.k_norm.weight
+    heads = attention.q_proj.out_features // len(q_norm), attention.k_proj.out_features // len(k_norm)
+    return torch.cat((q_norm.expand(heads[0], -1), k_norm.expand(heads[1], -1)))
+
+
+_attend: ContextVar[Attend] = ContextVar("attend")
+
+
+def _run_hub(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    with _plugged(attend), _attention_of(model, INTERFACE):
+        output = model.base_model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+    return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _plugged(attend: Attend) -> Iterator[None]:
+    token = _attend.set(attend)
+    try:
+        yield
+    finally:
+        _attend.reset(token)
+
+
+@contextmanager
+def _attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.config._attn_implementation = name
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+def _hub_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **extra: Any) -> tuple[Tensor, None]:
+    """transformers' attention interface: (1, H, N, D) tensors of one layer, to (1, N, H, D)."""
+    dim = query.shape[-1]
+    scaled = query[0].transpose(0, 1) * (extra["scaling"] * dim**0.5)  # attend divides by sqrt(D) itself
+    mixed = _attend.get()(module.layer_idx, scaled, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return mixed[None], None
+
+
+AttentionInterface.register(INTERFACE, _hub_attention)

@@ -1,0 +1,137 @@
+"""Where sequences lie in a flat run of tokens, and attention over them.
+
+A `Layout` holds *segments*: queries are tokens start .. end - 1 of the flat axis, and each sees, beside itself and the
+segment's tokens before it, the whole of the segment's prefix, if it has one. So the completions of a group share one copy of
+their prompt, in the forward and in the backward pass, and the result equals running every sequence alone.
+
+Cost: segments of like length are padded to one rectangle; the rest of the network never sees padding. How far a segment
+is padded depends on its own length alone, so its result does not depend on its neighbours.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_LONG = 512
+"""Keys from which the fused attention kernel, which never writes the scores to memory, beats three plain operators."""
+_ROUND = 8
+"""Lengths are rounded up to this before they are bucketed: fewer, fuller rectangles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens start .. end - 1 of the flat axis, behind the tokens of segment `prefix` (an index into the layout)."""
+
+    start: int
+    end: int
+    prefix: int | None = None
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
+class PackedAttention:
+    """Causal attention within each segment and over its prefix; an `Attend` for packed batches."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._buckets = [_Bucket(segments, members) for members in _bucket_segments(segments)]
+        order = torch.cat([bucket.flat_q for bucket in self._buckets])
+        self._inverse = torch.empty(len(order), dtype=torch.long)
+        self._inverse[order] = torch.arange(len(order))
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mixed = torch.cat([bucket.attend(q, k, v) for bucket in self._buckets])
+        return mixed.index_select(0, self._inverse)
+
+
+def positions_of(segments: Sequence[Segment]) -> Tensor:
+    """Position of each flat token: from 0 at the start of a sequence, going on from the prefix where there is one."""
+    parts = []
+    for segment in segments:
+        offset = 0 if segment.prefix is None else segments[segment.prefix].length
+        parts.append(torch.arange(offset, offset + segment.length))
+    return torch.cat(parts)
+
+
+def _bucket_segments(segments: Sequence[Segment]) -> list[list[int]]:
+    buckets: dict[tuple[int, int], list[int]] = {}
+    for index, segment in enumerate(segments):
+        prefix = 0 if segment.prefix is None else segments[segment.prefix].length
+        buckets.setdefault((_round_up(segment.length), _round_up(prefix)), []).append(index)
+    return [buckets[key] for key in sorted(buckets)]
+
+
+def _round_up(length: int) -> int:
+    return -(-length // _ROUND) * _ROUND
+
+
+class _Bucket:
+    """Segments of like length as one rectangle (B, Q) of queries and (B, P + Q) of keys."""
+
+    def __init__(self, segments: Sequence[Segment], members: list[int]) -> None:
+        own = [segments[index] for index in members]
+        prefixes = [None if s.prefix is None else segments[s.prefix] for s in own]
+        q_index, q_valid = _rectangle([(s.start, s.end) for s in own])
+        p_index, p_valid = _rectangle([(0, 0) if p is None else (p.start, p.end) for p in prefixes])
+        self.shape = q_index.shape
+        self.q_index = q_index.flatten()
+        self.kv_index = torch.cat((p_index, q_index), 1).flatten()
+        self.bias = _mask_bias(q_valid, p_valid)
+        self.q_rows = q_valid.flatten().nonzero().squeeze(1)
+        self.flat_q = self.q_index[self.q_rows]
+        self._expanded: Tensor | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Mixed values (tokens of this bucket, H, D), in the order of `flat_q`."""
+        num, length = self.shape
+        heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
+        repeat = heads // kv_heads
+        # (B * K, repeat * Q, D): the heads that share keys become rows of one product
+        queries = q.index_select(0, self.q_index).view(num, length, kv_heads, repeat, dim).permute(0, 2, 3, 1, 4)
+        queries = queries.reshape(num * kv_heads, repeat * length, dim)
+        keys = self._gather(k, num, kv_heads, dim)
+        values = self._gather(v, num, kv_heads, dim)
+        mixed = _mix_values(queries, keys, values, self._expand_bias(kv_heads, repeat, q.dtype))
+        mixed = mixed.view(num, kv_heads, repeat, length, dim).permute(0, 3, 1, 2, 4).reshape(num * length, heads, dim)
+        return mixed.index_select(0, self.q_rows)
+
+    def _expand_bias(self, kv_heads: int, repeat: int, dtype: torch.dtype) -> Tensor:
+        """The mask for every head, made once: all layers of a model ask for the same."""
+        if self._expanded is None or self._expanded.dtype != dtype:
+            num, length = self.shape
+            bias = self.bias.to(dtype)[:, None, None].expand(num, kv_heads, repeat, length, -1)
+            self._expanded = bias.reshape(num * kv_heads, repeat * length, -1)
+        return self._expanded
+
+    def _gather(self, x: Tensor, num: int, kv_heads: int, dim: int) -> Tensor:
+        rows = x.index_select(0, self.kv_index).view(num, -1, kv_heads, dim)
+        return rows.transpose(1, 2).reshape(num * kv_heads, -1, dim)
+
+
+def _mix_values(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+    """softmax(q k / sqrt(D) + bias) v over (batch, rows, D)."""
+    if keys.shape[1] > _LONG:
+        return F.scaled_dot_product_attention(queries[:, None], keys[:, None], values[:, None], bias[:, None])[:, 0]
+    scores = torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=queries.shape[-1] ** -0.5)
+    return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype), values)
+
+
+def _rectangle(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Flat indices (B, rounded length) of the spans, and which of them are real."""
+    starts = torch.tensor([start for start, _ in spans])
+    lengths = torch.tensor([end - start for start, end in spans])
+    offsets = torch.arange(_round_up(int(lengths.max())))
+    valid = offsets < lengths[:, None]
+    return torch.where(valid, starts[:, None] + offsets, 0), valid
+
+
+def _mask_bias(q_valid: Tensor, p_valid: Tensor) -> Tensor:
+    """0 where a query may look, -inf elsewhere, (B, Q, P + Q). Padded queries see themselves, for a row must see something."""
+    num, length = q_valid.shape
+    causal = torch.ones(length, length, dtype=torch.bool).tril().expand(num, -1, -1)
+    seen = torch.cat((p_valid[:, None].expand(-1, length, -1), causal), dim=2)
+    return torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))

@@ -1,0 +1,101 @@
+"""Policies: a Hugging Face causal LM with its tokenizer, loaded from a folder or hub id, or made tiny from scratch.
+
+A saved policy is an ordinary Hugging Face folder (config, safetensors, tokenizer): transformers and vLLM load it as it is.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from shoal.config import PolicyConfig, TinyConfig
+from shoal.errors import ConfigError
+from shoal.policy.decoder import check_model
+from shoal.policy.tokenizer import build_tokenizer
+from shoal.seeds import derive_seed
+
+disable_progress_bar()  # ours are the only bars a user of shoal sees
+
+_CONFIGS: dict[str, Callable[..., PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+_FF_MULTIPLE = 64
+_ONE_FILE = "1000TB"
+"""Weights stay one file, model.safetensors: its hash names the version, and its bytes are what is broadcast."""
+
+
+@dataclass(slots=True)
+class Policy:
+    """A model and the tokenizer that belongs to it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def eos_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+
+def load_policy(config: PolicyConfig, *, alphabet: str, seed: int) -> Policy:
+    """The policy that the settings name; a tiny one is made from `alphabet` and `seed` where they name none."""
+    if config.path:
+        return open_policy(config.path, dtype=getattr(torch, config.dtype))
+    tokenizer = build_tokenizer(alphabet)
+    model = _build_tiny(config.tiny, tokenizer, derive_seed("init", seed)).to(getattr(torch, config.dtype))
+    return Policy(model=model, tokenizer=tokenizer)
+
+
+def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Policy:
+    """A saved policy. Weights are read from safetensors alone: no pickle, no code of the folder's."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"policy.path: no causal LM can be loaded from {str(path)!r}: {reason}") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"policy.path: the tokenizer of {str(path)!r} has no end token")
+    check_model(model)
+    return Policy(model=model, tokenizer=tokenizer)
+
+
+def save_policy(policy: Policy, folder: Path) -> None:
+    """Write the Hugging Face folder; not atomic by itself, callers write into a folder that is renamed when complete."""
+    policy.model.save_pretrained(folder, max_shard_size=_ONE_FILE)
+    policy.tokenizer.save_pretrained(folder)
+
+
+def _build_tiny(config: TinyConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    feed_forward = math.ceil(config.width * 8 / 3 / _FF_MULTIPLE) * _FF_MULTIPLE
+    hub_config = _CONFIGS[config.arch](
+        vocab_size=len(tokenizer),
+        hidden_size=config.width,
+        intermediate_size=feed_forward,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.width // config.heads,
+        max_position_embeddings=config.context,
+        # tied embeddings reload wrongly in some engines, and save nothing at a vocabulary of a hundred
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(hub_config)  # type: ignore[no-any-return]

@@ -1,0 +1,63 @@
+"""Text to token ids and back: a character tokenizer in Hugging Face format, and one way of encoding for any tokenizer.
+
+- A prompt is the begin token (if the tokenizer has one) and the text; a completion is the text and the end token.
+- The saved folder encodes the same way when others load it: it adds `<bos>` by itself, as `encode_prompt` does.
+- Text is data: `<eos>` inside a prompt is five characters, never the end token.
+
+Changing the order of the vocabulary breaks: every saved model, rollout and proof.
+"""
+
+from collections.abc import Iterable
+
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+PAD, BOS, EOS, UNK = SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>")
+"""Ids 0 to 3. Changing breaks: every saved tiny model."""
+
+
+def build_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """One token per character, in sorted order after the specials; other characters become `<unk>`."""
+    vocabulary = {token: index for index, token in enumerate((*SPECIALS, *sorted(set(alphabet))))}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token=UNK))
+    backend.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = Fuse()
+    backend.post_processor = TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, vocabulary[BOS])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNK,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The begin token, exactly once and only if there is one, and the text."""
+    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return begin + _encode_text(tokenizer, text)
+
+
+def encode_completion(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The text and the end token."""
+    assert tokenizer.eos_token_id is not None, "a policy's tokenizer has an end token"
+    return [*_encode_text(tokenizer, text), tokenizer.eos_token_id]
+
+
+def decode_completion(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
+    """The text of a completion, spaces as they were written, without special tokens."""
+    text = tokenizer.decode([int(index) for index in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str), "one sequence decodes to one text"
+    return text
+
+
+def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    return ids

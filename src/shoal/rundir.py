@@ -1,0 +1,238 @@
+"""The directory of one run, `<out>/<name>-seed<seed>/`, and the rules for opening it again.
+
+    config.toml     the resolved configuration, written first
+    metrics.jsonl   one line per report: {"step": n, "time": unix seconds, name: value, ...}
+    checkpoints/    rollouts/step-000012.parquet    log.txt    .lock
+
+Invariants:
+- one live process at a time has a run directory open (flock on `.lock`, given up by the kernel when the process ends);
+- a directory with results holds one configuration: opening it with another is refused, but for the keys in `RESUMABLE`;
+- after `truncate_after(n)` nothing in it speaks of a step beyond n, so a resumed run contains no step twice;
+- metrics are finite: NaN and infinities, which JSON lacks, are written as null and counted in `nonfinite`.
+
+Life cycle: open -> truncate_after(resumed step) -> append_metrics ... -> close.
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from shoal.config import RunConfig, dump_config, flatten_config, load_config
+from shoal.errors import ConfigError
+from shoal.files import append_line, link_latest, repair_jsonl, sweep_leftovers, write_atomic
+
+RESUMABLE = (
+    "out",
+    "steps",
+    "rollouts",
+    "eval.every",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "track.name",
+    "track.project",
+)
+"""Keys that may differ when a run is resumed: none of them changes what any training step computes.
+
+`threads` is not among them: it changes the order of summation and so the last bits of every step. Nor are `eval.tasks`,
+`eval.samples` and `eval.k`: one metrics file holds one kind of pass rate.
+"""
+
+_WAY_OUT = "use --fresh to move it aside, or another name or seed"
+_ROLLOUTS_NAME = re.compile(r"step-(\d+)\.parquet")
+
+
+def run_path(config: RunConfig) -> Path:
+    """Where the run of a configuration lives."""
+    return Path(config.out).expanduser() / f"{config.name}-seed{config.seed}"
+
+
+def find_conflict(path: Path, config: RunConfig) -> str | None:
+    """Why a run directory cannot go on with this configuration, as one sentence; None if it can or nothing began."""
+    if not is_started(path):
+        return None
+    stored_path = path / "config.toml"
+    if not stored_path.exists():
+        return f"{path}: holds a run without its config.toml; {_WAY_OUT}"
+    try:
+        stored = load_config(stored_path)
+    except ConfigError as error:
+        return f"{path}: holds a configuration this version cannot read ({error}); {_WAY_OUT}"
+    old, new = flatten_config(stored), flatten_config(config)
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key not in RESUMABLE)
+    if not changed:
+        return None
+    shown = ", ".join(f"{key} = {json.dumps(old.get(key))}" for key in changed[:3])
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return f"{path}: holds a run with another configuration ({shown}{more}); {_WAY_OUT}"
+
+
+def is_started(path: Path) -> bool:
+    """Whether a run directory holds results: a metrics line or a checkpoint. Until then its settings may change."""
+    metrics, checkpoints = path / "metrics.jsonl", path / "checkpoints"
+    has_metrics = metrics.exists() and metrics.stat().st_size > 0
+    return has_metrics or (checkpoints.exists() and any(checkpoints.iterdir()))
+
+
+def store_config(config: RunConfig) -> Path:
+    """Write config.toml as a run would, and nothing else; a run that began keeps its own."""
+    path = run_path(config)
+    with _explain_os_errors(path):
+        if (conflict := find_conflict(path, config)) is not None:
+            raise ConfigError(conflict)
+        if not is_started(path):
+            lock = _lock_dir(path)
+            try:
+                write_atomic(path / "config.toml", dump_config(config).encode())
+            finally:
+                os.close(lock)
+    return path / "config.toml"
+
+
+class RunDir:
+    """An open run directory. Metrics are appended by this process alone, until `close` or its end."""
+
+    def __init__(self, path: Path, lock: int, clock: Callable[[], float]) -> None:
+        self.path = path
+        self._lock = lock
+        self._clock = clock
+
+    @classmethod
+    def open(cls, config: RunConfig, fresh: bool = False, clock: Callable[[], float] = time.time) -> "RunDir":
+        """Create the directory or open it to resume; `fresh` moves an existing one aside to `<dir>.old-<n>` first."""
+        path = run_path(config)
+        with _explain_os_errors(path):
+            lock = _lock_dir(path)
+            try:
+                if fresh and any(entry.name != ".lock" for entry in path.iterdir()):
+                    lock = _start_afresh(path, lock)
+                if (conflict := find_conflict(path, config)) is not None:
+                    raise ConfigError(conflict)
+                _fill_dir(path, config)
+            except BaseException:
+                os.close(lock)
+                raise
+        return cls(path, lock, clock)
+
+    @property
+    def checkpoints_path(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log_path(self) -> Path:
+        return self.path / "log.txt"
+
+    def rollouts_path(self, step: int) -> Path:
+        """The file for the rollouts trained in one step."""
+        return self.path / "rollouts" / f"step-{step:06d}.parquet"
+
+    def append_metrics(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Append one line to metrics.jsonl; durable when this returns."""
+        assert not {"step", "time", "nonfinite"} & metrics.keys(), "names that the line itself uses"
+        values = {name: _finite_or_none(value) for name, value in metrics.items()}
+        num_lost = sum(values[name] is None and metrics[name] is not None for name in metrics)
+        line = {"step": step, "time": round(self._clock(), 3)} | values | ({"nonfinite": num_lost} if num_lost else {})
+        append_line(self.metrics_path, json.dumps(line, allow_nan=False))
+
+    def truncate_after(self, step: int) -> None:
+        """Drop metrics lines and rollout files of later steps, which a resumed run will write again; -1 drops all."""
+        lines = self.metrics_path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for number, line in enumerate(lines, 1) if self._read_step(line, number) <= step]
+        if len(kept) < len(lines):
+            write_atomic(self.metrics_path, "".join(kept).encode())
+        for file in (self.path / "rollouts").iterdir():
+            match = _ROLLOUTS_NAME.fullmatch(file.name)
+            if match is not None and int(match[1]) > step:
+                file.unlink()
+
+    def close(self) -> None:
+        """Let other processes open the directory. Closing twice is harmless."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _read_step(self, line: str, number: int) -> int:
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{self.metrics_path}: line {number} is not a metrics line; {_WAY_OUT}") from None
+
+
+def _finite_or_none(value: float | None) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    # Scalars of numpy and torch pass for floats but JSON does not know them.
+    return value if isinstance(value, int) else float(value)
+
+
+@contextlib.contextmanager
+def _explain_os_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{error.filename or path}: cannot be used for the run: {error.strerror}") from None
+
+
+def _fill_dir(path: Path, config: RunConfig) -> None:
+    text = dump_config(config).encode()
+    config_path = path / "config.toml"
+    # First of all files: a directory with metrics but without it is not a run of ours.
+    if not config_path.exists() or config_path.read_bytes() != text:
+        write_atomic(config_path, text)
+    for name in ("checkpoints", "rollouts"):
+        (path / name).mkdir(exist_ok=True)
+        sweep_leftovers(path / name)
+    sweep_leftovers(path)
+    for name in ("metrics.jsonl", "log.txt"):
+        (path / name).touch()
+        repair_jsonl(path / name)
+    link_latest(path)
+
+
+def _start_afresh(path: Path, lock: int) -> int:
+    """Move the directory aside, lock included, and return the lock of the empty one in its place."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    fresh_lock = _lock_dir(path)
+    os.close(lock)
+    return fresh_lock
+
+
+def _lock_dir(path: Path) -> int:
+    """Create the directory if need be and lock it; the descriptor holds the lock."""
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(lock)
+            raise ConfigError(
+                f"{path}: in use by process {owner}; wait for it or choose another name or seed"
+            ) from None
+        # Between open and flock another process may have moved the directory aside (--fresh); then this lock is on the
+        # wrong one.
+        if _is_same_file(lock, path / ".lock"):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            return lock
+        os.close(lock)
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,83 @@
+"""What a task is, what a family of tasks offers, and how an answer is read from a completion.
+
+- A task is a pure function of its family's options and a random source; equal prompts have equal ids.
+- The prompt holds everything the answer is judged by, so a score never depends on a family's options.
+- The answer of a completion is what follows its last `;`, or all of it if there is none: work may be written before it.
+- `score` is pure and deterministic, raises on no string and reads at most `MAX_COMPLETION_CHARS`.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shoal.rollout import Score
+
+MAX_COMPLETION_CHARS = 65_536
+"""Longer completions score 0 unread, which bounds the time of every verifier. Changing breaks: recorded rewards."""
+
+_ID_HEX = 16
+_QUOTE_CHARS = 24
+_BLANKS = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One problem."""
+
+    id: str
+    """family name and content hash of the prompt"""
+    prompt: str
+    verifier: str
+    """name of the family that scores it"""
+    info: Mapping[str, Any] = field(hash=False)
+    """what the verifier needs to know, JSON values only"""
+
+
+class Family(Protocol):
+    """Problems of one kind, their demonstrations and their verifier."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def alphabet(self) -> str:
+        """Every character of prompts and demonstrations, whatever the options: one tokenizer serves them all."""
+
+    def make_task(self, rng: random.Random) -> Task: ...
+    def demonstrate(self, task: Task) -> str:
+        """A correct completion, without the end token."""
+
+    def score(self, task: Task, completion: str) -> Score: ...
+
+
+def build_task(verifier: str, prompt: str, info: Mapping[str, Any]) -> Task:
+    """A task with the id that belongs to its prompt. Changing breaks: ids, and with them the splits."""
+    digest = hashlib.sha256(prompt.encode()).hexdigest()
+    return Task(id=f"{verifier}-{digest[:_ID_HEX]}", prompt=prompt, verifier=verifier, info=info)
+
+
+def grade_answer(completion: str, judge: Callable[[str], Score]) -> Score:
+    """Let `judge` score the answer of a completion, if there is one to judge."""
+    if len(completion) > MAX_COMPLETION_CHARS:
+        return Score(0.0, "too long")
+    answer = completion.rpartition(";")[2].strip(_BLANKS)
+    return judge(answer) if answer else Score(0.0, "no answer")
+
+
+def match_answer(completion: str, expected: str) -> Score:
+    """1 if the answer is `expected`, character by character; `07`, `+7` and digits of other scripts are not `7`."""
+
+    def judge(answer: str) -> Score:
+        if answer == expected:
+            return Score(1.0, "correct")
+        return Score(0.0, f"wrong answer: {quote_text(answer)}, expected {quote_text(expected)}")
+
+    return grade_answer(completion, judge)
+
+
+def quote_text(text: str) -> str:
+    """The start of an untrusted text in printable ASCII, fit for a reason."""
+    # ascii() writes up to ten characters for one, so it is cut before (time) and after (length).
+    shown = ascii(text[: _QUOTE_CHARS + 1])[1:-1]
+    return shown if len(shown) <= _QUOTE_CHARS else shown[:_QUOTE_CHARS] + "..."

@@ -1,0 +1,46 @@
+"""Sort, reverse and chain on examples worked by hand."""
+
+import random
+
+from shoal.tasks import load_family
+from shoal.tasks.base import build_task
+from shoal.tasks.chain import reduce_expression
+from shoal.tasks.expression import parse_expression
+
+
+def test_sorting_keeps_repeats_and_orders_numbers_by_value() -> None:
+    family = load_family("sort", {"items": "numbers"})
+    for seed in range(100):
+        task = family.make_task(random.Random(seed))
+        numbers = [int(item) for item in task.prompt.removeprefix("sort ").removesuffix("=").split(" ")]
+        assert task.info["answer"] == " ".join(map(str, sorted(numbers)))
+
+
+def test_a_sorted_answer_is_compared_character_by_character() -> None:
+    family = load_family("sort", {})
+    task = build_task("sort", "sort 5 3 9 1=", {"answer": "1 3 5 9"})
+    assert family.score(task, "1 3 5 9").value == 1.0
+    for wrong in ("1 3 9 5", "1359", "1  3 5 9", "1 3 5", "1 3 5 9 9", "9 5 3 1", "1,3,5,9"):
+        assert family.score(task, wrong).value == 0.0
+
+
+def test_a_reversed_word_is_compared_character_by_character() -> None:
+    family = load_family("reverse", {})
+    task = build_task("reverse", "reverse shoal=", {"answer": "laohs"})
+    assert family.score(task, "laohs").value == 1.0
+    for wrong in ("shoal", "LAOHS", "laoh", "l a o h s", "laohs laohs"):
+        assert family.score(task, wrong).value == 0.0
+
+
+def test_a_chain_reduces_the_leftmost_pair_first() -> None:
+    assert reduce_expression("((3+4)*(2-9))") == ["(7*(2-9))", "(7*3)", "1"]
+    assert reduce_expression("(9+9)") == ["8"]
+
+
+def test_a_chain_has_one_step_per_operation_and_ends_in_one_digit() -> None:
+    family = load_family("chain", {"min_ops": 1, "max_ops": 16})
+    for seed in range(100):
+        task = family.make_task(random.Random(seed))
+        steps = family.demonstrate(task).split(";")
+        assert len(steps) == sum(task.prompt.count(operator) for operator in "+-*")
+        assert steps[-1] == task.info["answer"] == str(parse_expression(task.prompt.removesuffix("=")).value % 10)

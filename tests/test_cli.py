@@ -1,0 +1,242 @@
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from shoal import __version__
+from shoal.cli import main
+from shoal.config import RunConfig, load_config
+from shoal.rundir import RunDir
+
+Call = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    # So that the subprocesses find the package from here, however the tests themselves found it.
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "src"))
+    return tmp_path
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """What the commands would have started, with stand-ins for the modules that need torch."""
+    seen: list[Call] = []
+
+    def run_training(config: RunConfig, *, fresh: bool) -> int:
+        seen.append({"config": config, "fresh": fresh})
+        return 0
+
+    def run_warmup(config: RunConfig) -> Path:
+        seen.append({"config": config})
+        return Path("warm")
+
+    def run_eval(config: RunConfig, run: Path | None, *, json_path: Path | None, markdown_path: Path | None) -> int:
+        seen.append({"config": config, "run": run, "json": json_path, "markdown": markdown_path})
+        return 0
+
+    for name, function in [("train", run_training), ("warmup", run_warmup), ("eval", run_eval)]:
+        module = ModuleType(f"shoal.{name}")
+        setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, f"shoal.{name}", module)
+    return seen
+
+
+def run_shell(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shoal", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"shoal {__version__}\n"
+
+
+def test_without_a_command_help_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "commands:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [["--help"], ["train", "--help"], ["tasks"], ["train", "--dry-run"]])
+def test_what_needs_no_model_does_not_import_torch(args: list[str]) -> None:
+    code = f"""
+import contextlib, io, sys
+from shoal.cli import main
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    main({args!r})
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_the_help_of_train_ends_with_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert "learner.loss.name" in shown
+    assert "track.project" in shown.splitlines()[-1]
+
+
+def test_settings_may_stand_on_both_sides_of_a_flag(calls: list[Call], folder: Path) -> None:
+    (folder / "a.toml").write_text("seed = 3\n")
+    assert main(["train", "a.toml", "steps=5", "--fresh", "learner.lr=0.5"]) == 0
+    (call,) = calls
+    assert (call["config"].seed, call["config"].steps, call["config"].learner.lr) == (3, 5, 0.5)
+    assert call["fresh"]
+
+
+def test_without_a_file_the_defaults_are_trained(calls: list[Call]) -> None:
+    assert main(["train"]) == 0
+    assert calls == [{"config": RunConfig(), "fresh": False}]
+
+
+def test_the_exit_code_of_training_is_passed_on(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["shoal.train"], "run_training", lambda config, fresh: 3)
+    assert main(["train"]) == 3
+
+
+def test_warmup_prints_where_its_policy_is(calls: list[Call], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warmup", "warmup.steps=3"]) == 0
+    assert calls[0]["config"].warmup.steps == 3
+    assert capsys.readouterr().out == "warm\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["train", "none.toml"], "shoal: none.toml: no such file\n"),
+        (["train", "."], "shoal: .: is a directory, expected a TOML file\n"),
+        (["train", "learner.lr=-3"], "shoal: learner.lr: must be greater than 0 and at most 1, got -3\n"),
+        (["train", "seed=1", "oops"], "shoal: oops: expected key=value, for example learner.lr=1e-4\n"),
+        (["eval", "--run", "none"], "shoal: none: no such file\n"),
+        (["eval", "seed=1", "--run", "none"], "shoal: none: no such file\n"),
+        (["eval", "."], "shoal: config.toml: no such file\n"),
+    ],
+)
+def test_a_mistake_is_one_sentence_on_stderr_and_exit_code_2(
+    args: list[str], sentence: str, calls: list[Call], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", sentence)
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["swim"], ["train", "--frsh"], ["train", "--dry"], ["tasks", "sort", "extra"], ["tasks", "--fresh"], ["--seed=1"]],
+)
+def test_a_wrong_flag_exits_with_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(args)
+    assert caught.value.code == 2
+    assert "shoal" in capsys.readouterr().err
+
+
+def test_an_unknown_family_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "swim"]) == 2
+    assert "sort" in capsys.readouterr().err
+
+
+def test_families_are_listed_and_described(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks"]) == 0
+    assert "\nsort " in capsys.readouterr().out
+    assert main(["tasks", "sort"]) == 0
+    assert "example prompt:" in capsys.readouterr().out
+
+
+def test_a_dry_run_prints_settings_that_load_and_stores_them(
+    calls: list[Call], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("train", "warmup", "eval"):
+        assert main([command, "seed=4", "--dry-run"]) == 0
+        printed = RunConfig.model_validate(tomllib.loads(capsys.readouterr().out))
+        assert printed == load_config(folder / "runs" / "sort-seed4" / "config.toml") == RunConfig(seed=4)
+    assert calls == []
+
+
+def test_a_dry_run_checks_task_and_warmup_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "tasks.options.fins=2", "--dry-run"]) == 2
+    assert main(["train", "warmup.options.fins=2", "--dry-run"]) == 2
+    assert main(["train", "tasks.name=swim", "--dry-run"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_dry_run_is_refused_where_the_run_would_be(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir.open(RunConfig())
+    run.append_metrics(1, {})
+    run.close()
+    assert main(["train", "learner.lr=0.5", "--dry-run"]) == 2
+    assert "another configuration" in capsys.readouterr().err
+    assert main(["train", "learner.lr=0.5", "--dry-run", "--fresh"]) == 0
+    assert load_config(folder / "runs" / "sort-seed0" / "config.toml") == RunConfig()
+
+
+def test_eval_of_a_run_directory_takes_its_settings(calls: list[Call]) -> None:
+    run = RunDir.open(RunConfig(seed=6))
+    run.append_metrics(1, {})
+    run.close()
+    same = str(run.path)
+    for args in ([same], ["--run", same], ["seed=6"], ["seed=6", "--run", same]):
+        assert main(["eval", *args, "--json", "out.json", "--markdown", "out.md"]) == 0
+    assert (
+        calls
+        == [{"config": RunConfig(seed=6), "run": run.path, "json": Path("out.json"), "markdown": Path("out.md")}] * 4
+    )
+
+
+def test_eval_without_a_run_means_the_starting_policy(calls: list[Call]) -> None:
+    assert main(["eval"]) == 0
+    assert calls[0]["run"] is None
+
+
+def test_an_interrupt_is_one_line_and_exit_code_130(
+    calls: list[Call], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(config: RunConfig, fresh: bool) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["shoal.train"], "run_training", interrupt)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "\nshoal: interrupted; the same command goes on from the last checkpoint\n"
+
+
+def test_our_own_bugs_are_not_dressed_up_as_mistakes(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: RunConfig, fresh: bool) -> int:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(sys.modules["shoal.train"], "run_training", fail)
+    with pytest.raises(ValueError, match="a bug"):
+        main(["train"])
+
+
+@pytest.mark.parametrize("args", [["tasks"], ["train", "--help"]])
+def test_a_reader_that_goes_away_causes_no_traceback(args: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run(
+        [sys.executable, "-m", "shoal", *args],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert process.returncode in (0, 128 + signal.SIGPIPE)  # argparse takes no notice when it prints help
+    assert process.stderr == ""
+
+
+def test_the_command_works_in_a_shell() -> None:
+    process = run_shell("train", "learner.lr=-3")
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == "shoal: learner.lr: must be greater than 0 and at most 1, got -3\n"
