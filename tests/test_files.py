@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.files import append_line, atomic_dir, hash_file, link_latest, repair_jsonl, sweep_leftovers, write_atomic
+from shoal.files import (
+    append_line,
+    atomic_dir,
+    hash_file,
+    link_latest,
+    remove_dir,
+    repair_jsonl,
+    sweep_leftovers,
+    write_atomic,
+)
 
 
 def run_and_kill(code: str, *args: Path) -> None:
@@ -120,6 +129,13 @@ def test_a_folder_moved_aside_by_a_writer_killed_while_replacing_it_comes_back(t
     sweep_leftovers(tmp_path)
     assert list_names(tmp_path) == ["a"]
     assert list_names(tmp_path / "a") == ["old"]
+
+
+def test_a_removed_folder_leaves_nothing(tmp_path: Path) -> None:
+    with atomic_dir(tmp_path / "a") as folder:
+        (folder / "old").write_text("old")
+    remove_dir(tmp_path / "a")
+    assert list_names(tmp_path) == []
 
 
 def test_sweeping_spares_what_a_live_process_is_writing(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The command `shoal`.
 
-Exit codes: 0 done, 2 a mistake in flags, settings or files (one sentence on stderr), 130 interrupted.
+Exit codes: 0 done, 1 the disk refused, 2 a mistake in flags, settings or files (each one sentence on stderr), 130
+interrupted.
 Nothing here imports torch before a command needs it, so help and errors come at once.
 """
 
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal import __version__
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, DiskError
 
 if TYPE_CHECKING:
     from shoal.config import RunConfig
 
+EXIT_DISK = 1
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
@@ -44,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"shoal: {error}", file=sys.stderr)
         return EXIT_MISTAKE
+    except DiskError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        return EXIT_DISK
     except KeyboardInterrupt:
         print("\nshoal: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return EXIT_INTERRUPTED

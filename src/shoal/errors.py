@@ -1,9 +1,14 @@
 """Errors by the boundary they crossed.
 
 `ConfigError` is the user's mistake: one sentence that names the key or file and says what is allowed. The command line
-prints it and exits with 2. Bugs of our own are left to crash.
+prints it and exits with 2. `DiskError` is a disk that is full, gone or closed to us: one sentence, exit code 1. Bugs of
+our own are left to crash.
 """
 
 
 class ConfigError(ValueError):
     """A setting, flag or file of the user's that cannot be used; the text says what would be."""
+
+
+class DiskError(Exception):
+    """A folder that cannot be written any more; what was complete before stays."""

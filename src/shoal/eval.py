@@ -1,7 +1,8 @@
 """Held-out evaluation: sampled pass@1 and pass@k, greedy, length, each with a 95 % interval.
 
-Tasks and sampling seeds derive from `seed` alone, so two evaluations of a run compare the same tasks with the same luck.
-Intervals are over tasks: samples of one task are not independent.
+Tasks and sampling seeds derive from `seed` alone, so two evaluations of a run compare the same tasks with the same
+luck. Intervals are over tasks: samples of one task are not independent. A result names the one version that wrote all
+its completions.
 """
 
 import json
@@ -19,12 +20,12 @@ from shoal.engine.torch import TorchEngine
 from shoal.errors import ConfigError
 from shoal.files import write_atomic
 from shoal.group import GroupShape, Plan, generate_groups, request_rollouts
-from shoal.learner.checkpoint import list_checkpoints, load_checkpoint_policy, read_state
+from shoal.learner.checkpoint import find_newest, load_checkpoint_policy, read_state
 from shoal.policy.model import Policy
 from shoal.rollout import Group
 from shoal.runtime import tune_process
 from shoal.seeds import derive_seed
-from shoal.tasks.base import Family
+from shoal.tasks.base import Family, Task
 from shoal.tasks.registry import load_family
 from shoal.tasks.split import heldout_tasks
 from shoal.warmup import load_start
@@ -88,7 +89,7 @@ def evaluate(
     engine: Engine, family: Family, policy: Policy, config: EvalConfig, *, seed: int, max_tokens: int
 ) -> EvalResult:
     """Evaluate the engine's weights."""
-    tasks = heldout_tasks(family, config.tasks, derive_seed("eval", seed))
+    tasks = draw_tasks(family, config, seed=seed)
     sampled = GroupShape(size=config.samples, max_tokens=max_tokens, temperature=1.0)
     greedy = GroupShape(size=1, max_tokens=max_tokens, temperature=0.0)
     plans = []
@@ -98,12 +99,20 @@ def evaluate(
         requests += request_rollouts(policy.tokenizer, task, greedy, f"greedy{index}", [0])
         plans.append(Plan(index=index, task=task, requests=requests))
     groups = generate_groups(engine, family, policy.tokenizer, plans)
-    return _summarise(groups, config, engine.version)
+    return _summarise(groups, config)
+
+
+def draw_tasks(family: Family, config: EvalConfig, *, seed: int) -> list[Task]:
+    """The held-out tasks of a run."""
+    return heldout_tasks(family, config.tasks, derive_seed("eval", seed))
 
 
 def run_eval(config: RunConfig, run_dir: Path | None, *, json_path: Path | None, markdown_path: Path | None) -> int:
     """`shoal eval`: the newest checkpoint of a run, or the starting policy where there is no run."""
     tune_process(config.threads)
+    for path in (json_path, markdown_path):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path}: cannot be written, there is no folder {path.parent}")
     family = load_family(config.tasks.name, config.tasks.options)
     policy, version = _open_version(config, run_dir)
     engine = TorchEngine(policy.model, eos_id=policy.eos_id, slots=config.engine.slots, version=version)
@@ -136,14 +145,16 @@ def estimate_share(num_right: int, num: int) -> Estimate:
     return Estimate(share, max(0.0, centre - half), min(1.0, centre + half))
 
 
-def _summarise(groups: Sequence[Group], config: EvalConfig, version: int) -> EvalResult:
+def _summarise(groups: Sequence[Group], config: EvalConfig) -> EvalResult:
     """Each group holds a task's samples, then its greedy completion."""
+    versions = {span.version for group in groups for rollout in group.rollouts for span in rollout.versions}
+    assert len(versions) == 1, f"weights changed during the evaluation: versions {sorted(versions)}"
     right = np.array([[score.value >= 1.0 for score in group.scores] for group in groups])
     sampled, greedy = right[:, :-1], right[:, -1]
     passes = [estimate_pass_k(config.samples, int(row.sum()), config.k) for row in sampled]
     lengths = [float(np.mean([r.num_tokens for r in group.rollouts[:-1]])) for group in groups]
     return EvalResult(
-        version=version,
+        version=versions.pop(),
         num_tasks=len(groups),
         num_samples=config.samples,
         k=config.k,
@@ -157,11 +168,11 @@ def _summarise(groups: Sequence[Group], config: EvalConfig, version: int) -> Eva
 def _open_version(config: RunConfig, run_dir: Path | None) -> tuple[Policy, int]:
     if run_dir is None:
         return load_start(config), 0
-    checkpoints = list_checkpoints(run_dir / "checkpoints")
-    if not checkpoints:
+    path = find_newest(run_dir / "checkpoints")
+    if path is None:
         raise ConfigError(f"{run_dir}: holds no checkpoint yet")
-    path = checkpoints[-1][1]
-    return load_checkpoint_policy(path, getattr(torch, config.policy.dtype)), read_state(path).step
+    step = read_state(path).step
+    return load_checkpoint_policy(path, getattr(torch, config.policy.dtype)), step
 
 
 def _write_report(path: Path, text: str) -> None:

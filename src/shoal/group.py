@@ -1,7 +1,7 @@
 """From a step's beacon to scored groups.
 
-Group i of a step is a pure function of (beacon, i, weights): task and seeds derive from the beacon and the index, so whoever
-computes it gets the same rollouts, and nobody chooses what to work on.
+Group i of a step is a pure function of (beacon, i, weights): task and seeds derive from the beacon and the index, so
+whoever computes it gets the same rollouts, and nobody chooses what to work on.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,9 @@ class Plan:
     requests: tuple[Request, ...]
 
 
-def plan_group(family: Family, tokenizer: PreTrainedTokenizerBase, shape: GroupShape, *, beacon: int, index: int) -> Plan:
+def plan_group(
+    family: Family, tokenizer: PreTrainedTokenizerBase, shape: GroupShape, *, beacon: int, index: int
+) -> Plan:
     """Task, seeds and requests of group `index`."""
     task = train_task(family, derive_seed("task", beacon, index))
     seeds = [derive_seed("rollout", beacon, index, sample) for sample in range(shape.size)]
@@ -68,9 +70,7 @@ def generate_groups(
     return [_score_group(family, tokenizer, plan, rollouts) for plan in plans]
 
 
-def _score_group(
-    family: Family, tokenizer: PreTrainedTokenizerBase, plan: Plan, rollouts: dict[str, Rollout]
-) -> Group:
+def _score_group(family: Family, tokenizer: PreTrainedTokenizerBase, plan: Plan, rollouts: dict[str, Rollout]) -> Group:
     own = tuple(rollouts[request.id] for request in plan.requests)
     scores = tuple(family.score(plan.task, decode_completion(tokenizer, rollout.token_ids)) for rollout in own)
     return Group(index=plan.index, task_id=plan.task.id, rollouts=own, scores=scores)

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,9 +23,9 @@ SCHEMA = pa.schema(
         ("logprobs", pa.list_(pa.float32())),
         ("finish", pa.string()),
         ("versions", pa.list_(_SPAN)),
-        ("temperature", pa.float32()),
+        ("temperature", pa.float64()),
         ("seed", pa.uint64()),
-        ("reward", pa.float32()),
+        ("reward", pa.float64()),
         ("reason", pa.string()),
     ]
 )
@@ -44,13 +45,13 @@ def write_groups(path: Path, groups: Sequence[Group]) -> None:
 
 def read_groups(path: Path) -> list[Group]:
     """The groups of a file of our own; what strangers send is read elsewhere, under limits."""
-    parts: dict[int, list[dict[str, object]]] = {}
+    parts: dict[int, list[dict[str, Any]]] = {}
     for row in pq.read_table(path, schema=SCHEMA).to_pylist():
         parts.setdefault(row["group"], []).append(row)
     return [_from_rows(index, rows) for index, rows in parts.items()]
 
 
-def _to_row(group: Group, rollout: Rollout, score: Score) -> dict[str, object]:
+def _to_row(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
     return {
         "group": group.index,
         "task_id": group.task_id,
@@ -67,19 +68,19 @@ def _to_row(group: Group, rollout: Rollout, score: Score) -> dict[str, object]:
     }
 
 
-def _from_rows(index: int, rows: list[dict[str, object]]) -> Group:
+def _from_rows(index: int, rows: list[dict[str, Any]]) -> Group:
     rollouts = [
         Rollout(
-            id=str(row["rollout_id"]),
+            id=row["rollout_id"],
             prompt_ids=np.array(row["prompt_ids"], dtype=np.int32),
             token_ids=np.array(row["token_ids"], dtype=np.int32),
             logprobs=np.array(row["logprobs"], dtype=np.float32),
             finish=Finish(row["finish"]),
-            versions=tuple(VersionRange(**span) for span in row["versions"]),  # type: ignore[attr-defined]
-            temperature=float(row["temperature"]),  # type: ignore[arg-type]
-            seed=int(row["seed"]),  # type: ignore[call-overload]
+            versions=tuple(VersionRange(**span) for span in row["versions"]),
+            temperature=row["temperature"],
+            seed=row["seed"],
         )
         for row in rows
     ]
-    scores = tuple(Score(float(row["reward"]), str(row["reason"])) for row in rows)  # type: ignore[arg-type]
-    return Group(index=index, task_id=str(rows[0]["task_id"]), rollouts=tuple(rollouts), scores=scores)
+    scores = tuple(Score(row["reward"], row["reason"]) for row in rows)
+    return Group(index=index, task_id=rows[0]["task_id"], rollouts=tuple(rollouts), scores=scores)

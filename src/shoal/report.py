@@ -1,6 +1,7 @@
 """What a run did, from its metrics.jsonl alone: report.md, and curve.png where matplotlib is installed."""
 
 import importlib.util
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,12 +25,12 @@ def write_report(run_dir: Path) -> Path:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The lines of a metrics file; one that is still being written does not count yet."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def pick_series(lines: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric."""
+    """Steps and values of one metric, without the steps at which it had none."""
     points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
@@ -45,23 +46,35 @@ def draw_curves(path: Path, runs: Sequence[tuple[str, Sequence[dict[str, Any]]]]
     for position, (_, lines) in enumerate(runs):
         for (metric, label), colour in zip(_CURVES.items(), ("C0", "C1", "0.7"), strict=True):
             steps, values = pick_series(lines, metric)
-            axes.plot(steps, values, color=colour, linewidth=1.5, alpha=0.85, label=None if position else label)
+            marker = "." if len(steps) == 1 else None  # a line of one point shows nothing
+            name = None if position else label
+            axes.plot(steps, values, color=colour, marker=marker, linewidth=1.5, alpha=0.85, label=name)
     axes.set(xlabel="step", ylabel="share of completions that pass", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     axes.set_title(runs[0][0] if len(runs) == 1 else f"{len(runs)} seeds")
     figure.tight_layout()
-    figure.savefig(path)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
     plt.close(figure)
+    write_atomic(path, buffer.getvalue())
 
 
 def _summarise_run(name: str, lines: Sequence[dict[str, Any]]) -> str:
-    rows = ["| | before | after |", "|---|---|---|"]
-    metrics = sorted({key for line in lines for key in line if key.startswith("eval/")})
-    for metric in metrics:
-        _, values = pick_series(lines, metric)
-        rows.append(f"| {metric} | {values[0]:.3f} | {values[-1]:.3f} |")
     steps = max((line["step"] for line in lines), default=0)
-    seconds = lines[-1]["time"] - lines[0]["time"] if lines else 0.0
-    tokens = sum(pick_series(lines, "train/generated_tokens")[1])
-    return f"# {name}\n\n{steps} steps, {tokens:,.0f} generated tokens, {seconds:.0f} s after warm-up.\n\n" + "\n".join(rows) + "\n"
+    tokens, sample_s, train_s = (
+        sum(pick_series(lines, metric)[1]) for metric in ("train/generated_tokens", "perf/sample_s", "perf/train_s")
+    )
+    times = f"{sample_s:.0f} s of sampling and {train_s:.0f} s of training"
+    head = f"{steps} steps, {tokens:,.0f} generated tokens; {times}, without warm-up and evaluation."
+    return "\n".join([f"# {name}", "", head, "", *_list_rows(lines)]) + "\n"
+
+
+def _list_rows(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """First and last value of every evaluation metric."""
+    rows = ["| | before | after |", "|---|---|---|"]
+    for metric in sorted({key for line in lines for key in line if key.startswith("eval/")}):
+        _, values = pick_series(lines, metric)
+        if values:
+            rows.append(f"| {metric} | {values[0]:.3f} | {values[-1]:.3f} |")
+    return rows

@@ -10,10 +10,10 @@ _KEEP_BYTES = 2**30
 
 
 def tune_process(threads: int) -> None:
-    """Set torch's threads (0: all cores), and keep freed memory in the process.
+    """Set torch's threads (0: as torch chose, all cores), and keep freed memory in the process. Twice is as once.
 
-    glibc maps every block above 32 MB anew and gives it back when freed, so a training step on the CPU spends most of its
-    time in page faults; kept, the same pages serve the next tensor.
+    glibc maps every block above 32 MB anew and gives it back when freed, so a training step on the CPU spends most of
+    its time in page faults; kept, the same pages serve the next tensor.
     """
     if threads:
         torch.set_num_threads(threads)

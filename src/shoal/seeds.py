@@ -34,7 +34,7 @@ def token_uniforms(seed: int, start: int, count: int) -> np.ndarray:
 
 def uniform_rows(seeds: np.ndarray, starts: np.ndarray, count: int) -> np.ndarray:
     """`token_uniforms` of many rollouts at once, (rows, count): Philox4x32-10 with key = seed, counter = t."""
-    counter = starts.astype(np.uint64)[:, None] + np.arange(count, dtype=np.uint64)
+    counter: np.ndarray = starts.astype(np.uint64)[:, None] + np.arange(count, dtype=np.uint64)
     keys = seeds.astype(np.uint64)[:, None]
     k0, k1 = keys & _LOW, keys >> _HALF
     c0, c1 = counter & _LOW, counter >> _HALF

@@ -4,21 +4,29 @@
 
 - Nothing but `_train_step` advances the counter.
 - Staleness is asserted where the batch is cut: no group older than the bound is trained.
-- v0 is always evaluated first, the last version always last; a resumed run repeats no step and writes no line twice.
+- v0 is evaluated and saved before the first step, the last version after the last one.
+- A checkpoint is written after all that is recorded of its step. So a resumed run repeats no step, writes no line twice
+  and misses none.
 """
 
 import time
 from collections import OrderedDict
+from contextlib import ExitStack
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
 
 from shoal.config import RunConfig
 from shoal.console import Console
+from shoal.disk import guard_disk
 from shoal.engine.torch import TorchEngine
-from shoal.eval import EvalResult, evaluate
+from shoal.eval import draw_tasks, evaluate
 from shoal.learner.checkpoint import (
     Weights,
-    list_checkpoints,
+    find_newest,
     load_checkpoint_policy,
     load_versions,
     prune_checkpoints,
@@ -36,22 +44,31 @@ from shoal.runtime import tune_process
 from shoal.sampler import Drawn, Sampler
 from shoal.tasks.registry import load_family
 from shoal.track import Tracker, open_tracker
-from shoal.warmup import load_start
+from shoal.warmup import Note, load_start
 
 
 def run_training(config: RunConfig, *, fresh: bool = False) -> int:
     """Train to the last step, from the newest checkpoint if there is one."""
     run = RunDir.open(config, fresh)
-    console = Console(run.log_path)
-    try:
+    with ExitStack() as stack:
+        stack.callback(run.close)
+        stack.enter_context(guard_disk(run.path))
+        console = Console(run.log_path)
+        stack.callback(console.close)
         tracker = open_tracker(config, run.path)
-        training = Training(config, run, console, tracker)
-        training.run()
-        tracker.close()
-    finally:
-        console.close()
-        run.close()
+        stack.callback(tracker.close)
+        Training(config, run, console, tracker).run()
     return 0
+
+
+@dataclass(slots=True)
+class _State:
+    """What a checkpoint holds: the version after `step`, its learner, and the older versions still to sample with."""
+
+    step: int
+    policy: Policy
+    learner: Learner
+    versions: OrderedDict[int, Weights]
 
 
 class Training:
@@ -61,28 +78,30 @@ class Training:
         tune_process(config.threads)
         self._config, self._run, self._console, self._tracker = config, run, console, tracker
         self._family = load_family(config.tasks.name, config.tasks.options)
-        self._start = load_start(config, console.note)
-        self._checkpoint = self._find_checkpoint()
-        self.step = 0 if self._checkpoint is None else read_state(self._checkpoint).step
-        self.policy = self._open_policy()
-        self._learner = self._open_learner()
-        self._versions: OrderedDict[int, Weights] = OrderedDict()
-        if self._checkpoint is not None:
-            self._versions.update(load_versions(self._checkpoint))
+        draw_tasks(self._family, config.eval, seed=config.seed)  # too few of them: said now, not after the warm-up
+        self._checkpoint = find_newest(run.checkpoints_path)
+        self._state = _open_state(config, self._checkpoint, console.note)
         self._keep_version()
+        policy = self._state.policy
         self._engine = TorchEngine(
-            deepcopy(self.policy.model), eos_id=self.policy.eos_id, slots=config.engine.slots, version=self.step
+            deepcopy(policy.model), eos_id=policy.eos_id, slots=config.engine.slots, version=self.step
         )
-        self._sampler = Sampler(self._engine, self._family, self.policy.tokenizer, config)
+        self._sampler = Sampler(self._engine, self._family, policy.tokenizer, config)
+
+    @property
+    def step(self) -> int:
+        """Steps done, and the version there is."""
+        return self._state.step
 
     def run(self) -> None:
         """Evaluate v0, train to the last step, evaluate and report."""
         config, console = self._config, self._console
         self._run.truncate_after(self.step if self._checkpoint is not None else -1)
-        console.note(f"{self.policy.num_parameters:,} parameters, run directory {self._run.path}")
+        console.note(f"{self._state.policy.num_parameters:,} parameters, run directory {self._run.path}")
         console.start(config.steps, self.step)
         if self._checkpoint is None:
             self._evaluate()
+            self._save()
         while self.step < config.steps:
             self._train_step()
             last = self.step == config.steps
@@ -92,28 +111,6 @@ class Training:
                 self._save()
         console.note(f"report: {write_report(self._run.path)}")
 
-    def _find_checkpoint(self) -> Path | None:
-        found = list_checkpoints(self._run.checkpoints_path)
-        return found[-1][1] if found else None
-
-    def _open_policy(self) -> Policy:
-        if self._checkpoint is None:
-            return deepcopy(self._start)
-        self._console.note(f"resumes after step {self.step}")
-        return load_checkpoint_policy(self._checkpoint, self._start.model.dtype)
-
-    def _open_learner(self) -> Learner:
-        settings = self._config.learner
-        learner = Learner(
-            self.policy.model,
-            settings,
-            max_tokens=self._config.engine.max_tokens,
-            reference=self._start.model.eval() if settings.loss.kl > 0 else None,
-        )
-        if self._checkpoint is not None:
-            restore_learner(learner, self._checkpoint)
-        return learner
-
     def _train_step(self) -> None:
         """Step n: sample, train v{n-1} to v{n}, record."""
         started = time.perf_counter()
@@ -122,9 +119,9 @@ class Training:
         drawn = self._sampler.draw_batch(step)
         sampled = time.perf_counter()
         self._check_staleness(step, drawn.batch.groups)
-        metrics = self._learner.train_step(drawn.batch.groups)
+        metrics = self._state.learner.train_step(drawn.batch.groups)
         trained = time.perf_counter()
-        self.step = step
+        self._state.step = step
         self._keep_version()
         metrics |= drawn.metrics(step)
         metrics |= {
@@ -138,7 +135,7 @@ class Training:
         """Give the engine the newest version that the async level allows step n to be sampled with."""
         version = max(0, step - 1 - self._config.async_level)
         if self._engine.version != version:
-            self._engine.swap_weights(version, self._versions[version])
+            self._engine.swap_weights(version, self._state.versions[version])
 
     def _check_staleness(self, step: int, groups: tuple[Group, ...]) -> None:
         oldest = step - 1 - self._config.async_level
@@ -147,10 +144,10 @@ class Training:
 
     def _keep_version(self) -> None:
         """Remember the current weights, and forget those that no later step may be sampled with."""
-        weights = self.policy.model.state_dict()
-        self._versions[self.step] = {name: tensor.clone() for name, tensor in weights.items()}
-        while next(iter(self._versions)) < self.step - self._config.async_level:
-            self._versions.popitem(last=False)
+        weights, versions = self._state.policy.model.state_dict(), self._state.versions
+        versions[self.step] = {name: tensor.clone() for name, tensor in weights.items()}
+        while next(iter(versions)) < self.step - self._config.async_level:
+            versions.popitem(last=False)
 
     def _record(self, metrics: Metrics, drawn: Drawn) -> None:
         if self._config.rollouts:
@@ -162,19 +159,45 @@ class Training:
         self._tracker.log(self.step, metrics)
         self._console.report_step(self.step, metrics)
 
-    def _evaluate(self) -> EvalResult:
-        self._engine.swap_weights(self.step, self._versions[self.step])
+    def _evaluate(self) -> None:
+        if self._engine.version != self.step:
+            self._engine.swap_weights(self.step, self._state.versions[self.step])
         config = self._config
         result = evaluate(
-            self._engine, self._family, self.policy, config.eval, seed=config.seed, max_tokens=config.engine.max_tokens
+            self._engine,
+            self._family,
+            self._state.policy,
+            config.eval,
+            seed=config.seed,
+            max_tokens=config.engine.max_tokens,
         )
         self._run.append_metrics(self.step, result.metrics())
         self._tracker.log(self.step, result.metrics())
         self._console.report_eval(self.step, result.metrics())
-        return result
 
     def _save(self) -> None:
-        older = {version: weights for version, weights in self._versions.items() if version != self.step}
-        save_checkpoint(self._run.checkpoints_path, self.step, self.policy, self._learner, older)
+        state = self._state
+        older = {version: weights for version, weights in state.versions.items() if version != self.step}
+        save_checkpoint(self._run.checkpoints_path, self.step, state.policy, state.learner, older)
         prune_checkpoints(self._run.checkpoints_path, self._config.checkpoint.keep)
 
+
+def _open_state(config: RunConfig, checkpoint: Path | None, note: Note) -> _State:
+    """The state in a checkpoint, or that before the first step."""
+    if checkpoint is None:
+        policy = load_start(config, note)
+        reference = deepcopy(policy.model) if config.learner.loss.kl > 0 else None
+        return _State(0, policy, _build_learner(config, policy, reference), OrderedDict())
+    saved = read_state(checkpoint)
+    note(f"resumes after step {saved.step}")
+    policy = load_checkpoint_policy(checkpoint, getattr(torch, config.policy.dtype))
+    # The starting policy is only a reference from here on; without a KL term nobody needs it.
+    reference = load_start(config, note).model if config.learner.loss.kl > 0 else None
+    learner = _build_learner(config, policy, reference)
+    restore_learner(learner, checkpoint, saved)
+    return _State(saved.step, policy, learner, OrderedDict(load_versions(checkpoint)))
+
+
+def _build_learner(config: RunConfig, policy: Policy, reference: PreTrainedModel | None) -> Learner:
+    frozen = None if reference is None else reference.eval()
+    return Learner(policy.model, config.learner, max_tokens=config.engine.max_tokens, reference=frozen)

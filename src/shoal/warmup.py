@@ -2,24 +2,34 @@
 
 The result is cached under `<out>/warmup/<hash>`, the hash being of the settings that decide it: runs that differ in RL
 settings alone start from the same weights. An interrupted warm-up goes on from its last checkpoint, bit for bit.
+
+One process computes a warm-up at a time (flock on `<hash>.lock`, given up by the kernel when the process ends); another
+that wants the same one says so, waits, and then finds it cached.
 """
 
+import fcntl
 import json
 import math
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from shoal.config import RunConfig, WarmupConfig, config_hash
-from shoal.files import atomic_dir, remove_dir, write_atomic
+from shoal.disk import guard_disk
+from shoal.errors import ConfigError
+from shoal.files import atomic_dir, hash_file, remove_dir
 from shoal.learner.checkpoint import load_optimizer, save_optimizer
 from shoal.learner.logprobs import score_tokens
-from shoal.learner.sample import Sample, build_packs
+from shoal.learner.sample import Pack, Sample, build_packs
 from shoal.policy.model import Policy, load_policy, open_policy, save_policy
 from shoal.policy.tokenizer import encode_completion, encode_prompt
 from shoal.rollout import Finish, Rollout
+from shoal.runtime import tune_process
 from shoal.seeds import derive_seed
 from shoal.tasks.base import Family, Task
 from shoal.tasks.registry import load_family
@@ -31,19 +41,32 @@ _GRAD_NORM = 1.0
 _FLOOR = 0.1
 """The cosine ends at this share of the peak learning rate."""
 _KEYS = ("seed", "threads", "policy", "tasks", "warmup")
+"""Settings that decide the weights; `threads` is one, for it changes the order of summation and so the last bits."""
+_DONE = "warmup.json"
 
 
-def run_warmup(config: RunConfig, note: Note = print) -> Path:
+def tell_stderr(text: str) -> None:
+    """A note for whoever watches, beside the result on stdout."""
+    sys.stderr.write(text + "\n")
+
+
+def run_warmup(config: RunConfig, note: Note = tell_stderr) -> Path:
     """Folder of the warmed-up policy, computed unless it is cached. `note` hears how it goes."""
-    folder = Path(config.out) / "warmup" / config_hash(config, *_KEYS)[:16]
-    if (folder / "warmup.json").exists():
-        note(f"warm-up: cached in {folder}")
-        return folder
-    _Warmup(config, folder, note).run()
+    if not config.warmup.steps:
+        raise ConfigError("warmup.steps: must be at least 1 for a warm-up, got 0")
+    tune_process(config.threads)
+    folder = Path(config.out).expanduser() / "warmup" / config_hash(config, *_KEYS)[:16]
+    with guard_disk(folder):
+        if _is_cached(folder):
+            note(f"warm-up: cached in {folder}")
+            return folder
+        with _lock_folder(folder, note):
+            if not _is_cached(folder):  # another process may have computed it while this one waited
+                _Warmup(config, folder, note).run()
     return folder
 
 
-def load_start(config: RunConfig, note: Note = print) -> Policy:
+def load_start(config: RunConfig, note: Note = tell_stderr) -> Policy:
     """v0: the policy that the settings name, warmed up if they say so."""
     if config.warmup.steps:
         return open_policy(run_warmup(config, note), dtype=getattr(torch, config.policy.dtype))
@@ -61,6 +84,7 @@ class _Warmup:
         self._losses: dict[int, float] = {}
         self._step = 0
         self._policy = self._open_policy()
+        self._heldout = self._pack_heldout()
         self._optimizer = torch.optim.AdamW(
             self._policy.model.parameters(), lr=config.warmup.lr, betas=(0.9, 0.98), weight_decay=0.01
         )
@@ -78,7 +102,8 @@ class _Warmup:
                 self._save_partial()
         with atomic_dir(self._folder) as target:
             save_policy(self._policy, target)
-            (target / "warmup.json").write_text(json.dumps({"heldout_loss": self._losses}) + "\n")
+            done = {"heldout_loss": self._losses, "weights_sha256": hash_file(target / "model.safetensors")}
+            (target / _DONE).write_text(json.dumps(done) + "\n")
         remove_dir(self._partial)
 
     def _open_policy(self) -> Policy:
@@ -98,7 +123,7 @@ class _Warmup:
         with atomic_dir(self._partial) as target:
             save_policy(self._policy, target)
             save_optimizer(self._policy.model, self._optimizer, target / "optimizer.safetensors")
-            write_atomic(target / "progress.json", json.dumps(progress).encode())
+            (target / "progress.json").write_text(json.dumps(progress) + "\n")
 
     def _train_step(self) -> None:
         settings = self._config.warmup
@@ -109,21 +134,31 @@ class _Warmup:
         for pack in build_packs(samples, _PACK_TOKENS):
             loss = -score_tokens(self._policy.model, pack).logprobs.sum() / total
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._policy.model.parameters(), _GRAD_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(self._policy.model.parameters(), _GRAD_NORM)
+        if not bool(torch.isfinite(norm)):
+            raise ConfigError(f"warmup.lr: the loss of step {self._step + 1} has no finite gradient; lower it")
         for group in self._optimizer.param_groups:
             group["lr"] = schedule_rate(settings, self._step)
         self._optimizer.step()
         self._step += 1
 
+    def _pack_heldout(self) -> list[Pack]:
+        tasks = heldout_tasks(self._family, self._config.warmup.heldout, derive_seed("warmup", self._config.seed))
+        return build_packs([self._demonstrate(task, index) for index, task in enumerate(tasks)], _PACK_TOKENS)
+
     @torch.no_grad()
     def _heldout_loss(self) -> float:
-        tasks = heldout_tasks(self._family, self._config.warmup.heldout, derive_seed("warmup", self._config.seed))
-        samples = [self._demonstrate(task, index) for index, task in enumerate(tasks)]
-        scores = [score_tokens(self._policy.model, pack).logprobs for pack in build_packs(samples, _PACK_TOKENS)]
+        scores = [score_tokens(self._policy.model, pack).logprobs for pack in self._heldout]
         return -float(torch.cat(scores).mean())
 
     def _demonstrate(self, task: Task, index: int) -> Sample:
-        return Sample(index, demonstrate_task(self._family, self._policy, task), 0.0)
+        rollout = demonstrate_task(self._family, self._policy, task)
+        need, limit = len(rollout.prompt_ids) + rollout.num_tokens, self._policy.model.config.max_position_embeddings
+        if need > limit:
+            raise ConfigError(
+                f"tasks.options: {task.prompt!r} and its answer take {need} tokens, the model has {limit}"
+            )
+        return Sample(index, rollout, 0.0)
 
 
 def demonstrate_task(family: Family, policy: Policy, task: Task) -> Rollout:
@@ -147,3 +182,27 @@ def schedule_rate(settings: WarmupConfig, step: int) -> float:
         return settings.lr * (step + 1) / settings.ramp
     done = (step - settings.ramp) / max(1, settings.steps - settings.ramp)
     return settings.lr * (_FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def _is_cached(folder: Path) -> bool:
+    """Whether the folder holds a warm-up whose weights are what was written; a damaged one is computed anew."""
+    try:
+        done = json.loads((folder / _DONE).read_text())
+        return bool(done["weights_sha256"] == hash_file(folder / "model.safetensors"))
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return False
+
+
+@contextmanager
+def _lock_folder(folder: Path, note: Note) -> Iterator[None]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder.with_name(folder.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            note(f"warm-up: waits for another process that computes {folder}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)

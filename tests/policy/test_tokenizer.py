@@ -33,7 +33,7 @@ def test_blanks_and_punctuation_are_kept_as_they_are(text: str) -> None:
 
 def test_the_vocabulary_is_the_specials_and_the_sorted_alphabet() -> None:
     tokenizer = build_tokenizer("ba 1")
-    expected = ["<pad>", "<bos>", "<eos>", "<unk>", " ", "1", "a", "b"]
+    expected = ["<pad>", "<eos>", "<unk>", " ", "1", "a", "b"]
     assert [tokenizer.convert_ids_to_tokens(index) for index in range(len(tokenizer))] == expected
 
 
@@ -41,29 +41,31 @@ def test_the_vocabulary_does_not_depend_on_the_order_of_the_alphabet() -> None:
     assert build_tokenizer("cab b").get_vocab() == build_tokenizer(" abc").get_vocab()
 
 
-def test_a_prompt_begins_and_a_completion_ends() -> None:
+def test_a_prompt_is_its_text_and_a_completion_ends() -> None:
     tokenizer = build_tokenizer("ab")
-    assert encode_prompt(tokenizer, "ab") == [1, 4, 5]
-    assert encode_completion(tokenizer, "ab") == [4, 5, 2]
+    assert encode_prompt(tokenizer, "ab") == [3, 4]
+    assert encode_completion(tokenizer, "ab") == [3, 4, 1]
 
 
-def test_special_tokens_are_skipped_in_decoding() -> None:
-    assert decode_completion(build_tokenizer("ab"), [1, 4, 5, 2, 0, 0]) == "ab"
+def test_the_end_token_is_skipped_in_decoding_and_a_stray_special_token_is_not() -> None:
+    tokenizer = build_tokenizer("ab")
+    assert decode_completion(tokenizer, [3, 4, 1]) == "ab"
+    assert decode_completion(tokenizer, [3, 0, 4, 1]) == "a<pad>b"
 
 
 def test_the_token_ids_of_a_rollout_decode_as_they_are() -> None:
-    assert decode_completion(build_tokenizer("ab"), np.array([5, 4, 2], dtype=np.int32)) == "ba"
+    assert decode_completion(build_tokenizer("ab"), np.array([4, 3, 1], dtype=np.int32)) == "ba"
 
 
 def test_an_unknown_character_becomes_the_unknown_token() -> None:
     tokenizer = build_tokenizer("ab")
-    assert encode_prompt(tokenizer, "a\u0663b\0") == [1, 4, 3, 5, 3]
+    assert encode_prompt(tokenizer, "a\u0663b\0") == [3, 2, 4, 2]
 
 
 def test_the_name_of_a_special_token_in_a_text_is_text() -> None:
     tokenizer = build_tokenizer("<eos>b")
     ids = encode_prompt(tokenizer, "<eos><bos>")
-    assert ids.count(tokenizer.bos_token_id) == 1 and tokenizer.eos_token_id not in ids
+    assert tokenizer.eos_token_id not in ids
     assert decode_completion(tokenizer, ids) == "<eos><bos>"
 
 
@@ -82,8 +84,8 @@ def test_a_saved_tokenizer_loads_as_it_was(tmp_path: Path, config: Qwen3Config |
         assert encode_prompt(loaded, prompt) == ids
         assert loaded(prompt)["input_ids"] == ids, "whoever serves the folder encodes prompts as training did"
         assert loaded.decode(ids, skip_special_tokens=True) == prompt
-    specials = (loaded.pad_token_id, loaded.bos_token_id, loaded.eos_token_id, loaded.unk_token_id)
-    assert specials == (0, 1, 2, 3)
+    assert (loaded.pad_token_id, loaded.eos_token_id, loaded.unk_token_id) == (0, 1, 2)
+    assert loaded.bos_token_id is None
 
 
 def make_words(bos: bool, adds_bos: bool) -> PreTrainedTokenizerFast:

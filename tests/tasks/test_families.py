@@ -131,8 +131,8 @@ GOLDEN = {
     "arithmetic": ("2086+4924=", "6+4+0=10,8+2+1=11,0+9+1=10,2+4+1=7;7010"),
     "chain": ("((3*(2+9))+2)=", "((3*1)+2);(3+2);5"),
     "countdown": ("10 from all 2 4 4=", "(4+4)+2"),
-    "reverse": ("reverse wfywtchg=", "ghctwyfw"),
-    "sort": ("sort 2 9 1 3 3 2 9 0=", "0 1 2 2 3 3 9 9"),
+    "reverse": ("wfywtchg=", "ghctwyfw"),
+    "sort": ("29133290=", "01223399"),
 }
 
 

@@ -12,21 +12,21 @@ def test_sorting_keeps_repeats_and_orders_numbers_by_value() -> None:
     family = load_family("sort", {"items": "numbers"})
     for seed in range(100):
         task = family.make_task(random.Random(seed))
-        numbers = [int(item) for item in task.prompt.removeprefix("sort ").removesuffix("=").split(" ")]
+        numbers = [int(item) for item in task.prompt.removesuffix("=").split(" ")]
         assert task.info["answer"] == " ".join(map(str, sorted(numbers)))
 
 
 def test_a_sorted_answer_is_compared_character_by_character() -> None:
     family = load_family("sort", {})
-    task = build_task("sort", "sort 5 3 9 1=", {"answer": "1 3 5 9"})
-    assert family.score(task, "1 3 5 9").value == 1.0
-    for wrong in ("1 3 9 5", "1359", "1  3 5 9", "1 3 5", "1 3 5 9 9", "9 5 3 1", "1,3,5,9"):
+    task = build_task("sort", "5391=", {"answer": "1359"})
+    assert family.score(task, "1359").value == 1.0
+    for wrong in ("1395", "1 3 5 9", "135", "13599", "9531", "1,3,5,9"):
         assert family.score(task, wrong).value == 0.0
 
 
 def test_a_reversed_word_is_compared_character_by_character() -> None:
     family = load_family("reverse", {})
-    task = build_task("reverse", "reverse shoal=", {"answer": "laohs"})
+    task = build_task("reverse", "shoal=", {"answer": "laohs"})
     assert family.score(task, "laohs").value == 1.0
     for wrong in ("shoal", "LAOHS", "laoh", "l a o h s", "laohs laohs"):
         assert family.score(task, wrong).value == 0.0

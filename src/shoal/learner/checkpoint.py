@@ -4,10 +4,10 @@
       policy/                   Hugging Face folder of v10
       optimizer.safetensors     AdamW moments and counters by parameter name, torch's random state
       versions/v000009.safetensors ...   older versions that the sampler still has to use (async level > 0)
-      state.json                step, updates, weights hash; written last
+      state.json                step, updates, hash of every other file; written last
 
-Tasks and seeds derive from the step, so the step is the data position. Folders appear under their name only when complete;
-nothing is pickled.
+Tasks and seeds derive from the step, so the step is the data position. Folders appear under their name only when
+complete, and are used only if every file is what was written; nothing is pickled.
 """
 
 import json
@@ -30,6 +30,7 @@ _VERSION_NAME = re.compile(r"v(\d+)\.safetensors")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _RNG = "rng.torch"
 _OPTIMIZER = "optimizer.safetensors"
+_STATE = "state.json"
 
 Weights = dict[str, Tensor]
 
@@ -40,13 +41,20 @@ class CheckpointState:
 
     step: int
     num_updates: int
-    weights_sha256: str
+    sha256: Mapping[str, str]
+    """of every other file, by its path in the folder; that of policy/model.safetensors names the version"""
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Complete checkpoints by rising step."""
     found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
     return sorted(found)
+
+
+def find_newest(folder: Path) -> Path | None:
+    """The checkpoint to resume from, if there is one."""
+    found = list_checkpoints(folder)
+    return found[-1][1] if found else None
 
 
 def save_checkpoint(folder: Path, step: int, policy: Policy, learner: Learner, versions: Mapping[int, Weights]) -> None:
@@ -57,20 +65,26 @@ def save_checkpoint(folder: Path, step: int, policy: Policy, learner: Learner, v
         (target / "versions").mkdir()
         for version, weights in versions.items():
             save_file(weights, target / "versions" / f"v{version:06d}.safetensors")
-        digest = hash_file(target / "policy" / "model.safetensors")
-        state = CheckpointState(step, learner.num_updates, digest)
-        (target / "state.json").write_text(json.dumps(asdict(state)) + "\n")
+        state = CheckpointState(step, learner.num_updates, _hash_tree(target))
+        (target / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
 
 
 def read_state(checkpoint: Path) -> CheckpointState:
-    """Step and counters of a checkpoint, after checking that its weights are those that were written."""
+    """Step and counters of a checkpoint, after checking that every file is what was written."""
+    way_out = f"remove {checkpoint} to resume from an earlier checkpoint"
     try:
-        state = CheckpointState(**json.loads((checkpoint / "state.json").read_text()))
-        digest = hash_file(checkpoint / "policy" / "model.safetensors")
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{checkpoint}: is no usable checkpoint ({error}); remove it to resume from an earlier one") from error
-    if digest != state.weights_sha256:
-        raise ConfigError(f"{checkpoint}: its weights are not those that were written; remove it to resume from an earlier one")
+        state = CheckpointState(**json.loads((checkpoint / _STATE).read_text()))
+        complete = state.step == _step_of(checkpoint) and isinstance(state.sha256, dict)
+    except (OSError, ValueError, TypeError):
+        complete = False
+    if not complete:
+        raise ConfigError(f"{checkpoint / _STATE}: is missing or damaged; {way_out}")
+    for name, digest in state.sha256.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise ConfigError(f"{path}: is missing; {way_out}")
+        if hash_file(path) != digest:
+            raise ConfigError(f"{path}: is not what was written; {way_out}")
     return state
 
 
@@ -86,10 +100,10 @@ def load_checkpoint_policy(checkpoint: Path, dtype: torch.dtype) -> Policy:
     return open_policy(checkpoint / "policy", dtype=dtype)
 
 
-def restore_learner(learner: Learner, checkpoint: Path) -> None:
+def restore_learner(learner: Learner, checkpoint: Path, state: CheckpointState) -> None:
     """Give a learner, whose model already has the checkpoint's weights, its optimizer state back."""
     load_optimizer(learner.model, learner.optimizer, checkpoint / _OPTIMIZER)
-    learner.num_updates = read_state(checkpoint).num_updates
+    learner.num_updates = state.num_updates
 
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
@@ -118,3 +132,12 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
     for _, path in list_checkpoints(folder)[:-keep]:
         remove_dir(path)
 
+
+def _hash_tree(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): hash_file(path) for path in files}
+
+
+def _step_of(checkpoint: Path) -> int:
+    match = _NAME.fullmatch(checkpoint.name)
+    return int(match[1]) if match else -1

@@ -6,10 +6,11 @@
   are equal.
 - pi_old is the policy before the step's first update. For the first part that is the forward pass it trains on; the
   others are scored ahead.
-- An update whose gradient is not finite is skipped and counted; the weights stay as they were.
+- An update whose log-probs or gradient are not finite is skipped and counted; the weights stay as they were.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,7 +32,12 @@ class Learner:
     """A model, its optimizer and the loss; `reference` is the frozen policy of the KL term."""
 
     def __init__(
-        self, model: PreTrainedModel, config: LearnerConfig, *, max_tokens: int, reference: PreTrainedModel | None = None
+        self,
+        model: PreTrainedModel,
+        config: LearnerConfig,
+        *,
+        max_tokens: int,
+        reference: PreTrainedModel | None = None,
     ) -> None:
         assert (reference is not None) == (config.loss.kl > 0), "a reference is needed exactly where there is a KL term"
         self.model = model.eval()  # no dropout: sampler and learner must agree on the policy
@@ -79,6 +85,9 @@ class Learner:
         config = self._config.loss
         scores = score_tokens(self.model, pack, entropy_grad=config.entropy > 0)
         old = scores.logprobs.detach() if old is None else old
+        if not bool(torch.isfinite(old).all()):
+            tally.skipped = True  # no ratio can be formed; what other packs add to the gradient is not applied either
+            return
         inputs = LossInputs(
             logprobs=scores.logprobs,
             old_logprobs=old,
@@ -115,7 +124,7 @@ class Learner:
         rate = config.lr * min(1.0, (self.num_updates + 1) / max(config.ramp, 1))
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
         tally.grad_norm, tally.lr = float(norm), rate
-        tally.skipped = not bool(torch.isfinite(norm))
+        tally.skipped |= not bool(torch.isfinite(norm))
         if tally.skipped:
             return
         for group in self.optimizer.param_groups:
@@ -128,4 +137,4 @@ def _split_parts(groups: Sequence[Group], num: int) -> list[list[Group]]:
     """Consecutive groups for each update, as even as whole groups allow; no part is empty."""
     num = min(num, len(groups))
     bounds = [round(index * len(groups) / num) for index in range(num + 1)] if num else []
-    return [list(groups[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [list(groups[start:end]) for start, end in pairwise(bounds)]

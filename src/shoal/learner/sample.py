@@ -1,8 +1,8 @@
 """Rollouts as the learner sees them, and packed micro-batches of them.
 
 Invariants:
-- advantages are computed here, from task rewards, by group: no number of a worker's is trained on but tokens, log-probs and
-  recomputed rewards;
+- advantages are computed here, from task rewards, by group: no number of a worker's is trained on but tokens, log-probs
+  and recomputed rewards;
 - every per-token array has the length of the completion; concatenated in sample order they stay parallel;
 - the samples of a group that share a micro-batch share one copy of the prompt.
 """

@@ -49,13 +49,17 @@ class Tally:
         self.updates.append(update)
 
     def metrics(self) -> dict[str, float]:
-        """Metric names and values; an empty batch has only its counts."""
+        """Metric names and values; where no token was trained, there are only counts."""
         done = self.updates
-        counts = {"optim/updates": float(len(done)), "optim/skipped": float(sum(u.skipped for u in done))}
-        if not done:
-            return counts
         tokens = sum(u.num_tokens for u in done)
-        return counts | {
+        counts = {
+            "optim/updates": float(len(done)),
+            "optim/skipped": float(sum(u.skipped for u in done)),
+            "train/tokens": float(tokens),
+        }
+        if not tokens:
+            return counts
+        losses = {
             "loss/total": _mean([u.total for u in done]),
             "loss/policy": _mean([u.policy for u in done]),
             "loss/kl": _mean([u.kl for u in done]),
@@ -65,8 +69,8 @@ class Tally:
             "optim/grad_norm": _mean([u.grad_norm for u in done]),
             "optim/grad_norm_max": max(u.grad_norm for u in done),
             "optim/lr": done[-1].lr,
-            "train/tokens": float(tokens),
-        } | _mismatch_metrics([u.mismatch for u in done if u.mismatch is not None])
+        }
+        return counts | losses | _mismatch_metrics([u.mismatch for u in done if u.mismatch is not None])
 
 
 def _mismatch_metrics(parts: list[Mismatch]) -> dict[str, float]:

@@ -58,10 +58,6 @@ class _SwiGlu(torch.autograd.Function):
         gate, up = gate_up.chunk(2, -1)
         out = torch.empty_like(gate_up)
         grad_gate, grad_up = out.chunk(2, -1)
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        torch.mul(grad, silu, out=grad_up)
-        # d silu = sigmoid * (1 + gate * (1 - sigmoid)) = sigmoid + silu * (1 - sigmoid)
-        torch.addcmul(sigmoid, silu, 1 - sigmoid, out=grad_gate)
-        grad_gate.mul_(up).mul_(grad)
+        torch.mul(grad, F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return out

@@ -1,23 +1,24 @@
 """Text to token ids and back: a character tokenizer in Hugging Face format, and one way of encoding for any tokenizer.
 
 - A prompt is the begin token (if the tokenizer has one) and the text; a completion is the text and the end token.
-- The saved folder encodes the same way when others load it: it adds `<bos>` by itself, as `encode_prompt` does.
+- The character tokenizer has no begin token. With one, a tiny model reads absolute positions off it and never sorts more
+  digits than it was shown; without, lengths it never saw start above zero (docs/log.md).
 - Text is data: `<eos>` inside a prompt is five characters, never the end token.
 
 Changing the order of the vocabulary breaks: every saved model, rollout and proof.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
+import numpy as np
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-PAD, BOS, EOS, UNK = SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>")
-"""Ids 0 to 3. Changing breaks: every saved tiny model."""
+PAD, EOS, UNK = SPECIALS = ("<pad>", "<eos>", "<unk>")
+"""Ids 0 to 2. Changing breaks: every saved tiny model."""
 
 
 def build_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -26,13 +27,9 @@ def build_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     backend = Tokenizer(WordLevel(vocabulary, unk_token=UNK))
     backend.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = Fuse()
-    backend.post_processor = TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, vocabulary[BOS])]
-    )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
-        bos_token=BOS,
         eos_token=EOS,
         unk_token=UNK,
         clean_up_tokenization_spaces=False,
@@ -51,9 +48,15 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int
     return [*_encode_text(tokenizer, text), tokenizer.eos_token_id]
 
 
-def decode_completion(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
-    """The text of a completion, spaces as they were written, without special tokens."""
-    text = tokenizer.decode([int(index) for index in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def decode_completion(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | np.ndarray) -> str:
+    """The text of a completion without its end token, spaces as they were written.
+
+    Any other special token stays visible as its name: a stray `<pad>` makes an answer wrong, for it is not part of one.
+    """
+    kept = [int(index) for index in ids]
+    if kept and kept[-1] == tokenizer.eos_token_id:
+        kept.pop()
+    text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     assert isinstance(text, str), "one sequence decodes to one text"
     return text
 

@@ -29,7 +29,7 @@ class Countdown:
     """Reach a target from given numbers with + - * / and parentheses, each number used at most once."""
 
     name: ClassVar[str] = "countdown"
-    alphabet: ClassVar[str] = string.digits + "+-*/()= " + "fromall"
+    alphabet: ClassVar[str] = string.digits + "+-*/()= " + "aflmor"
 
     min_numbers: Annotated[int, Field(ge=2, le=6)] = 3
     """fewest numbers"""

@@ -1,4 +1,4 @@
-"""Reversal: `reverse shoal=` is answered by `laohs`."""
+"""Reversal: `shoal=` is answered by `laohs`."""
 
 import random
 import string
@@ -17,11 +17,11 @@ class Reverse:
     """Write a string of lower-case letters backwards."""
 
     name: ClassVar[str] = "reverse"
-    alphabet: ClassVar[str] = string.ascii_lowercase + " ="
+    alphabet: ClassVar[str] = string.ascii_lowercase + "="
 
-    min_length: Annotated[int, Field(ge=1, le=64)] = 4
+    min_length: Annotated[int, Field(ge=1, le=256)] = 4
     """fewest letters"""
-    max_length: Annotated[int, Field(ge=1, le=64)] = 8
+    max_length: Annotated[int, Field(ge=1, le=256)] = 8
     """most letters"""
     letters: Annotated[int, Field(ge=2, le=26)] = 26
     """how many letters of the alphabet occur, from a on"""
@@ -32,7 +32,7 @@ class Reverse:
     def make_task(self, rng: random.Random) -> Task:
         length = rng.randint(self.min_length, self.max_length)
         text = "".join(rng.choice(string.ascii_lowercase[: self.letters]) for _ in range(length))
-        return build_task(self.name, f"reverse {text}=", {"answer": text[::-1]})
+        return build_task(self.name, f"{text}=", {"answer": text[::-1]})
 
     def demonstrate(self, task: Task) -> str:
         return str(task.info["answer"])

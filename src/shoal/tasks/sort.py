@@ -1,4 +1,4 @@
-"""Sorting: `sort 5 3 9 1=` is answered by `1 3 5 9`."""
+"""Sorting: `5391=` is answered by `1359`, `40 7 23=` by `7 23 40`."""
 
 import random
 import string
@@ -40,7 +40,8 @@ class Sort:
         items = [rng.choice(_ITEMS[self.items]) for _ in range(length)]
         # The list above is in ascending order, so its index sorts letters and numbers alike.
         ordered = sorted(items, key=_ITEMS[self.items].index)
-        return build_task(self.name, f"sort {' '.join(items)}=", {"answer": " ".join(ordered)})
+        gap = " " if self.items == "numbers" else ""  # single characters need none, and half the tokens is twice the speed
+        return build_task(self.name, f"{gap.join(items)}=", {"answer": gap.join(ordered)})
 
     def demonstrate(self, task: Task) -> str:
         return str(task.info["answer"])

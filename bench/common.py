@@ -1,0 +1,70 @@
+"""What the benchmarks share: flags, results, and sets of training runs.
+
+Every benchmark takes `--quick` (a smaller size that still shows the effect) and `--json` (print only one line, a JSON object of
+named figures). Pictures go to docs/img unless `--quick`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from shoal.report import pick_series, read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "bench" / "out"
+PICTURES = ROOT / "docs" / "img"
+SEEDS = (0, 1, 2)
+
+Lines = list[dict[str, Any]]
+
+
+def parse_flags(description: str) -> argparse.Namespace:
+    """The flags of every benchmark."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="a smaller size that still shows the effect")
+    parser.add_argument("--json", action="store_true", help="print only one line: a JSON object of named figures")
+    return parser.parse_args()
+
+
+def finish(flags: argparse.Namespace, table: str, figures: Mapping[str, float]) -> None:
+    """Print the result: the table for people unless `--json`, then the figures as the last line."""
+    if not flags.json:
+        print(table)
+    print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
+
+
+def run_arms(arms: Mapping[str, Sequence[str]], *, config: str, seeds: Sequence[int], tag: str) -> dict[str, list[Lines]]:
+    """Train every arm (a name and its overrides) with every seed, two single-threaded processes at a time."""
+    jobs = [(arm, seed) for seed in seeds for arm in arms]
+    with ThreadPoolExecutor(max_workers=max(1, min(2, os.cpu_count() or 1))) as pool:
+        done = list(pool.map(lambda job: _train(config, tag, job[0], arms[job[0]], job[1]), jobs))
+    found: dict[str, list[Lines]] = {arm: [] for arm in arms}
+    for (arm, _), lines in zip(jobs, done, strict=True):
+        found[arm].append(lines)
+    return found
+
+
+def last_value(lines: Lines, name: str) -> float:
+    """The last value of a metric."""
+    return pick_series(lines, name)[1][-1]
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _train(config: str, tag: str, arm: str, overrides: Sequence[str], seed: int) -> Lines:
+    """Metrics of one run; a run that is already complete is not repeated."""
+    name = f"{tag}-{arm}"
+    command = [sys.executable, "-m", "shoal", "train", str(ROOT / config), f"name={name}", f"seed={seed}", f"out={OUT}"]
+    command += ["threads=1", "rollouts=false", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return read_metrics(OUT / f"{name}-seed{seed}" / "metrics.jsonl")

@@ -1,0 +1,72 @@
+"""Staleness 0, 1, 2 and 4, simulated by delayed weights, with and without importance correction.
+
+    python bench/staleness.py [--quick] [--json]
+
+Claim of the paper (its figure 7): up to four steps of staleness barely change the reward curve.
+"""
+
+from common import PICTURES, SEEDS, Lines, finish, last_value, mean, parse_flags, run_arms
+
+from shoal.report import pick_series
+
+LEVELS = (0, 1, 2, 4)
+METRIC = "eval/pass_at_1"
+
+
+def main() -> None:
+    flags = parse_flags(__doc__.splitlines()[0])
+    steps, seeds = (12, SEEDS[:1]) if flags.quick else (40, SEEDS)
+    arms = {}
+    for level in LEVELS:
+        common = [f"async_level={level}", f"steps={steps}", "eval.every=4"]
+        arms[f"k{level}-token"] = [*common, "learner.loss.correction=token"]
+        arms[f"k{level}-none"] = [*common, "learner.loss.correction=none"]
+    runs = run_arms(arms, config="examples/sort.toml", seeds=seeds, tag=f"staleness{steps}")
+    if not flags.quick:
+        draw(runs)
+    finish(flags, format_table(runs), collect_figures(runs))
+
+
+def collect_figures(runs: dict[str, list[Lines]]) -> dict[str, float]:
+    figures = {}
+    for arm, seeds in runs.items():
+        figures[f"{arm.replace('-', '_')}_pass"] = mean([last_value(lines, METRIC) for lines in seeds])
+        figures[f"{arm.replace('-', '_')}_area"] = mean([mean(pick_series(lines, METRIC)[1]) for lines in seeds])
+    return figures
+
+
+def format_table(runs: dict[str, list[Lines]]) -> str:
+    rows = ["| arm | final pass@1, each seed | mean | area under the curve | mismatch KL | ESS |", "|---|---|---|---|---|---|"]
+    for arm, seeds in runs.items():
+        finals = [last_value(lines, METRIC) for lines in seeds]
+        area = mean([mean(pick_series(lines, METRIC)[1]) for lines in seeds])
+        kl = mean([mean(pick_series(lines, "off_policy/mismatch_kl")[1]) for lines in seeds])
+        ess = mean([mean(pick_series(lines, "off_policy/raw_ess")[1]) for lines in seeds])
+        each = " ".join(f"{value:.3f}" for value in finals)
+        rows.append(f"| {arm} | {each} | {mean(finals):.3f} | {area:.3f} | {kl:.5f} | {ess:.3f} |")
+    return "\n".join(rows)
+
+
+def draw(runs: dict[str, list[Lines]]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), dpi=120, sharey=True)
+    for panel, kind in zip(axes, ("token", "none"), strict=True):
+        for colour, level in enumerate(LEVELS):
+            for position, lines in enumerate(runs[f"k{level}-{kind}"]):
+                steps, values = pick_series(lines, METRIC)
+                label = None if position else f"k = {level}"
+                panel.plot(steps, values, color=f"C{colour}", alpha=0.7, label=label)
+        panel.set(title="with correction" if kind == "token" else "without", xlabel="step", ylim=(0, 1))
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False)
+    axes[0].set_ylabel("held-out pass@1, sampled")
+    figure.tight_layout()
+    figure.savefig(PICTURES / "staleness.png")
+
+
+if __name__ == "__main__":
+    main()

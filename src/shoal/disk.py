@@ -1,0 +1,51 @@
+"""Where a disk that refuses becomes a sentence.
+
+The parts below let `OSError` pass; the commands run inside `guard_disk`, the one place that catches it. Only errors of
+the disk itself are taken: a missing file where we had put one is a bug of ours, and crashes.
+"""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from shoal.errors import DiskError
+
+_REFUSALS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EIO,
+    errno.EACCES,
+    errno.EPERM,
+}
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+@contextmanager
+def guard_disk(folder: Path) -> Iterator[None]:
+    """Raise a `DiskError` where the block fails because what it writes below `folder` was refused."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number = _find_errno(error)
+        if number not in _REFUSALS:
+            raise
+        path = getattr(error, "filename", None) or folder
+        raise DiskError(
+            f"{path}: cannot be written ({os.strerror(number)}); nothing complete was lost, and the same command goes "
+            "on from there once it can be"
+        ) from error
+
+
+def _find_errno(error: OSError | SafetensorError) -> int:
+    """The system's number for it, which safetensors only writes into its text; 0 if there is none."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    match = _OS_ERROR.search(str(error))
+    return int(match[1]) if match else 0
