@@ -7,7 +7,8 @@
 
 pi_old is the learner before its first update of the step (`old_logprobs = "recompute"`); mu differs from it by the
 versions the sampler lagged behind and by the numerics of its engine. With `old_logprobs = "behaviour"` the loss's ratio
-is against mu itself: correcting again would count d twice, so the caller leaves the correction out (all weights 1).
+is against mu itself: correcting again would count d twice, so the caller leaves the correction out (all weights 1), and
+the mismatch it reports is that of the policy at each update.
 
 Invariants:
 - weights multiply the policy loss, not the KL and entropy terms, and carry no gradient;

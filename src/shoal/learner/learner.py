@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shoal.config import LearnerConfig
-from shoal.learner.correction import build_correction
+from shoal.learner.correction import Correction, build_correction
 from shoal.learner.logprobs import score_tokens
 from shoal.learner.losses import LossInputs, load_loss, sum_tokens
 from shoal.learner.sample import Pack, Sample, build_packs, build_samples
@@ -84,8 +84,9 @@ class Learner:
     def _backward(self, pack: Pack, weights: Tensor, old: Tensor | None, tally: UpdateTally) -> None:
         config = self._config.loss
         scores = score_tokens(self.model, pack, entropy_grad=config.entropy > 0)
-        old = scores.logprobs.detach() if old is None else old
-        if not bool(torch.isfinite(old).all()):
+        current = scores.logprobs.detach()
+        old = current if old is None else old
+        if not bool(torch.isfinite(current + old).all()):
             tally.skipped = True  # no ratio can be formed; what other packs add to the gradient is not applied either
             return
         inputs = LossInputs(
@@ -96,14 +97,7 @@ class Learner:
             num_segments=len(pack.samples),
         )
         output = self._loss.token_loss(inputs, config)
-        correction = build_correction(
-            old,
-            pack.behaviour,
-            pack.segment,
-            len(pack.samples),
-            kind="none" if self._config.old_logprobs == "behaviour" else config.correction,
-            cap=config.correction_cap,
-        )
+        correction = self._correct(pack, current, old)
         policy = sum_tokens(correction.weights * output.token_loss, weights, pack.segment)
         entropy = sum_tokens(scores.entropy, weights, pack.segment)
         kl = sum_tokens(self._kl_tokens(pack, scores.logprobs), weights, pack.segment)
@@ -111,6 +105,17 @@ class Learner:
         total.backward()  # type: ignore[no-untyped-call]
         tally.add_terms(total=total, policy=policy, kl=kl)
         tally.add_tokens(output, scores.entropy, correction.mismatch)
+
+    def _correct(self, pack: Pack, current: Tensor, old: Tensor) -> Correction:
+        """Weights of the policy term, and how far the policy is from the sampler's."""
+        config = self._config.loss
+        size = len(pack.samples)
+        if self._config.old_logprobs == "behaviour":
+            # The ratio is against the sampler itself: nothing to correct, but still to report.
+            return build_correction(current, pack.behaviour, pack.segment, size, kind="none", cap=1.0)
+        return build_correction(
+            old, pack.behaviour, pack.segment, size, kind=config.correction, cap=config.correction_cap
+        )
 
     def _kl_tokens(self, pack: Pack, logprobs: Tensor) -> Tensor:
         if self._reference is None:
