@@ -1,0 +1,199 @@
+"""Warm-up: learns, is cached by what decides it, and goes on where it stopped."""
+
+import fcntl
+import json
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal.warmup
+from shoal.config import RunConfig, WarmupConfig, load_config
+from shoal.errors import ConfigError, DiskError
+from shoal.files import hash_file
+from shoal.tasks.base import Family, Task
+from shoal.tasks.registry import load_family
+from shoal.tasks.split import Split, split_task
+from shoal.warmup import load_start, run_warmup, schedule_rate
+
+TINY = """
+    threads=1 policy.tiny.layers=1 policy.tiny.width=32 policy.tiny.heads=2 policy.tiny.kv_heads=1 policy.tiny.context=64
+    tasks.name=reverse tasks.options.min_length=1 tasks.options.max_length=4 tasks.options.letters=4 warmup.batch=8
+    warmup.lr=1e-2 warmup.ramp=2 warmup.heldout=8 warmup.eval_every=5 warmup.steps=15
+""".split()
+
+
+def configure(folder: Path, *overrides: str) -> RunConfig:
+    return load_config(None, [f"out={folder}", *TINY, *overrides])
+
+
+def read_losses(folder: Path) -> dict[int, float]:
+    losses = json.loads((folder / "warmup.json").read_text())["heldout_loss"]
+    return {int(step): loss for step, loss in losses.items()}
+
+
+def test_the_loss_on_held_out_demonstrations_falls(tmp_path: Path) -> None:
+    losses = read_losses(run_warmup(configure(tmp_path)))
+    assert list(losses) == [5, 10, 15]
+    assert losses[15] < losses[5] < math.log(30)
+
+
+def test_a_second_call_takes_no_step(tmp_path: Path) -> None:
+    notes: list[str] = []
+    folder = run_warmup(configure(tmp_path))
+    assert run_warmup(configure(tmp_path), notes.append) == folder
+    assert notes == [f"warm-up: cached in {folder}"]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "learner.lr=1e-3",
+        "learner.loss.name=grpo",
+        "batch.groups=3",
+        "steps=7",
+        "async_level=1",
+        "eval.tasks=3",
+        "name=b",
+    ],
+)
+def test_settings_of_rl_alone_keep_the_cache(tmp_path: Path, override: str) -> None:
+    assert run_warmup(configure(tmp_path, "warmup.steps=1")) == run_warmup(
+        configure(tmp_path, "warmup.steps=1", override)
+    )
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["warmup.lr=1e-3", "warmup.options.max_length=3", "tasks.options.max_length=5", "policy.tiny.width=48", "seed=1"],
+)
+def test_what_decides_the_weights_decides_the_folder(tmp_path: Path, override: str) -> None:
+    first, second = (run_warmup(configure(tmp_path, "warmup.steps=1", *more)) for more in ([], [override]))
+    assert first != second
+    assert hash_file(first / "model.safetensors") != hash_file(second / "model.safetensors")
+
+
+def test_the_number_of_threads_belongs_to_the_key_for_it_changes_the_last_bits(tmp_path: Path) -> None:
+    first, second = (run_warmup(configure(tmp_path, "warmup.steps=1", f"threads={num}")) for num in (1, 2))
+    assert first != second
+
+
+def test_an_interrupted_warmup_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    def interrupt(text: str) -> None:
+        if "step 10/15" in text:
+            raise KeyboardInterrupt
+
+    whole = run_warmup(configure(tmp_path / "whole"))
+    with pytest.raises(KeyboardInterrupt):
+        run_warmup(configure(tmp_path / "cut"), interrupt)
+    assert not list((tmp_path / "cut" / "warmup").glob("*/warmup.json"))
+    notes: list[str] = []
+    resumed = run_warmup(configure(tmp_path / "cut"), notes.append)
+    assert notes[0] == "warm-up: goes on from step 5"
+    assert hash_file(resumed / "model.safetensors") == hash_file(whole / "model.safetensors")
+    assert read_losses(resumed) == read_losses(whole)
+    assert sorted(path.name for path in resumed.parent.iterdir()) == [resumed.name, f"{resumed.name}.lock"]
+
+
+def test_the_same_settings_give_the_same_weights(tmp_path: Path) -> None:
+    folders = [run_warmup(configure(tmp_path / name, "warmup.steps=5")) for name in "ab"]
+    assert len({hash_file(folder / "model.safetensors") for folder in folders}) == 1
+
+
+def test_held_out_demonstrations_are_never_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Task] = []
+
+    def load_recorder(name: str, options: Any) -> Family:
+        family = load_family(name, options)
+
+        class Recorder(type(family)):  # type: ignore[misc]
+            def demonstrate(self, task: Task) -> str:
+                seen.append(task)
+                return str(super().demonstrate(task))
+
+        return Recorder(**options)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(shoal.warmup, "load_family", load_recorder)
+    run_warmup(configure(tmp_path))
+    heldout, trained = seen[:8], seen[8:]
+    assert {split_task(task) for task in heldout} == {Split.HELDOUT}
+    assert {split_task(task) for task in trained} == {Split.TRAIN}
+    assert len(trained) == 15 * 8
+
+
+def test_a_damaged_cache_is_computed_anew(tmp_path: Path) -> None:
+    folder = run_warmup(configure(tmp_path, "warmup.steps=2"))
+    good = hash_file(folder / "model.safetensors")
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    assert run_warmup(configure(tmp_path, "warmup.steps=2")) == folder
+    assert hash_file(folder / "model.safetensors") == good
+
+
+def test_a_second_process_waits_for_the_first_and_says_so(tmp_path: Path) -> None:
+    config = configure(tmp_path, "warmup.steps=2")
+    folder = run_warmup(config)
+    (folder / "warmup.json").unlink()
+    notes: list[str] = []
+    waits = threading.Event()
+
+    def note(text: str) -> None:
+        notes.append(text)
+        waits.set()
+
+    with folder.with_name(f"{folder.name}.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread = threading.Thread(target=run_warmup, args=(config, note))
+        thread.start()
+        assert waits.wait(timeout=60)
+        assert not (folder / "warmup.json").exists()
+    thread.join(timeout=60)
+    assert notes[0] == f"warm-up: waits for another process that computes {folder}"
+    assert (folder / "warmup.json").exists()
+
+
+def test_the_starting_policy_is_the_warmed_up_one(tmp_path: Path) -> None:
+    config = configure(tmp_path, "warmup.steps=2")
+    cold = load_start(config.model_copy(update={"warmup": WarmupConfig()}))
+    warm = load_start(config)
+    assert not (warm.model.lm_head.weight == cold.model.lm_head.weight).all()
+    assert warm.tokenizer.get_vocab() == cold.tokenizer.get_vocab()
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = run_warmup(load_config(None, [*TINY, "out=~/r", "warmup.steps=1"]))
+    assert folder.parent == tmp_path / "r" / "warmup"
+
+
+def test_the_rate_rises_then_falls_to_a_tenth() -> None:
+    settings = WarmupConfig(steps=12, ramp=4, lr=0.8)
+    rates = [schedule_rate(settings, step) for step in range(13)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
+    assert rates[8] == pytest.approx(0.8 * 0.55)  # half way down the cosine
+    assert rates[12] == pytest.approx(0.08)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["warmup.steps=0"], "warmup.steps"),
+        (["warmup.heldout=5000"], "tasks.options"),
+        (["policy.tiny.context=8"], "tasks.options"),
+        (["warmup.lr=1.0", "warmup.ramp=0", "warmup.steps=60"], "warmup.lr"),
+    ],
+)
+def test_a_warmup_that_cannot_be_is_one_sentence(tmp_path: Path, overrides: list[str], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_warmup(configure(tmp_path, *overrides))
+    assert str(caught.value).startswith(f"{key}: ")
+
+
+def test_a_folder_that_cannot_be_written_is_a_disk_error(tmp_path: Path) -> None:
+    (tmp_path / "warmup").mkdir(mode=0o500)
+    if (tmp_path / "warmup").stat().st_uid == 0:
+        pytest.skip("root may write anywhere")
+    with pytest.raises(DiskError, match="Permission denied"):
+        run_warmup(configure(tmp_path))
