@@ -8,25 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import shoal.warmup
 from shoal.config import RunConfig, WarmupConfig, load_config
 from shoal.errors import ConfigError, DiskError
 from shoal.files import hash_file
+from shoal.policy.model import save_policy
 from shoal.tasks.base import Family, Task
 from shoal.tasks.registry import load_family
 from shoal.tasks.split import Split, split_task
 from shoal.warmup import load_start, run_warmup, schedule_rate
 
-TINY = """
-    threads=1 policy.tiny.layers=1 policy.tiny.width=32 policy.tiny.heads=2 policy.tiny.kv_heads=1 policy.tiny.context=64
-    tasks.name=reverse tasks.options.min_length=1 tasks.options.max_length=4 tasks.options.letters=4 warmup.batch=8
-    warmup.lr=1e-2 warmup.ramp=2 warmup.heldout=8 warmup.eval_every=5 warmup.steps=15
-""".split()
+TINY = Path(__file__).parent / "tiny.toml"
 
 
 def configure(folder: Path, *overrides: str) -> RunConfig:
-    return load_config(None, [f"out={folder}", *TINY, *overrides])
+    """Three times five steps of eight demonstrations."""
+    return load_config(TINY, [f"out={folder}", "warmup.steps=15", "warmup.eval_every=5", "warmup.batch=8", *overrides])
 
 
 def read_losses(folder: Path) -> dict[int, float]:
@@ -67,7 +66,7 @@ def test_settings_of_rl_alone_keep_the_cache(tmp_path: Path, override: str) -> N
 
 @pytest.mark.parametrize(
     "override",
-    ["warmup.lr=1e-3", "warmup.options.max_length=3", "tasks.options.max_length=5", "policy.tiny.width=48", "seed=1"],
+    ["warmup.lr=1e-3", "warmup.options.max_length=5", "tasks.options.max_length=5", "policy.tiny.width=48", "seed=1"],
 )
 def test_what_decides_the_weights_decides_the_folder(tmp_path: Path, override: str) -> None:
     first, second = (run_warmup(configure(tmp_path, "warmup.steps=1", *more)) for more in ([], [override]))
@@ -76,7 +75,7 @@ def test_what_decides_the_weights_decides_the_folder(tmp_path: Path, override: s
 
 
 def test_the_number_of_threads_belongs_to_the_key_for_it_changes_the_last_bits(tmp_path: Path) -> None:
-    first, second = (run_warmup(configure(tmp_path, "warmup.steps=1", f"threads={num}")) for num in (1, 2))
+    first, second = (run_warmup(configure(tmp_path, "warmup.steps=1", f"threads={num}")) for num in (2, 1))
     assert first != second
 
 
@@ -163,7 +162,7 @@ def test_the_starting_policy_is_the_warmed_up_one(tmp_path: Path) -> None:
 
 def test_the_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    folder = run_warmup(load_config(None, [*TINY, "out=~/r", "warmup.steps=1"]))
+    folder = run_warmup(configure(Path("~/r"), "warmup.steps=1"))
     assert folder.parent == tmp_path / "r" / "warmup"
 
 
@@ -182,7 +181,6 @@ def test_the_rate_rises_then_falls_to_a_tenth() -> None:
         (["warmup.steps=0"], "warmup.steps"),
         (["warmup.heldout=5000"], "tasks.options"),
         (["policy.tiny.context=8"], "tasks.options"),
-        (["warmup.lr=1.0", "warmup.ramp=0", "warmup.steps=60"], "warmup.lr"),
     ],
 )
 def test_a_warmup_that_cannot_be_is_one_sentence(tmp_path: Path, overrides: list[str], key: str) -> None:
@@ -191,9 +189,16 @@ def test_a_warmup_that_cannot_be_is_one_sentence(tmp_path: Path, overrides: list
     assert str(caught.value).startswith(f"{key}: ")
 
 
+def test_a_warmup_that_diverges_ends_with_a_sentence(tmp_path: Path) -> None:
+    policy = load_start(configure(tmp_path, "warmup.steps=1"))
+    with torch.no_grad():
+        policy.model.lm_head.weight.mul_(1e34)
+    save_policy(policy, tmp_path / "base")
+    with pytest.raises(ConfigError, match=r"^warmup\.lr: the loss of step 1 has no finite gradient"):
+        run_warmup(configure(tmp_path, f"policy.path={tmp_path / 'base'}"))
+
+
 def test_a_folder_that_cannot_be_written_is_a_disk_error(tmp_path: Path) -> None:
-    (tmp_path / "warmup").mkdir(mode=0o500)
-    if (tmp_path / "warmup").stat().st_uid == 0:
-        pytest.skip("root may write anywhere")
-    with pytest.raises(DiskError, match="Permission denied"):
+    (tmp_path / "warmup").write_text("a file where the folder belongs")
+    with pytest.raises(DiskError, match="cannot be written"):
         run_warmup(configure(tmp_path))

@@ -15,15 +15,8 @@ from safetensors import SafetensorError
 
 from shoal.errors import DiskError
 
-_REFUSALS = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EIO,
-    errno.EACCES,
-    errno.EPERM,
-}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_CLOSED = {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR}
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
@@ -34,7 +27,7 @@ def guard_disk(folder: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         number = _find_errno(error)
-        if number not in _REFUSALS:
+        if number not in _FULL | _CLOSED:
             raise
         path = getattr(error, "filename", None) or folder
         raise DiskError(

@@ -101,3 +101,15 @@ def test_more_heldout_tasks_than_there_are_is_an_error_that_counts_them() -> Non
     assert len(heldout_tasks(Few(100), there, seed=0)) == there
     with pytest.raises(ConfigError, match=f"only {there} distinct held-out tasks of 256"):
         heldout_tasks(Few(100), 256, seed=0)
+
+
+def test_shuffles_of_one_list_are_on_one_side() -> None:
+    family = load_family("sort", {"min_length": 6, "max_length": 6})
+    sides: dict[str, set[Split]] = {}
+    for seed in range(300):
+        task = family.make_task(random.Random(seed % 30))
+        items = list(task.prompt.removesuffix("="))
+        random.Random(seed).shuffle(items)
+        shuffled = build_task("sort", "".join(items) + "=", task.info, kin=task.info["answer"])
+        sides.setdefault(task.info["answer"], set()).update((split_task(task), split_task(shuffled)))
+    assert all(len(found) == 1 for found in sides.values())

@@ -33,6 +33,8 @@ class Task:
     """name of the family that scores it"""
     info: Mapping[str, Any] = field(hash=False)
     """what the verifier needs to know, JSON values only"""
+    kin: str
+    """tasks of equal kin are on the same side of the split: the id, or what is common to variants of one problem"""
 
 
 class Family(Protocol):
@@ -51,10 +53,11 @@ class Family(Protocol):
     def score(self, task: Task, completion: str) -> Score: ...
 
 
-def build_task(verifier: str, prompt: str, info: Mapping[str, Any]) -> Task:
+def build_task(verifier: str, prompt: str, info: Mapping[str, Any], *, kin: str | None = None) -> Task:
     """A task with the id that belongs to its prompt. Changing breaks: ids, and with them the splits."""
     digest = hashlib.sha256(prompt.encode()).hexdigest()
-    return Task(id=f"{verifier}-{digest[:_ID_HEX]}", prompt=prompt, verifier=verifier, info=info)
+    name = f"{verifier}-{digest[:_ID_HEX]}"
+    return Task(id=name, prompt=prompt, verifier=verifier, info=info, kin=name if kin is None else f"{verifier}-{kin}")
 
 
 def grade_answer(completion: str, judge: Callable[[str], Score]) -> Score:

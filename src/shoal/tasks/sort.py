@@ -41,7 +41,8 @@ class Sort:
         # The list above is in ascending order, so its index sorts letters and numbers alike.
         ordered = sorted(items, key=_ITEMS[self.items].index)
         gap = " " if self.items == "numbers" else ""  # single characters need none, and half the tokens is twice the speed
-        return build_task(self.name, f"{gap.join(items)}=", {"answer": gap.join(ordered)})
+        answer = gap.join(ordered)
+        return build_task(self.name, f"{gap.join(items)}=", {"answer": answer}, kin=answer)
 
     def demonstrate(self, task: Task) -> str:
         return str(task.info["answer"])

@@ -1,7 +1,7 @@
 """Training and held-out tasks that cannot overlap.
 
-- The side of a task follows from its id alone: not from seed, options or order of drawing. A problem that warm-up meets
-  as an easy instance and evaluation as a hard one is on one side for both.
+- The side of a task follows from its kin alone: not from seed, options or order of drawing. A problem that warm-up meets
+  as an easy instance and evaluation as a hard one is on one side for both, and so are the shuffles of one list to sort.
 - Drawing is deterministic in (family, options, split, seed) and gives up with a sentence, never loops.
 """
 
@@ -17,7 +17,7 @@ from shoal.tasks.base import Family, Task
 HELDOUT_ONE_IN = 8
 """One task in eight is held out. Changing breaks: every comparison with earlier evaluations, and held-out purity."""
 SPLIT_SALT = b"shoal-split-v1:"
-"""Hashed before the id. Changing breaks: the same."""
+"""Hashed before the kin. Changing breaks: the same."""
 MAX_ATTEMPTS = 2_000
 """Draws without a new task before a family counts as exhausted; (7/8)^2000 is 1e-116."""
 
@@ -31,7 +31,7 @@ class Split(StrEnum):
 
 def split_task(task: Task) -> Split:
     """The side a task is on."""
-    digest = hashlib.sha256(SPLIT_SALT + task.id.encode()).digest()
+    digest = hashlib.sha256(SPLIT_SALT + task.kin.encode()).digest()
     below = int.from_bytes(digest[:8], "big") < 2**64 // HELDOUT_ONE_IN
     return Split.HELDOUT if below else Split.TRAIN
 
