@@ -18,7 +18,7 @@ help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.dev  ## train the demo and say where the results are
-	@$(BIN)/shoal train examples/demo.toml
+	@$(BIN)/shoal train examples/sort.toml
 	@echo "results: runs/latest"
 	@for file in report.md curve.png; do [ ! -e "runs/latest/$$file" ] || echo "         runs/latest/$$file"; done
 

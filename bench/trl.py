@@ -61,7 +61,7 @@ EQUAL = (
 MIXED = (
     *COMMON,
     *("tasks.name=reverse", "tasks.options.min_length=8", "tasks.options.max_length=250", "tasks.options.letters=4"),
-    *("warmup.steps=150", "warmup.batch=16", "policy.tiny.context=640", "engine.max_tokens=256"),
+    *("warmup.steps=100", "warmup.batch=16", "warmup.options={}", "policy.tiny.context=640", "engine.max_tokens=256"),
     *("batch.groups=16", "batch.group_size=16", "engine.slots=256", "learner.micro_tokens=4096"),
 )
 LEARN = (*COMMON, "learner.lr=2e-4", "learner.advantage=zscore", "eval.tasks=128", "eval.samples=2", "eval.k=2")

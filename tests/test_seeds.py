@@ -31,5 +31,5 @@ def test_seeds_of_different_tuples_differ() -> None:
 
 
 def test_seeds_stay_what_they_are() -> None:
-    assert derive_seed("beacon", 0, 1) == derive_seed("beacon", 0, 1)
-    assert derive_seed("beacon", 0, 1) == FROZEN
+    # golden: every recorded rollout hangs on it
+    assert derive_seed("beacon", 0, 1) == 6532224982931094518

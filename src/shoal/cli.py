@@ -26,7 +26,7 @@ EXIT_PIPE = 141
 """What a shell reports for a command whose reader went away."""
 
 _EXAMPLES = """examples:
-  shoal train examples/demo.toml
+  shoal train examples/sort.toml
   shoal train examples/sort.toml seed=1 learner.loss.name=grpo
   shoal train examples/sort.toml --dry-run
   shoal eval runs/sort-seed0

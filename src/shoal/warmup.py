@@ -1,10 +1,15 @@
 """Supervised warm-up on a family's demonstrations, so that RL starts from a policy that sometimes succeeds.
 
-The result is cached under `<out>/warmup/<hash>`, the hash being of the settings that decide it: runs that differ in RL
-settings alone start from the same weights. An interrupted warm-up goes on from its last checkpoint, bit for bit.
+    <out>/warmup/<hash>/
+      policy/     Hugging Face folder of the result, and warmup.json: held-out losses, hash of the weights
+      partial/    the last checkpoint of a warm-up under way
+      .lock
 
-One process computes a warm-up at a time (flock on `<hash>.lock`, given up by the kernel when the process ends); another
-that wants the same one says so, waits, and then finds it cached.
+The hash is of the settings that decide the weights: runs that differ in RL settings alone start from the same ones. An
+interrupted warm-up goes on from its last checkpoint, bit for bit.
+
+One process computes a warm-up at a time (flock on `.lock`, given up by the kernel when the process ends); another that
+wants the same one says so, waits, and then finds it cached.
 """
 
 import fcntl
@@ -22,7 +27,7 @@ import torch
 from shoal.config import RunConfig, WarmupConfig, config_hash
 from shoal.disk import guard_disk
 from shoal.errors import ConfigError
-from shoal.files import atomic_dir, hash_file, remove_dir
+from shoal.files import atomic_dir, hash_file, remove_dir, sweep_leftovers
 from shoal.learner.checkpoint import load_optimizer, save_optimizer
 from shoal.learner.logprobs import score_tokens
 from shoal.learner.sample import Pack, Sample, build_packs
@@ -56,14 +61,15 @@ def run_warmup(config: RunConfig, note: Note = tell_stderr) -> Path:
         raise ConfigError("warmup.steps: must be at least 1 for a warm-up, got 0")
     tune_process(config.threads)
     folder = Path(config.out).expanduser() / "warmup" / config_hash(config, *_KEYS)[:16]
+    result = folder / "policy"
     with guard_disk(folder):
-        if _is_cached(folder):
-            note(f"warm-up: cached in {folder}")
-            return folder
+        if _is_cached(result):
+            note(f"warm-up: cached in {result}")
+            return result
         with _lock_folder(folder, note):
-            if not _is_cached(folder):  # another process may have computed it while this one waited
+            if not _is_cached(result):  # another process may have computed it while this one waited
                 _Warmup(config, folder, note).run()
-    return folder
+    return result
 
 
 def load_start(config: RunConfig, note: Note = tell_stderr) -> Policy:
@@ -78,8 +84,8 @@ class _Warmup:
     """State of one warm-up: policy, optimizer, step."""
 
     def __init__(self, config: RunConfig, folder: Path, note: Note) -> None:
-        self._config, self._folder, self._note = config, folder, note
-        self._partial = folder.with_name(folder.name + ".partial")
+        self._config, self._note = config, note
+        self._result, self._partial = folder / "policy", folder / "partial"
         self._family = load_family(config.tasks.name, {**config.tasks.options, **config.warmup.options})
         self._losses: dict[int, float] = {}
         self._step = 0
@@ -100,7 +106,7 @@ class _Warmup:
                 self._losses[self._step] = self._heldout_loss()
                 self._note(f"warm-up: step {self._step}/{steps}, held-out loss {self._losses[self._step]:.4f}")
                 self._save_partial()
-        with atomic_dir(self._folder) as target:
+        with atomic_dir(self._result) as target:
             save_policy(self._policy, target)
             done = {"heldout_loss": self._losses, "weights_sha256": hash_file(target / "model.safetensors")}
             (target / _DONE).write_text(json.dumps(done) + "\n")
@@ -184,25 +190,26 @@ def schedule_rate(settings: WarmupConfig, step: int) -> float:
     return settings.lr * (_FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def _is_cached(folder: Path) -> bool:
-    """Whether the folder holds a warm-up whose weights are what was written; a damaged one is computed anew."""
+def _is_cached(result: Path) -> bool:
+    """Whether there is a warm-up whose weights are what was written; a damaged one is computed anew."""
     try:
-        done = json.loads((folder / _DONE).read_text())
-        return bool(done["weights_sha256"] == hash_file(folder / "model.safetensors"))
+        done = json.loads((result / _DONE).read_text())
+        return bool(done["weights_sha256"] == hash_file(result / "model.safetensors"))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return False
 
 
 @contextmanager
 def _lock_folder(folder: Path, note: Note) -> Iterator[None]:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder.with_name(folder.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            note(f"warm-up: waits for another process that computes {folder}")
+            note(f"warm-up: waits for another process that computes it in {folder}")
             fcntl.flock(lock, fcntl.LOCK_EX)
+        sweep_leftovers(folder)
         yield
     finally:
         os.close(lock)

@@ -2,24 +2,54 @@
 
 Shapes: R rows in use, K key/value heads, T positions, D head size; storage is (layers, 2, rows, K, T, D).
 - Rows 0 .. R - 1 are in use, without holes: the engine moves rows when one finishes.
-- T is read in multiples of `_TILE`, and what lies beyond a row's length has weight exactly 0. On the CPU libraries tested,
+- T is read in multiples of a tile, and what lies beyond a row's length has weight exactly 0. On the CPU libraries tested,
   a row's result then has the same bits whatever the other rows are; tests/engine/test_invariance.py holds that.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-_TILE = 16
+_STEP = 16
+_SMALL = 400
+"""torch multiplies matrices of fewer scalar products by a loop of its own, which sums otherwise than BLAS."""
+_LONG = 256
+"""BLAS libraries cut longer sums into parts whose size depends on the length."""
 _BLOCK = 64
 """Rows that share one T: a long rollout makes its block read as far, not the whole batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How positions are read: `tile` at a time, and summed over `chunk`, a multiple of it, at a time.
+
+    A product over a tile is large enough for BLAS, and one over a chunk short enough to be summed in one go: the kernel, and
+    with it the order of summation, is the same however far a neighbour makes a row read.
+    """
+
+    tile: int
+    chunk: int
+
+    @classmethod
+    def for_heads(cls, repeat: int, dim: int) -> "Tiling":
+        """The tiling for `repeat` query heads of size `dim` per key/value head."""
+        tile = -(-_SMALL // (_STEP * repeat * dim)) * _STEP
+        return cls(tile, max(1, _LONG // tile) * tile)
+
+    def round_up(self, length: int) -> int:
+        return -(-length // self.tile) * self.tile
 
 
 class SlotCache:
     """Preallocated storage; `lengths` is the number of positions that each row holds."""
 
-    def __init__(self, *, layers: int, kv_heads: int, dim: int, slots: int, capacity: int, dtype: torch.dtype) -> None:
-        self._shape = (layers, 2, slots, kv_heads, dim)
+    def __init__(
+        self, *, layers: int, heads: int, kv_heads: int, dim: int, slots: int, capacity: int, dtype: torch.dtype
+    ) -> None:
+        self._shape = (layers, 2, slots + 1, kv_heads, dim)  # one row to spare, see DecodeAttention
+        self._tiling = Tiling.for_heads(heads // kv_heads, dim)
         self._dtype = dtype
         self.lengths = torch.zeros(slots, dtype=torch.long)
         self._allocate(capacity)
@@ -30,6 +60,7 @@ class SlotCache:
         config = model.config
         return cls(
             layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             slots=slots,
@@ -65,7 +96,7 @@ class SlotCache:
 
     def move_rows(self, source: Tensor, target: Tensor) -> None:
         """Copy rows over others that are free."""
-        top = _tiles(int(self.lengths[source].max()))
+        top = self._tiling.round_up(int(self.lengths[source].max()))
         self._store[:, :, target, :, :top] = self._store[:, :, source, :, :top]
         self._bias[target] = self._bias[source]
         self.lengths[target] = self.lengths[source]
@@ -75,25 +106,30 @@ class SlotCache:
         at = self.lengths[:rows].clone()
         self._bias[torch.arange(rows), at] = 0.0
         self.lengths[:rows] += 1
-        return DecodeAttention(self._store, self._bias, at)
+        return DecodeAttention(self._store, self._bias, at, self._tiling)
 
     def _allocate(self, capacity: int) -> None:
-        layers, two, slots, kv_heads, dim = self._shape
-        tiles = _tiles(capacity)
-        self._store = torch.zeros(layers, two, slots, kv_heads, tiles, dim, dtype=self._dtype)
-        self._bias = torch.full((slots, tiles), float("-inf"), dtype=self._dtype)
+        layers, two, rows, kv_heads, dim = self._shape
+        length = self._tiling.round_up(capacity)
+        self._store = torch.zeros(layers, two, rows, kv_heads, length, dim, dtype=self._dtype)
+        self._bias = torch.full((rows, length), float("-inf"), dtype=self._dtype)
+        self._bias[:, 0] = 0.0  # a row must see something
 
 
 class DecodeAttention:
     """Attention of one new token per row: writes its key and value, then looks back; an `Attend`."""
 
-    def __init__(self, store: Tensor, bias: Tensor, at: Tensor) -> None:
+    def __init__(self, store: Tensor, bias: Tensor, at: Tensor, tiling: Tiling) -> None:
         _, _, _, kv_heads, capacity, _ = store.shape
-        self._store, self._rows = store, len(at)
+        self._store, self._rows, self._chunk = store, len(at), tiling.chunk
         # where (row, head, position) lies when those three axes are one
         heads = torch.arange(len(at) * kv_heads).view(-1, kv_heads)
         self._flat = (heads * capacity + at[:, None]).flatten()
-        self._spans = [(span, bias[span, None, None, :top], top) for span, top in _block_spans(at)]
+        spans = _block_spans(at, tiling)
+        if kv_heads == 1:
+            # a batch of one product is summed otherwise than a batch of many: a single row takes the next one along
+            spans = [(slice(span.start, max(span.stop, span.start + 2)), top) for span, top in spans]
+        self._spans = [(span, bias[span, None, None, :top], top) for span, top in spans]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self._store[layer]
@@ -104,21 +140,24 @@ class DecodeAttention:
         mixed = torch.zeros_like(grouped)  # rows beyond R pad the matrix products and mean nothing
         for span, bias, top in self._spans:
             scores = torch.matmul(grouped[span], keys[span, :, :top].transpose(2, 3)).add_(bias)
-            mixed[span] = torch.matmul(torch.softmax(scores, -1), values[span, :, :top])
+            mixed[span] = self._mix_values(torch.softmax(scores, -1), values[span, :, :top])
         return mixed.view(q.shape)
 
+    def _mix_values(self, weights: Tensor, values: Tensor) -> Tensor:
+        first, *rest = zip(weights.split(self._chunk, 3), values.split(self._chunk, 2), strict=True)
+        mixed = torch.matmul(*first)
+        for part in rest:
+            mixed += torch.matmul(*part)
+        return mixed
 
-def _block_spans(at: Tensor) -> list[tuple[slice, int]]:
+
+def _block_spans(at: Tensor, tiling: Tiling) -> list[tuple[slice, int]]:
     """Runs of row blocks that read equally far, with how far that is."""
     spans: list[tuple[slice, int]] = []
     end = 0
     for block in at.split(_BLOCK):
-        start, end, top = end, end + len(block), _tiles(int(block.max()) + 1)
+        start, end, top = end, end + len(block), tiling.round_up(int(block.max()) + 1)
         if spans and spans[-1][1] == top:
             start = spans.pop()[0].start
         spans.append((slice(start, end), top))
     return spans
-
-
-def _tiles(length: int) -> int:
-    return -(-length // _TILE) * _TILE

@@ -1,4 +1,8 @@
-"""Keys and values of prompts, each computed once for all requests that share it."""
+"""Keys and values of prompts, each computed once for all requests that share it.
+
+A prefix's bits depend on its own tokens alone: batches stay within the row counts that may be mixed, a prefix that is longer
+is computed by itself, and attention takes one prefix at a time.
+"""
 
 from collections.abc import Sequence
 
@@ -6,22 +10,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shoal.engine.rows import pad_flat
+from shoal.engine.rows import RowCounts
 from shoal.policy.decoder import Layer, run_decoder
 from shoal.policy.layout import PackedAttention, Segment, positions_of
 
 Tokens = tuple[int, ...]
-_BATCH_TOKENS = 8192
-"""Most tokens in one pass: bounds memory, not results."""
 
 
 def compute_prefixes(
-    model: PreTrainedModel, layers: list[Layer] | None, prefixes: Sequence[Tokens], row_floor: int
+    model: PreTrainedModel, layers: list[Layer] | None, prefixes: Sequence[Tokens], counts: RowCounts
 ) -> dict[Tokens, Tensor]:
     """Keys and values (layers, 2, K, T, D) of each prefix; an empty prefix is not among them."""
     found: dict[Tokens, Tensor] = {}
-    for batch in _split_batches([prefix for prefix in prefixes if prefix]):
-        found.update(_compute_batch(model, layers, batch, row_floor))
+    for batch in _split_batches([prefix for prefix in prefixes if prefix], counts.most):
+        found.update(_compute_batch(model, layers, batch, counts))
     return found
 
 
@@ -29,7 +31,7 @@ class _Recorder:
     """Packed attention that keeps the keys and values of every layer."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        self._attention = PackedAttention(segments)
+        self._attention = PackedAttention(segments, alone=True)
         self._num_tokens = segments[-1].end
         self.layers: list[Tensor] = []
 
@@ -41,27 +43,27 @@ class _Recorder:
         return mixed
 
 
-def _split_batches(prefixes: Sequence[Tokens]) -> list[list[Tokens]]:
+def _split_batches(prefixes: Sequence[Tokens], most: int) -> list[list[Tokens]]:
     batches: list[list[Tokens]] = []
     room = 0
     for prefix in prefixes:
         if len(prefix) > room:
             batches.append([])
-            room = _BATCH_TOKENS
+            room = most
         batches[-1].append(prefix)
         room -= len(prefix)
     return batches
 
 
 def _compute_batch(
-    model: PreTrainedModel, layers: list[Layer] | None, prefixes: list[Tokens], row_floor: int
+    model: PreTrainedModel, layers: list[Layer] | None, prefixes: list[Tokens], counts: RowCounts
 ) -> dict[Tokens, Tensor]:
     segments: list[Segment] = []
     for prefix in prefixes:
         start = segments[-1].end if segments else 0
         segments.append(Segment(start, start + len(prefix)))
     recorder = _Recorder(segments)
-    flat = pad_flat(torch.tensor([token for prefix in prefixes for token in prefix]), row_floor)
-    run_decoder(model, flat, pad_flat(positions_of(segments), row_floor), recorder, layers)
+    flat = counts.pad_flat(torch.tensor([token for prefix in prefixes for token in prefix]))
+    run_decoder(model, flat, counts.pad_flat(positions_of(segments)), recorder, layers)
     stacked = torch.stack(recorder.layers).transpose(2, 3)  # (layers, 2, K, T, D)
     return {prefix: stacked[..., s.start : s.end, :] for prefix, s in zip(prefixes, segments, strict=True)}

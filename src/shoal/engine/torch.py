@@ -5,7 +5,7 @@
 - A finished row is refilled from the queue at once; where the queue is empty the last rows move into the holes, so that work
   shrinks with the number of rollouts under way.
 - A rollout is a function of (weights, prompt, seed, temperature, max tokens). Matrix products run on padded row counts for
-  which a row's bits do not depend on the others (`find_row_floor`), and attention on tiles of fixed size.
+  which a row's bits do not depend on the others (`measure_rows`), and attention on tiles of fixed size.
 - After a weight swap what is under way is computed anew from its tokens: no key or value outlives its weights.
 
 Life of a request: submit -> queue -> row -> rollout; on a swap row -> queue.
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from shoal.engine.base import CHUNK, HiddenSink
 from shoal.engine.cache import SlotCache
 from shoal.engine.prefix import Tokens, compute_prefixes
-from shoal.engine.rows import find_row_floor, pad_flat
+from shoal.engine.rows import measure_rows
 from shoal.engine.sampler import choose_tokens
 from shoal.engine.slots import SlotTable
 from shoal.errors import ConfigError
@@ -59,12 +59,12 @@ class TorchEngine:
         self._queue: deque[_Ticket] = deque()
         self._rows: list[_Ticket] = []
         self._prefixes: dict[Tokens, Tensor] = {}
-        self._row_floor = find_row_floor(model)
         self._table = SlotTable(slots)
         self._cache = SlotCache.for_model(model, slots=slots)
         width = model.config.hidden_size if sink else 0
         self._hidden = torch.zeros(slots, CHUNK, width, dtype=model.dtype)
         self._fuse_weights()
+        self._counts = measure_rows(model, self._layers, slots)
 
     @property
     def busy(self) -> bool:
@@ -155,7 +155,7 @@ class TorchEngine:
         for row, context in enumerate(contexts, start=len(self._rows)):
             sharers.setdefault(context[:-1], []).append(row)
         missing = [prefix for prefix in sharers if prefix not in self._prefixes]
-        self._prefixes |= compute_prefixes(self._model, self._layers, missing, self._row_floor)
+        self._prefixes |= compute_prefixes(self._model, self._layers, missing, self._counts)
         for prefix, rows in sharers.items():
             self._cache.open_rows(torch.tensor(rows), self._prefixes.get(prefix))
         self._open_rows(tickets, [context[-1] for context in contexts])
@@ -173,8 +173,8 @@ class TorchEngine:
 
     def _decode_rows(self, rows: int) -> Tensor:
         """Hidden states from which the next token of each row is chosen, on a padded row count."""
-        token_ids = pad_flat(self._table.last[:rows], self._row_floor)
-        positions = pad_flat(self._cache.lengths[:rows], self._row_floor)
+        token_ids = self._counts.pad_flat(self._table.last[:rows])
+        positions = self._counts.pad_flat(self._cache.lengths[:rows])
         return run_decoder(self._model, token_ids, positions, self._cache.begin_step(rows), self._layers)
 
     def _pass_hidden(self, rows: int, hidden: Tensor, finished: Tensor) -> None:

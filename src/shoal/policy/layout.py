@@ -5,7 +5,8 @@ segment's tokens before it, the whole of the segment's prefix, if it has one. So
 their prompt, in the forward and in the backward pass, and the result equals running every sequence alone.
 
 Cost: segments of like length are padded to one rectangle; the rest of the network never sees padding. How far a segment
-is padded depends on its own length alone, so its result does not depend on its neighbours.
+is padded depends on its own length alone. Matrix libraries may still sum in another order when a rectangle holds more
+segments; `alone` computes one at a time, so that not a bit of a segment depends on its neighbours.
 """
 
 from collections.abc import Sequence
@@ -37,8 +38,8 @@ class Segment:
 class PackedAttention:
     """Causal attention within each segment and over its prefix; an `Attend` for packed batches."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._buckets = [_Bucket(segments, members) for members in _bucket_segments(segments)]
+    def __init__(self, segments: Sequence[Segment], *, alone: bool = False) -> None:
+        self._buckets = [_Bucket(segments, members, alone) for members in _bucket_segments(segments)]
         order = torch.cat([bucket.flat_q for bucket in self._buckets])
         self._inverse = torch.empty(len(order), dtype=torch.long)
         self._inverse[order] = torch.arange(len(order))
@@ -72,7 +73,8 @@ def _round_up(length: int) -> int:
 class _Bucket:
     """Segments of like length as one rectangle (B, Q) of queries and (B, P + Q) of keys."""
 
-    def __init__(self, segments: Sequence[Segment], members: list[int]) -> None:
+    def __init__(self, segments: Sequence[Segment], members: list[int], alone: bool) -> None:
+        self._alone = alone
         own = [segments[index] for index in members]
         prefixes = [None if s.prefix is None else segments[s.prefix] for s in own]
         q_index, q_valid = _rectangle([(s.start, s.end) for s in own])
@@ -95,7 +97,12 @@ class _Bucket:
         queries = queries.reshape(num * kv_heads, repeat * length, dim)
         keys = self._gather(k, num, kv_heads, dim)
         values = self._gather(v, num, kv_heads, dim)
-        mixed = _mix_values(queries, keys, values, self._expand_bias(kv_heads, repeat, q.dtype))
+        inputs = (queries, keys, values, self._expand_bias(kv_heads, repeat, q.dtype))
+        if self._alone:
+            parts = zip(*(x.split(kv_heads) for x in inputs), strict=True)
+            mixed = torch.cat([_mix_values(*part) for part in parts])
+        else:
+            mixed = _mix_values(*inputs)
         mixed = mixed.view(num, kv_heads, repeat, length, dim).permute(0, 3, 1, 2, 4).reshape(num * length, heads, dim)
         return mixed.index_select(0, self.q_rows)
 

@@ -1,0 +1,23 @@
+"""All benchmarks, one after the other: `make bench`. Flags are passed on (`--quick`, `--json`)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHES = ("engine", "trl", "learning", "clipping", "staleness", "filter")
+
+
+def main() -> int:
+    folder = Path(__file__).parent
+    failed = []
+    for name in BENCHES:
+        print(f"== {name}", flush=True)
+        if subprocess.run([sys.executable, str(folder / f"{name}.py"), *sys.argv[1:]]).returncode:
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,359 @@
+"""Whole runs of `shoal train`: short ones, killed ones, resumed ones."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli import main
+from shoal.config import load_config
+from shoal.console import PASS_RATE, REWARD, TOKENS_RATE
+from shoal.eval import draw_tasks
+from shoal.files import hash_file
+from shoal.learner.checkpoint import find_newest, list_checkpoints, read_state
+from shoal.learner.filter import has_signal
+from shoal.parquet import read_groups
+from shoal.report import read_metrics
+from shoal.rollout import Group
+from shoal.tasks.registry import load_family
+from shoal.tasks.split import Split, split_task
+
+TINY = Path(__file__).parents[1] / "tiny.toml"
+SOURCE = Path(__file__).parents[2] / "src"
+PATIENCE_S = 120.0
+
+Line = dict[str, Any]
+
+
+def train(out: Path, *overrides: str) -> Path:
+    """Train in this process, and return the run directory."""
+    assert main(["train", str(TINY), f"out={out}", *overrides]) == 0
+    return out / "tiny-seed0"
+
+
+def start(*args: str) -> "subprocess.Popen[str]":
+    """A process of its own."""
+    return subprocess.Popen(
+        [sys.executable, *args],
+        env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def start_training(out: Path, *overrides: str) -> "subprocess.Popen[str]":
+    return start("-m", "shoal", "train", str(TINY), f"out={out}", *overrides)
+
+
+def await_step(process: "subprocess.Popen[str]", run: Path, step: int) -> None:
+    """Return when the metrics of a step are there."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        metrics = run / "metrics.jsonl"
+        if metrics.exists() and any(line["step"] >= step for line in read_metrics(metrics)):
+            return
+        if process.poll() is not None:
+            pytest.fail(f"ended with {process.returncode}: {process.stderr and process.stderr.read()}")
+        time.sleep(0.01)
+    process.kill()
+    pytest.fail(f"no step {step} within {PATIENCE_S} s")
+
+
+def hash_weights(run: Path) -> str:
+    checkpoint = find_newest(run / "checkpoints")
+    assert checkpoint is not None
+    return read_state(checkpoint).sha256["policy/model.safetensors"]
+
+
+def list_results(run: Path) -> list[Line]:
+    """The metrics without what differs from one computation of the same numbers to the next."""
+    lines = read_metrics(run / "metrics.jsonl")
+    return [{name: line[name] for name in line if name != "time" and "perf/" not in name} for line in lines]
+
+
+def list_steps(run: Path, metric: str) -> list[int]:
+    return [line["step"] for line in list_results(run) if metric in line]
+
+
+def read_rollouts(run: Path) -> list[Group]:
+    return [group for file in sorted((run / "rollouts").iterdir()) for group in read_groups(file)]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Equal weights, metrics and rollouts; the evaluations that only one of them made aside."""
+    assert hash_weights(one) == hash_weights(other)
+    mine, theirs = ([line for line in list_results(run) if REWARD in line] for run in (one, other))
+    assert mine == theirs
+    names = [sorted(file.name for file in (run / "rollouts").iterdir()) for run in (one, other)]
+    assert names[0] == names[1]
+    for name in names[0]:
+        assert hash_file(one / "rollouts" / name) == hash_file(other / "rollouts" / name)
+
+
+@pytest.mark.parametrize(
+    ("steps", "level"), [(0, 0), (1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (3, 2)]
+)
+def test_a_short_run_ends_and_leaves_all_its_parts(tmp_path: Path, steps: int, level: int) -> None:
+    run = train(tmp_path, f"steps={steps}", f"async_level={level}")
+    assert load_config(run / "config.toml") == load_config(
+        TINY, [f"out={tmp_path}", f"steps={steps}", f"async_level={level}"]
+    )
+    assert (tmp_path / "latest").resolve() == run.resolve()
+    assert f"{steps} steps" in (run / "report.md").read_text()
+    assert f"eval at step {steps}" in (run / "log.txt").read_text()
+    assert list_checkpoints(run / "checkpoints")[-1][0] == steps
+    assert [file.name for file in sorted((run / "rollouts").iterdir())] == [
+        f"step-{step:06d}.parquet" for step in range(1, steps + 1)
+    ]
+    assert list_steps(run, REWARD) == list(range(1, steps + 1))
+    assert list_steps(run, PASS_RATE) == sorted({0, steps})
+    lags = [line["off_policy/lag"] for line in list_results(run) if REWARD in line]
+    assert lags == [min(step - 1, level) for step in range(1, steps + 1)]
+
+
+def test_the_console_finds_its_figures_among_the_metrics(tmp_path: Path) -> None:
+    run = train(tmp_path, "steps=1")
+    first, step, _ = read_metrics(run / "metrics.jsonl")
+    assert PASS_RATE in first
+    assert {REWARD, TOKENS_RATE} <= step.keys()
+
+
+def test_evaluations_and_checkpoints_come_when_they_are_due(tmp_path: Path) -> None:
+    run = train(tmp_path, "steps=5", "eval.every=2", "checkpoint.every=2", "checkpoint.keep=9")
+    assert list_steps(run, PASS_RATE) == [0, 2, 4, 5]
+    assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [0, 2, 4, 5]
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, level: int) -> None:
+    killed = tmp_path / "killed" / "tiny-seed0"
+    process = start_training(tmp_path / "killed", "steps=1000000", f"async_level={level}")
+    await_step(process, killed, 4)
+    # while it lives nobody else may have the directory
+    assert main(["train", str(TINY), f"out={tmp_path / 'killed'}", f"async_level={level}"]) == 2
+    process.kill()
+    assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
+    done = list_checkpoints(killed / "checkpoints")[-1][0]
+    assert done >= 2
+    settings = (f"steps={done + 3}", f"async_level={level}")
+    train(tmp_path / "killed", *settings)
+    assert_same_run(killed, train(tmp_path / "whole", *settings))
+    assert list_steps(killed, REWARD) == list(range(1, done + 4))
+
+
+KILLER = """
+import itertools, os, signal, sys
+import shoal.train  # here, so that the children need not
+from shoal.cli import main
+
+def die_at(point):
+    left = itertools.count(point, -1)
+    def wrap(function):
+        def wrapped(*args, **options):
+            if next(left) == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **options)
+        return wrapped
+    os.fsync, os.rename, os.replace = wrap(os.fsync), wrap(os.rename), wrap(os.replace)
+
+killed = 0
+for point in [int(text) for text in sys.argv[1].split(",")]:
+    child = os.fork()
+    if child == 0:
+        die_at(point)
+        os._exit(main(sys.argv[2:]))
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        killed += 1
+    elif os.WEXITSTATUS(status):
+        sys.exit(100 + os.WEXITSTATUS(status))
+sys.exit(killed)
+"""
+
+
+def test_a_run_killed_at_every_kind_of_write_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    args = ["steps=5", "checkpoint.every=1", "async_level=1"]
+    # each process dies at its n-th fsync or rename, in warm-up, checkpoints, rollouts and metrics; the last lives
+    points = "2,16,30,40,8,15,18,22,12,19,25,20,1000000"
+    process = start("-c", KILLER, points, "train", str(TINY), f"out={tmp_path / 'killed'}", *args)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode >= 8, errors
+    assert_same_run(tmp_path / "killed" / "tiny-seed0", train(tmp_path / "whole", *args))
+    hidden = [path for path in (tmp_path / "killed").rglob(".*") if path.name != ".lock"]
+    assert hidden == []
+
+
+def test_more_steps_continue_a_finished_run(tmp_path: Path) -> None:
+    train(tmp_path / "a", "steps=1")
+    train(tmp_path / "a", "steps=3")
+    assert_same_run(tmp_path / "a" / "tiny-seed0", train(tmp_path / "b", "steps=3"))
+    assert list_steps(tmp_path / "a" / "tiny-seed0", PASS_RATE) == [0, 1, 3]
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
+    run = train(tmp_path, "steps=1")
+    before = (run / "metrics.jsonl").read_bytes(), hash_weights(run)
+    train(tmp_path, "steps=1")
+    train(tmp_path, "steps=0")
+    assert ((run / "metrics.jsonl").read_bytes(), hash_weights(run)) == before
+
+
+def test_another_configuration_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(tmp_path, "steps=1")
+    before = hash_weights(run)
+    assert main(["train", str(TINY), f"out={tmp_path}", "learner.lr=0.5"]) == 2
+    assert "learner.lr = 0.001" in capsys.readouterr().err
+    assert hash_weights(run) == before
+
+
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_earlier_one_serves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(tmp_path, "steps=3")
+    whole = hash_weights(run)
+    newest = run / "checkpoints" / "step-000003"
+    weights = newest / "policy" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert main(["train", str(TINY), f"out={tmp_path}"]) == 2
+    assert f"shoal: {weights}: is not what was written; remove {newest}" in capsys.readouterr().err
+    shutil.rmtree(newest)
+    train(tmp_path, "steps=3")
+    assert hash_weights(run) == whole
+
+
+def test_a_resumed_run_needs_no_warmup(tmp_path: Path) -> None:
+    train(tmp_path / "a", "steps=1")
+    shutil.rmtree(tmp_path / "a" / "warmup")
+    train(tmp_path / "a", "steps=2")
+    assert not (tmp_path / "a" / "warmup").exists()
+    assert_same_run(tmp_path / "a" / "tiny-seed0", train(tmp_path / "b", "steps=2"))
+
+
+def test_a_resumed_run_with_a_kl_term_finds_its_reference_again(tmp_path: Path) -> None:
+    settings = ["learner.loss.kl=0.1", "learner.loss.entropy=0.01"]
+    train(tmp_path / "a", "steps=2", *settings)
+    shutil.rmtree(tmp_path / "a" / "warmup")
+    train(tmp_path / "a", "steps=3", *settings)
+    whole = train(tmp_path / "b", "steps=3", *settings)
+    assert_same_run(tmp_path / "a" / "tiny-seed0", whole)
+    assert list_results(whole)[-2]["loss/kl"] > 0
+
+
+def test_the_same_seed_gives_the_same_run_and_another_another(tmp_path: Path) -> None:
+    assert_same_run(train(tmp_path / "a"), train(tmp_path / "b"))
+    assert main(["train", str(TINY), f"out={tmp_path}", "seed=1"]) == 0
+    assert hash_weights(tmp_path / "tiny-seed1") != hash_weights(tmp_path / "a" / "tiny-seed0")
+
+
+@pytest.mark.parametrize("slots", [3, 64])
+def test_the_number_of_slots_does_not_change_a_bit(tmp_path: Path, slots: int) -> None:
+    assert_same_run(train(tmp_path / "a"), train(tmp_path / "b", f"engine.slots={slots}"))
+
+
+def test_held_out_tasks_are_never_trained(tmp_path: Path) -> None:
+    run = train(tmp_path, "batch.filter=false", "batch.groups=16")
+    config = load_config(run / "config.toml")
+    trained = {group.task_id for group in read_rollouts(run)}
+    family = load_family(config.tasks.name, config.tasks.options)
+    every_task = [family.make_task(random.Random(seed)) for seed in range(10_000)]
+    split = {task.id: split_task(task) for task in every_task}
+    assert set(split.values()) == {Split.TRAIN, Split.HELDOUT}
+    assert len(trained) > 20
+    assert {split[name] for name in trained} == {Split.TRAIN}
+    assert not trained & {task.id for task in draw_tasks(family, config.eval, seed=config.seed)}
+
+
+def test_with_the_filter_every_trained_group_has_signal(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    groups = read_rollouts(run)
+    assert groups and all(has_signal(group.rewards) for group in groups)
+    lines = [line for line in list_results(run) if REWARD in line]
+    assert len(groups) == sum(line["batch/groups"] for line in lines)
+    for line in lines:
+        without = line["batch/all_right"] + line["batch/all_wrong"]
+        assert line["batch/drawn"] == line["batch/groups"] + line["batch/surplus"] + without
+
+
+def test_without_the_filter_the_first_groups_are_trained(tmp_path: Path) -> None:
+    run = train(tmp_path, "batch.filter=false", "steps=2")
+    assert [group.index for group in read_rollouts(run)] == [0, 1, 2, 3] * 2
+    assert not all(has_signal(group.rewards) for group in read_rollouts(run))
+
+
+def test_no_trained_rollout_is_older_than_the_async_level_allows(tmp_path: Path) -> None:
+    run = train(tmp_path, "async_level=1", "steps=4")
+    for step in range(1, 5):
+        groups = read_groups(run / "rollouts" / f"step-{step:06d}.parquet")
+        assert {rollout.version for group in groups for rollout in group.rollouts} == {max(0, step - 2)}
+
+
+def test_a_task_without_any_signal_ends_properly(tmp_path: Path) -> None:
+    # one token never is three letters
+    run = train(tmp_path, "steps=2", "engine.max_tokens=1", "tasks.options.min_length=3", "eval.tasks=3")
+    start_weights = hash_file(run / "checkpoints" / "step-000000" / "policy" / "model.safetensors")
+    assert hash_weights(run) == start_weights
+    for line in list_results(run):
+        assert "nonfinite" not in line
+        assert None not in line.values()
+        if REWARD in line:
+            assert (line[REWARD], line["batch/groups"], line["batch/drawn"]) == (0, 0, 16)
+            assert line["optim/updates"] == 0
+    assert read_rollouts(run) == []
+    assert "step 2: only 0 of 4 groups have a learning signal" in (run / "log.txt").read_text()
+
+
+def test_training_raises_the_reward(tmp_path: Path) -> None:
+    easier = ["tasks.options.max_length=2", "tasks.options.letters=8", "eval.tasks=4", "warmup.heldout=4"]
+    run = train(tmp_path, "steps=30", "learner.lr=3e-3", "batch.groups=8", "rollouts=false", *easier)
+    rewards = [line[REWARD] for line in list_results(run) if REWARD in line]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
+    assert list((run / "rollouts").iterdir()) == []
+
+
+def test_too_few_held_out_tasks_are_said_before_the_warmup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(TINY), f"out={tmp_path}", "eval.tasks=5000"]) == 2
+    assert capsys.readouterr().err.startswith("shoal: tasks.options: reverse has too few problems")
+    assert not (tmp_path / "warmup").exists()
+
+
+def test_an_interrupt_exits_with_130_and_the_run_resumes(tmp_path: Path) -> None:
+    run = tmp_path / "a" / "tiny-seed0"
+    process = start_training(tmp_path / "a", "steps=1000000")
+    await_step(process, run, 3)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert errors == "\nshoal: interrupted; the same command goes on from the last checkpoint\n"
+    steps = f"steps={list_checkpoints(run / 'checkpoints')[-1][0] + 1}"
+    train(tmp_path / "a", steps)
+    assert_same_run(run, train(tmp_path / "b", steps))
+
+
+FULL_DISK = """
+import resource, sys
+from shoal.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_a_full_disk_is_one_sentence_and_nothing_is_lost(tmp_path: Path) -> None:
+    run = train(tmp_path / "a", "steps=2")
+    before = hash_weights(run)
+    limit = (run / "checkpoints" / "step-000002" / "optimizer.safetensors").stat().st_size - 1
+    process = start("-c", FULL_DISK, str(limit), "train", str(TINY), f"out={tmp_path / 'a'}", "steps=4")
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert errors.startswith(f"shoal: {run}: cannot be written (File too large); ")
+    assert errors.count("\n") == 1
+    assert (list_checkpoints(run / "checkpoints")[-1][0], hash_weights(run)) == (2, before)
+    train(tmp_path / "a", "steps=4")
+    assert_same_run(run, train(tmp_path / "b", "steps=4"))
