@@ -2,12 +2,11 @@
 
     python bench/clipping.py [--quick] [--json]
 
-Stress as in the published argument: stale data, a high learning rate, many updates per step, no gradient-norm clip. One-sided
-is the same loss with delta out of reach.
+Stress as in the published argument: stale data, a high learning rate, many updates per step, no gradient-norm clip.
+One-sided is the same loss with delta out of reach.
 """
 
 from common import PICTURES, SEEDS, Lines, finish, last_value, mean, parse_flags, run_arms
-
 from shoal.report import pick_series
 
 STRESS = [

@@ -1,7 +1,7 @@
 """What the benchmarks share: flags, results, and sets of training runs.
 
-Every benchmark takes `--quick` (a smaller size that still shows the effect) and `--json` (print only one line, a JSON object of
-named figures). Pictures go to docs/img unless `--quick`.
+Every benchmark takes `--quick` (a smaller size that still shows the effect) and `--json` (print only one line, a JSON
+object of named figures). Pictures go to docs/img unless `--quick`.
 """
 
 import argparse
@@ -39,7 +39,9 @@ def finish(flags: argparse.Namespace, table: str, figures: Mapping[str, float]) 
     print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
 
 
-def run_arms(arms: Mapping[str, Sequence[str]], *, config: str, seeds: Sequence[int], tag: str) -> dict[str, list[Lines]]:
+def run_arms(
+    arms: Mapping[str, Sequence[str]], *, config: str, seeds: Sequence[int], tag: str
+) -> dict[str, list[Lines]]:
     """Train every arm (a name and its overrides) with every seed, two single-threaded processes at a time."""
     jobs = [(arm, seed) for seed in seeds for arm in arms]
     with ThreadPoolExecutor(max_workers=max(1, min(2, os.cpu_count() or 1))) as pool:
@@ -64,7 +66,9 @@ def _train(config: str, tag: str, arm: str, overrides: Sequence[str], seed: int)
     name = f"{tag}-{arm}"
     command = [sys.executable, "-m", "shoal", "train", str(ROOT / config), f"name={name}", f"seed={seed}", f"out={OUT}"]
     command += ["threads=1", "rollouts=false", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return read_metrics(OUT / f"{name}-seed{seed}" / "metrics.jsonl")

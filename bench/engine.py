@@ -14,9 +14,9 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from common import finish, parse_flags
 from transformers import PreTrainedModel
 
+from common import finish, parse_flags
 from shoal.config import PolicyConfig, TinyConfig
 from shoal.engine.torch import TorchEngine
 from shoal.policy.model import load_policy

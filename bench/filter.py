@@ -2,14 +2,13 @@
 
     python bench/filter.py [--quick] [--json]
 
-The filter spends more sampling per step and trains only on groups that carry a signal; the honest axis is tokens generated, not
-steps.
+The filter spends more sampling per step and trains only on groups that carry a signal; the honest axis is
+tokens generated, not steps.
 """
 
 from itertools import accumulate
 
 from common import PICTURES, SEEDS, Lines, finish, mean, parse_flags, run_arms
-
 from shoal.report import pick_series
 
 ARMS = {"filter": ["batch.filter=true"], "no-filter": ["batch.filter=false"]}

@@ -2,12 +2,11 @@
 
     python bench/learning.py [--quick] [--json]
 
-Held-out pass rates, sampled and greedy, before and after. The control warms up three times as long, which costs about what
-RL costs, and sees no RL. Runs are single-threaded, two at a time; `make demo` gives all cores to one run.
+Held-out pass rates, sampled and greedy, before and after. The control warms up three times as long, which costs
+about what RL costs, and sees no RL. Runs are single-threaded, two at a time; `make demo` gives all cores to one run.
 """
 
 from common import PICTURES, SEEDS, Lines, finish, parse_flags, run_arms
-
 from shoal.report import draw_curves, pick_series
 
 METRICS = {"sampled": "eval/pass_at_1", "greedy": "eval/greedy"}

@@ -6,7 +6,6 @@ Claim of the paper (its figure 7): up to four steps of staleness barely change t
 """
 
 from common import PICTURES, SEEDS, Lines, finish, last_value, mean, parse_flags, run_arms
-
 from shoal.report import pick_series
 
 LEVELS = (0, 1, 2, 4)
@@ -36,7 +35,10 @@ def collect_figures(runs: dict[str, list[Lines]]) -> dict[str, float]:
 
 
 def format_table(runs: dict[str, list[Lines]]) -> str:
-    rows = ["| arm | final pass@1, each seed | mean | area under the curve | mismatch KL | ESS |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| arm | final pass@1, each seed | mean | area under the curve | mismatch KL | ESS |",
+        "|---|---|---|---|---|---|",
+    ]
     for arm, seeds in runs.items():
         finals = [last_value(lines, METRIC) for lines in seeds]
         area = mean([mean(pick_series(lines, METRIC)[1]) for lines in seeds])

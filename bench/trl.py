@@ -2,8 +2,8 @@
 
     python bench/trl.py [--quick] [--json]
 
-Two processes, each with all cores while it is its turn: one step of TRL, one of shoal, one of TRL, ... A step is sampling,
-scoring and one optimizer update. Figures are ratios TRL / shoal, above 1 where shoal is faster:
+Two processes, each with all cores while it is its turn: one step of TRL, one of shoal, one of TRL, ... A step is
+sampling, scoring and one optimizer update. Figures are ratios TRL / shoal, above 1 where shoal is faster:
     step_ratio_equal    median seconds per step, 512 rollouts of 16 tokens
     step_ratio_mixed    the same, 256 rollouts of 8 to 256 tokens
     time_to_pass_ratio  seconds of stepping until the held-out pass rate reaches the target, on the demo's task
@@ -20,7 +20,6 @@ from statistics import median
 from typing import Any
 
 from common import OUT, SEEDS, finish, mean, parse_flags
-
 from shoal.config import RunConfig, load_config
 
 TARGET = 0.5
@@ -99,7 +98,9 @@ def format_table(equal: tuple[Side, Side], mixed: tuple[Side, Side], learn: list
 
 def compare(job: Job) -> tuple[Side, Side]:
     """Step both sides in turn; the first step of each warms up and is not counted unless time to a target is."""
-    config = load_config(Path(__file__).parent.parent / "examples/sort.toml", [*job.overrides, f"seed={job.seed}", f"out={OUT}"])
+    config = load_config(
+        Path(__file__).parent.parent / "examples/sort.toml", [*job.overrides, f"seed={job.seed}", f"out={OUT}"]
+    )
     context = multiprocessing.get_context("spawn")
     sides, pipes, workers = (Side(), Side()), [], []
     for target in (_run_trl, _run_shoal):
@@ -180,10 +181,10 @@ def _run_trl(config: RunConfig, job: Job, pipe: Connection) -> None:
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
 
     from shoal.group import GroupShape, plan_group
     from shoal.seeds import derive_seed
+    from trl import GRPOConfig, GRPOTrainer
 
     family, policy, measure = _prepare(config)
     shape = GroupShape(size=config.batch.group_size, max_tokens=config.engine.max_tokens, temperature=1.0)

@@ -18,7 +18,7 @@ CHUNK = 32
 
 
 class HiddenSink(Protocol):
-    """Receives hidden states (rows, width) of tokens start .. start + rows - 1 of one rollout; must copy what it keeps."""
+    """Receives hidden states (rows, width) of one rollout's tokens from `start` on; must copy what it keeps."""
 
     def __call__(self, rollout_id: str, start: int, hidden: torch.Tensor) -> None: ...
 

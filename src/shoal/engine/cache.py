@@ -2,8 +2,8 @@
 
 Shapes: R rows in use, K key/value heads, T positions, D head size; storage is (layers, 2, rows, K, T, D).
 - Rows 0 .. R - 1 are in use, without holes: the engine moves rows when one finishes.
-- T is read in multiples of a tile, and what lies beyond a row's length has weight exactly 0. On the CPU libraries tested,
-  a row's result then has the same bits whatever the other rows are; tests/engine/test_invariance.py holds that.
+- T is read in multiples of a tile, and what lies beyond a row's length has weight exactly 0. On the CPU libraries
+  tested, a row's result then has the same bits whatever the other rows are; tests/engine/test_invariance.py holds that.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from shoal.policy.decoder import attention_shape
 
 _STEP = 16
 _SMALL = 400
@@ -25,8 +27,8 @@ _BLOCK = 64
 class Tiling:
     """How positions are read: `tile` at a time, and summed over `chunk`, a multiple of it, at a time.
 
-    A product over a tile is large enough for BLAS, and one over a chunk short enough to be summed in one go: the kernel, and
-    with it the order of summation, is the same however far a neighbour makes a row read.
+    A product over a tile is large enough for BLAS, and one over a chunk short enough to be summed in one go: the order
+    of summation is the same however far a neighbour makes a row read.
     """
 
     tile: int
@@ -57,15 +59,9 @@ class SlotCache:
     @classmethod
     def for_model(cls, model: PreTrainedModel, *, slots: int, capacity: int = 64) -> "SlotCache":
         """Storage with the shapes of a model's attention."""
-        config = model.config
+        layers, heads, kv_heads, dim = attention_shape(model.config)
         return cls(
-            layers=config.num_hidden_layers,
-            heads=config.num_attention_heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            slots=slots,
-            capacity=capacity,
-            dtype=model.dtype,
+            layers=layers, heads=heads, kv_heads=kv_heads, dim=dim, slots=slots, capacity=capacity, dtype=model.dtype
         )
 
     @property

@@ -1,7 +1,7 @@
 """Keys and values of prompts, each computed once for all requests that share it.
 
-A prefix's bits depend on its own tokens alone: batches stay within the row counts that may be mixed, a prefix that is longer
-is computed by itself, and attention takes one prefix at a time.
+A prefix's bits depend on its own tokens alone: batches stay within the row counts that may be mixed, a prefix that is
+longer is computed by itself, and attention takes one prefix at a time.
 """
 
 from collections.abc import Sequence

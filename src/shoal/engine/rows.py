@@ -1,9 +1,9 @@
 """Row counts at which a matrix product gives each row the same bits whatever the other rows are.
 
-BLAS libraries pick another kernel, which sums in another order, when a product has few rows, and may split the sum among
-threads. Above some number of rows they do not. `measure_rows` finds that number for a model's shapes on this machine, and
-the engine pads to it. So batch invariance is measured where it is used, not assumed. Where no smaller number will do,
-it is the largest: then all products have one shape, and there is nothing left to depend on.
+BLAS libraries pick another kernel, which sums in another order, when a product has few rows, and may split the sum
+among threads. Above some number of rows they do not. `measure_rows` finds that number for a model's shapes on this
+machine, and the engine pads to it. So batch invariance is measured where it is used, not assumed. Where no smaller
+number will do it is the largest: then all products have one shape, and there is nothing left to depend on.
 """
 
 from dataclasses import dataclass

@@ -27,6 +27,8 @@ def choose_tokens(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tup
 def _invert_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
     cdf = logprobs.double().exp_().cumsum(-1)
     total = cdf[:, -1:]
+    if not bool(total.isfinite().all()):
+        raise FloatingPointError("logits are not finite: these weights cannot be sampled from")
     # the largest double below the total: a u that rounds up to it would point past the last token
     ceiling = torch.nextafter(total, torch.zeros_like(total))
     target = torch.minimum(uniforms[:, None] * total, ceiling)

@@ -1,11 +1,11 @@
 """The default engine: continuous batching on torch, with rollouts that depend on nothing but their own request.
 
-- Every row of a step feeds one token: first the prompt's last, then what was sampled. The prompt before it is computed once
-  for all requests that share it.
-- A finished row is refilled from the queue at once; where the queue is empty the last rows move into the holes, so that work
-  shrinks with the number of rollouts under way.
-- A rollout is a function of (weights, prompt, seed, temperature, max tokens). Matrix products run on padded row counts for
-  which a row's bits do not depend on the others (`measure_rows`), and attention on tiles of fixed size.
+- Every row of a step feeds one token: first the prompt's last, then what was sampled. The prompt before it is computed
+  once for all requests that share it.
+- A finished row is refilled from the queue at once; where the queue is empty the last rows move into the holes, so that
+  work shrinks with the number of rollouts under way.
+- A rollout is a function of (weights, prompt, seed, temperature, max tokens). Matrix products run on padded row counts
+  for which a row's bits do not depend on the others (`measure_rows`), and attention on tiles of fixed size.
 - After a weight swap what is under way is computed anew from its tokens: no key or value outlives its weights.
 
 Life of a request: submit -> queue -> row -> rollout; on a swap row -> queue.
@@ -58,6 +58,7 @@ class TorchEngine:
         self.version = version
         self._queue: deque[_Ticket] = deque()
         self._rows: list[_Ticket] = []
+        self._ids: set[str] = set()
         self._prefixes: dict[Tokens, Tensor] = {}
         self._table = SlotTable(slots)
         self._cache = SlotCache.for_model(model, slots=slots)
@@ -73,15 +74,16 @@ class TorchEngine:
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests. Rollouts of equal prompts submitted together share the prompt's computation."""
         tickets = [_Ticket(request) for request in requests]
-        limit = self._model.config.max_position_embeddings
+        if not tickets:
+            return
+        ids = {ticket.request.id for ticket in tickets}
+        assert len(ids) == len(tickets) and not ids & self._ids, "every request under way has an id of its own"
         for ticket in tickets:
-            if not ticket.request.prompt_ids or ticket.need > limit:
-                text = f"{ticket.request.id} needs {ticket.need} positions, the model has {limit}"
-                raise ConfigError(f"engine.max_tokens: {text} (and a prompt needs one token)")
+            self._check_ticket(ticket)
+        self._ids |= ids
         self._queue.extend(tickets)
-        if tickets:
-            self._cache.reserve(max(ticket.need for ticket in tickets))
-            self._table.reserve(max(ticket.request.max_tokens for ticket in tickets))
+        self._cache.reserve(max(ticket.need for ticket in tickets))
+        self._table.reserve(max(ticket.request.max_tokens for ticket in tickets))
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
         """Submit and step until these are done, in order of finishing."""
@@ -111,23 +113,33 @@ class TorchEngine:
     def swap_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """Replace the weights in place; every tensor must be given, with its shape."""
         own = self._model.state_dict()
-        if odd := sorted(own.keys() ^ weights.keys()):
+        if odd := sorted(_odd_names(own, weights)):
             raise ValueError(f"weights of version {version} do not fit: {len(odd)} names differ, first {odd[0]!r}")
-        for name, tensor in own.items():
-            if tensor.shape != weights[name].shape:
-                raise ValueError(f"weights of version {version} do not fit: {name!r} has {tuple(weights[name].shape)}")
+        for name, tensor in weights.items():
+            if tensor.shape != own[name].shape:
+                raise ValueError(f"weights of version {version} do not fit: {name!r} has {tuple(tensor.shape)}")
         self._return_rows()
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
         self._fuse_weights()
         self.version = version
+
+    def _check_ticket(self, ticket: _Ticket) -> None:
+        request, limit = ticket.request, self._model.config.max_position_embeddings
+        assert request.max_tokens > 0 and request.temperature >= 0, f"{request.id} has odd limits"
+        if not request.prompt_ids or ticket.need > limit:
+            text = f"{request.id} needs {ticket.need} positions, the model has {limit}"
+            raise ConfigError(f"engine.max_tokens: {text} (and a prompt needs one token)")
 
     def _fuse_weights(self) -> None:
         with torch.inference_mode():
             self._layers = fuse_layers(self._model) if is_lean(self._model) else None
 
     def _return_rows(self) -> None:
-        """Put what is under way back to the front of the queue, and forget all keys and values."""
+        """Put what is under way back to the front of the queue, and forget all keys and values.
+
+        In order, so that each comes back to the row it had: there lie the hidden states of its unfinished chunk.
+        """
         for row in reversed(range(len(self._rows))):
             ticket = self._rows[row]
             self._close_span(row)
@@ -212,6 +224,7 @@ class TorchEngine:
     def _build_rollout(self, row: int) -> Rollout:
         self._close_span(row)
         ticket, count = self._rows[row], int(self._table.counts[row])
+        self._ids.remove(ticket.request.id)
         token_ids = self._table.tokens[row, :count].numpy().copy()
         return Rollout(
             id=ticket.request.id,
@@ -223,3 +236,9 @@ class TorchEngine:
             temperature=ticket.request.temperature,
             seed=ticket.request.seed,
         )
+
+
+def _odd_names(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> set[str]:
+    """Names that only one side has. Tied tensors are one tensor: files hold it under one of its names."""
+    given = {own[name].data_ptr() for name in own.keys() & weights.keys()}
+    return {name for name in own.keys() ^ weights.keys() if name not in own or own[name].data_ptr() not in given}

@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from shoal.errors import ConfigError
 from shoal.policy.kernels import rms_norm, swiglu
 
 LEAN = {"llama", "qwen2", "qwen3"}
 INTERFACE = "shoal"
+_EXTRAS = ("softcap", "s_aux", "position_bias", "indices", "block_indices")
+"""What some architectures hand to their attention beside q, k and v, and `attend` does not know."""
 
 
 class Attend(Protocol):
@@ -59,16 +60,11 @@ def is_lean(model: PreTrainedModel) -> bool:
     )
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Refuse what `attend` cannot express: attention that is not plain causal attention over the whole sequence."""
-    config = model.config
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
-    window = getattr(config, "sliding_window", None)
-    narrow = bool(getattr(config, "use_sliding_window", window is not None)) and window is not None
-    if kinds or (narrow and window < config.max_position_embeddings):
-        raise ConfigError(f"policy.path: {config.model_type} with {sorted(kinds) or 'sliding-window'} layers is not supported")
-    if not is_lean(model) and not getattr(model, "_supports_attention_backend", False):
-        raise ConfigError(f"policy.path: {config.model_type} has no pluggable attention in transformers")
+def attention_shape(config: Any) -> tuple[int, int, int, int]:
+    """Layers, heads, key/value heads and head size."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return config.num_hidden_layers, heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def fuse_layers(model: PreTrainedModel) -> list[Layer]:
@@ -90,7 +86,9 @@ def compute_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return model.get_output_embeddings()(hidden).float()  # type: ignore[no-any-return]
 
 
-def _run_lean(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, attend: Attend, layers: list[Layer]) -> Tensor:
+def _run_lean(
+    model: PreTrainedModel, token_ids: Tensor, positions: Tensor, attend: Attend, layers: list[Layer]
+) -> Tensor:
     body, config = model.model, model.config
     eps = config.rms_norm_eps
     x = F.embedding(token_ids, body.embed_tokens.weight)
@@ -118,7 +116,8 @@ _tables: WeakKeyDictionary[PreTrainedModel, tuple[Tensor, Tensor]] = WeakKeyDict
 
 def _rotation(model: PreTrainedModel, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin (N, 1, D), the sine signed so that one roll of the halves finishes the rotation."""
-    if model not in _tables:
+    dtype = model.model.embed_tokens.weight.dtype
+    if model not in _tables or _tables[model][0].dtype != dtype:
         everywhere = torch.arange(model.config.max_position_embeddings, device=positions.device)
         with torch.inference_mode(False), torch.no_grad():
             cos, sin = model.model.rotary_emb(model.model.embed_tokens.weight[:1], everywhere[None])
@@ -185,8 +184,12 @@ def _attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
         model.config._attn_implementation = before
 
 
-def _hub_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **extra: Any) -> tuple[Tensor, None]:
+def _hub_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **extra: Any
+) -> tuple[Tensor, None]:
     """transformers' attention interface: (1, H, N, D) tensors of one layer, to (1, N, H, D)."""
+    if odd := [name for name in _EXTRAS if extra.get(name) is not None]:
+        raise ValueError(f"its attention uses {' and '.join(odd)}")
     dim = query.shape[-1]
     scaled = query[0].transpose(0, 1) * (extra["scaling"] * dim**0.5)  # attend divides by sqrt(D) itself
     mixed = _attend.get()(module.layer_idx, scaled, key[0].transpose(0, 1), value[0].transpose(0, 1))

@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where the last axis holds gate then up."""
     if not torch.is_grad_enabled():
-        # F.silu rounds an element otherwise where a thread's share ends, exp does not: a row's bits must not hang on that
+        # F.silu rounds otherwise where a thread's share of the elements ends, exp does not: bits must not hang on that
         gate, up = gate_up.chunk(2, -1)
         wide = gate.float()
         divisor = wide.neg().exp_().add_(1)

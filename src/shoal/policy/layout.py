@@ -1,8 +1,8 @@
 """Where sequences lie in a flat run of tokens, and attention over them.
 
 A `Layout` holds *segments*: queries are tokens start .. end - 1 of the flat axis, and each sees, beside itself and the
-segment's tokens before it, the whole of the segment's prefix, if it has one. So the completions of a group share one copy of
-their prompt, in the forward and in the backward pass, and the result equals running every sequence alone.
+segment's tokens before it, the whole of the segment's prefix, if it has one. So the completions of a group share one
+copy of their prompt, in the forward and in the backward pass, and the result equals running every sequence alone.
 
 Cost: segments of like length are padded to one rectangle; the rest of the network never sees padding. How far a segment
 is padded depends on its own length alone. Matrix libraries may still sum in another order when a rectangle holds more
@@ -137,7 +137,7 @@ def _rectangle(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
 
 
 def _mask_bias(q_valid: Tensor, p_valid: Tensor) -> Tensor:
-    """0 where a query may look, -inf elsewhere, (B, Q, P + Q). Padded queries see themselves, for a row must see something."""
+    """0 where a query may look, -inf elsewhere, (B, Q, P + Q). Padded queries see themselves, for all must see one."""
     num, length = q_valid.shape
     causal = torch.ones(length, length, dtype=torch.bool).tril().expand(num, -1, -1)
     seen = torch.cat((p_valid[:, None].expand(-1, length, -1), causal), dim=2)

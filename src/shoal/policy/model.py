@@ -1,14 +1,19 @@
 """Policies: a Hugging Face causal LM with its tokenizer, loaded from a folder or hub id, or made tiny from scratch.
 
-A saved policy is an ordinary Hugging Face folder (config, safetensors, tokenizer): transformers and vLLM load it as it is.
+A saved policy is an ordinary Hugging Face folder (config, safetensors, tokenizer): transformers and vLLM load it as it
+is.
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -22,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from shoal.config import PolicyConfig, TinyConfig
 from shoal.errors import ConfigError
-from shoal.policy.decoder import check_model
+from shoal.policy.probe import check_model, first_line
 from shoal.policy.tokenizer import build_tokenizer
 from shoal.seeds import derive_seed
 
@@ -30,6 +35,7 @@ disable_progress_bar()  # ours are the only bars a user of shoal sees
 
 _CONFIGS: dict[str, Callable[..., PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 _FF_MULTIPLE = 64
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _ONE_FILE = "1000TB"
 """Weights stay one file, model.safetensors: its hash names the version, and its bytes are what is broadcast."""
 
@@ -61,22 +67,38 @@ def load_policy(config: PolicyConfig, *, alphabet: str, seed: int) -> Policy:
 
 def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Policy:
     """A saved policy. Weights are read from safetensors alone: no pickle, no code of the folder's."""
+    if not Path(path).is_dir() and (isinstance(path, Path) or not _HUB_ID.fullmatch(path)):
+        raise ConfigError(f"policy.path: there is no folder {str(path)!r}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        reason = first_line(error)
         raise ConfigError(f"policy.path: no causal LM can be loaded from {str(path)!r}: {reason}") from error
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"policy.path: the tokenizer of {str(path)!r} has no end token")
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(f"policy.path: {str(path)!r} lacks {len(missing)} tensors, first {missing[0]!r}")
+    _check_tokenizer(tokenizer, model, path)
     check_model(model)
     return Policy(model=model, tokenizer=tokenizer)
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
-    """Write the Hugging Face folder; not atomic by itself, callers write into a folder that is renamed when complete."""
+    """Write the Hugging Face folder. Not atomic: callers write into a folder that is renamed when complete."""
     policy.model.save_pretrained(folder, max_shard_size=_ONE_FILE)
     policy.tokenizer.save_pretrained(folder)
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str | Path) -> None:
+    """transformers makes up a tokenizer without words where a folder has none."""
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ConfigError(f"policy.path: {str(path)!r} has no tokenizer")
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"policy.path: the tokenizer of {str(path)!r} has no end token")
+    if len(tokenizer) > (rows := model.config.vocab_size):
+        raise ConfigError(f"policy.path: the tokenizer of {str(path)!r} has {len(tokenizer)} tokens, the model {rows}")
 
 
 def _build_tiny(config: TinyConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:

@@ -1,8 +1,8 @@
 """Text to token ids and back: a character tokenizer in Hugging Face format, and one way of encoding for any tokenizer.
 
 - A prompt is the begin token (if the tokenizer has one) and the text; a completion is the text and the end token.
-- The character tokenizer has no begin token. With one, a tiny model reads absolute positions off it and never sorts more
-  digits than it was shown; without, lengths it never saw start above zero (docs/log.md).
+- The character tokenizer has no begin token. With one, a tiny model reads absolute positions off it and never sorts
+  more digits than it was shown; without, lengths it never saw start above zero (docs/log.md).
 - Text is data: `<eos>` inside a prompt is five characters, never the end token.
 
 Changing the order of the vocabulary breaks: every saved model, rollout and proof.

@@ -40,7 +40,8 @@ class Sort:
         items = [rng.choice(_ITEMS[self.items]) for _ in range(length)]
         # The list above is in ascending order, so its index sorts letters and numbers alike.
         ordered = sorted(items, key=_ITEMS[self.items].index)
-        gap = " " if self.items == "numbers" else ""  # single characters need none, and half the tokens is twice the speed
+        # Single characters need no gap, and half the tokens is twice the speed.
+        gap = " " if self.items == "numbers" else ""
         answer = gap.join(ordered)
         return build_task(self.name, f"{gap.join(items)}=", {"answer": answer}, kin=answer)
 

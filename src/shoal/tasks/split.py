@@ -1,7 +1,7 @@
 """Training and held-out tasks that cannot overlap.
 
-- The side of a task follows from its kin alone: not from seed, options or order of drawing. A problem that warm-up meets
-  as an easy instance and evaluation as a hard one is on one side for both, and so are the shuffles of one list to sort.
+- The side of a task follows from its kin alone: not from seed, options or order of drawing. A problem that warm-up
+  meets as an easy instance and evaluation as a hard one is on one side for both, and so are the shuffles of one list.
 - Drawing is deterministic in (family, options, split, seed) and gives up with a sentence, never loops.
 """
 
