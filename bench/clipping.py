@@ -6,7 +6,7 @@ Stress as in the published argument: stale data, a high learning rate, many upda
 One-sided is the same loss with delta out of reach.
 """
 
-from common import PICTURES, SEEDS, Lines, finish, last_value, mean, parse_flags, run_arms
+from common import SEEDS, Lines, finish, last_value, mean, open_plots, parse_flags, run_arms, save_picture
 from shoal.report import pick_series
 
 STRESS = [
@@ -57,12 +57,7 @@ def format_table(runs: dict[str, list[Lines]]) -> str:
 
 
 def draw(runs: dict[str, list[Lines]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3.6), dpi=120)
+    figure, axes = open_plots().subplots(figsize=(7, 3.6), dpi=120)
     for colour, (arm, seeds) in enumerate(runs.items()):
         for position, lines in enumerate(seeds):
             steps, values = pick_series(lines, METRIC)
@@ -70,8 +65,7 @@ def draw(runs: dict[str, list[Lines]]) -> None:
     axes.set(xlabel="step", ylabel="largest gradient norm of the step")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(PICTURES / "clipping.png")
+    save_picture(figure, "clipping.png")
 
 
 if __name__ == "__main__":

@@ -52,6 +52,27 @@ def run_arms(
     return found
 
 
+def open_plots() -> Any:
+    """matplotlib's pyplot, drawing to files only."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save_picture(figure: Any, name: str) -> None:
+    """Write a finished figure to the docs."""
+    figure.tight_layout()
+    figure.savefig(picture_path(name))
+
+
+def picture_path(name: str) -> Path:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    return PICTURES / name
+
+
 def last_value(lines: Lines, name: str) -> float:
     """The last value of a metric."""
     return pick_series(lines, name)[1][-1]

@@ -8,7 +8,7 @@ tokens generated, not steps.
 
 from itertools import accumulate
 
-from common import PICTURES, SEEDS, Lines, finish, mean, parse_flags, run_arms
+from common import SEEDS, Lines, finish, mean, open_plots, parse_flags, run_arms, save_picture
 from shoal.report import pick_series
 
 ARMS = {"filter": ["batch.filter=true"], "no-filter": ["batch.filter=false"]}
@@ -71,12 +71,7 @@ def format_table(runs: dict[str, list[Lines]]) -> str:
 
 
 def draw(runs: dict[str, list[Lines]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), dpi=120, sharey=True)
+    figure, axes = open_plots().subplots(1, 2, figsize=(9, 3.6), dpi=120, sharey=True)
     for colour, (arm, seeds) in enumerate(runs.items()):
         for position, lines in enumerate(seeds):
             label = None if position else arm
@@ -87,8 +82,7 @@ def draw(runs: dict[str, list[Lines]]) -> None:
     axes[0].legend(frameon=False)
     for panel in axes:
         panel.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(PICTURES / "filter.png")
+    save_picture(figure, "filter.png")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Held-out pass rates, sampled and greedy, before and after. The control warms up 
 about what RL costs, and sees no RL. Runs are single-threaded, two at a time; `make demo` gives all cores to one run.
 """
 
-from common import PICTURES, SEEDS, Lines, finish, parse_flags, run_arms
+from common import SEEDS, Lines, finish, parse_flags, picture_path, run_arms
 from shoal.report import draw_curves, pick_series
 
 METRICS = {"sampled": "eval/pass_at_1", "greedy": "eval/greedy"}
@@ -18,7 +18,7 @@ def main() -> None:
     arms = {"rl": [f"steps={steps}"], "control": ["steps=0", "warmup.steps=750"]}
     runs = run_arms(arms, config="examples/sort.toml", seeds=seeds, tag=f"learning{steps}")
     if not flags.quick:
-        draw_curves(PICTURES / "learning.png", [(f"seed {seed}", runs["rl"][seed]) for seed in seeds])
+        draw_curves(picture_path("learning.png"), [(f"seed {seed}", runs["rl"][seed]) for seed in seeds])
     finish(flags, format_table(runs), collect_figures(runs))
 
 

@@ -5,7 +5,7 @@
 Claim of the paper (its figure 7): up to four steps of staleness barely change the reward curve.
 """
 
-from common import PICTURES, SEEDS, Lines, finish, last_value, mean, parse_flags, run_arms
+from common import SEEDS, Lines, finish, last_value, mean, open_plots, parse_flags, run_arms, save_picture
 from shoal.report import pick_series
 
 LEVELS = (0, 1, 2, 4)
@@ -50,12 +50,7 @@ def format_table(runs: dict[str, list[Lines]]) -> str:
 
 
 def draw(runs: dict[str, list[Lines]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), dpi=120, sharey=True)
+    figure, axes = open_plots().subplots(1, 2, figsize=(9, 3.6), dpi=120, sharey=True)
     for panel, kind in zip(axes, ("token", "none"), strict=True):
         for colour, level in enumerate(LEVELS):
             for position, lines in enumerate(runs[f"k{level}-{kind}"]):
@@ -66,8 +61,7 @@ def draw(runs: dict[str, list[Lines]]) -> None:
         panel.grid(alpha=0.3)
         panel.legend(frameon=False)
     axes[0].set_ylabel("held-out pass@1, sampled")
-    figure.tight_layout()
-    figure.savefig(PICTURES / "staleness.png")
+    save_picture(figure, "staleness.png")
 
 
 if __name__ == "__main__":

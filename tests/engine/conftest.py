@@ -43,8 +43,15 @@ MakeRequests = Callable[..., list[Request]]
 
 
 @pytest.fixture(scope="session")
+def collect() -> type[Collector]:
+    return Collector
+
+
+@pytest.fixture(scope="session")
 def run() -> Run:
-    def generate(policy: Policy, requests: Sequence[Request], *, slots: int = 16, eos_id: int | None = None) -> Collector:
+    def generate(
+        policy: Policy, requests: Sequence[Request], *, slots: int = 16, eos_id: int | None = None
+    ) -> Collector:
         collector = Collector()
         eos_id = policy.eos_id if eos_id is None else eos_id
         engine = TorchEngine(policy.model, eos_id=eos_id, slots=slots, sink=collector)
