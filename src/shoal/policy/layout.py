@@ -39,6 +39,8 @@ class PackedAttention:
     """Causal attention within each segment and over its prefix; an `Attend` for packed batches."""
 
     def __init__(self, segments: Sequence[Segment], *, alone: bool = False) -> None:
+        prefixes = (segments[segment.prefix] for segment in segments if segment.prefix is not None)
+        assert all(prefix.prefix is None for prefix in prefixes), "a prefix has no prefix of its own"
         self._buckets = [_Bucket(segments, members, alone) for members in _bucket_segments(segments)]
         order = torch.cat([bucket.flat_q for bucket in self._buckets])
         self._inverse = torch.empty(len(order), dtype=torch.long)

@@ -79,7 +79,8 @@ def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Poli
         raise ConfigError(f"policy.path: no causal LM can be loaded from {str(path)!r}: {reason}") from error
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
-        raise ConfigError(f"policy.path: {str(path)!r} lacks {len(missing)} tensors, first {missing[0]!r}")
+        text = f"{len(missing)} missing, first {missing[0]!r}"
+        raise ConfigError(f"policy.path: the weights of {str(path)!r} are incomplete, {text}")
     _check_tokenizer(tokenizer, model, path)
     check_model(model)
     return Policy(model=model, tokenizer=tokenizer)

@@ -1,0 +1,132 @@
+"""The one forward pass: transformers' values and gradients, packed or not, and no way from one segment to another."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shoal.policy.decoder import compute_logits, fuse_layers, is_lean, run_decoder
+from shoal.policy.layout import PackedAttention, Segment, positions_of
+
+MakeModel = Callable[..., PreTrainedModel]
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "llama with biases": {"num_key_value_heads": 1, "attention_bias": True},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+    "qwen3 with wide heads": {"num_key_value_heads": 4, "head_dim": 16},
+    "qwen3 with tied embeddings": {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+    "llama with scaled rotation": {
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    },
+    "llama with biases in the mlp": {"num_key_value_heads": 2, "mlp_bias": True},
+    "gpt_neox": {},
+    "phi3": {"num_key_value_heads": 2},
+    "gemma": {"num_key_value_heads": 1, "head_dim": 8},
+}
+LEAN = [name for name in ARCHITECTURES if name.startswith(("llama", "qwen")) and "mlp" not in name]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def model(request: pytest.FixtureRequest, make_model: MakeModel) -> PreTrainedModel:
+    model = make_model(request.param.split()[0], **ARCHITECTURES[request.param])
+    assert is_lean(model) == (request.param in LEAN)
+    return model
+
+
+def draw_tokens(count: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 40, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def run_packed(model: PreTrainedModel, token_ids: Tensor, segments: list[Segment]) -> Tensor:
+    """Logits of all tokens of a packed batch."""
+    hidden = run_decoder(model, token_ids, positions_of(segments), PackedAttention(segments))
+    return compute_logits(model, hidden)
+
+
+def take_gradients(model: PreTrainedModel, logits: Tensor) -> dict[str, Tensor]:
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(9))
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad((logits * weights).sum(), list(parameters.values()))
+    return dict(zip(parameters, gradients, strict=True))
+
+
+def test_logits_and_gradients_are_those_of_transformers(model: PreTrainedModel) -> None:
+    token_ids = draw_tokens(11)
+    ours, theirs = run_packed(model, token_ids, [Segment(0, 11)]), model(input_ids=token_ids[None]).logits[0]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    expected = take_gradients(model, theirs)
+    for name, gradient in take_gradients(model, ours).items():
+        scale = expected[name].abs().max().item()
+        torch.testing.assert_close(gradient, expected[name], atol=1e-4 * scale + 1e-6, rtol=1e-3)
+
+
+def test_packed_sequences_that_share_a_prompt_equal_sequences_alone(model: PreTrainedModel) -> None:
+    # prompt a with completions of 1, 9 and 4 tokens, and b, a sequence of its own, in the middle
+    segments = [Segment(0, 6), Segment(6, 7, 0), Segment(7, 20), Segment(20, 29, 0), Segment(29, 33, 0)]
+    token_ids = draw_tokens(33)
+    packed = run_packed(model, token_ids, segments)
+    expected = torch.zeros_like(packed)
+    for segment in segments:
+        own = token_ids[segment.start : segment.end]
+        context = own if segment.prefix is None else torch.cat((token_ids[:6], own))
+        expected[segment.start : segment.end] = model(input_ids=context[None]).logits[0, -segment.length :]
+    torch.testing.assert_close(packed, expected, atol=1e-4, rtol=1e-4)
+    wanted = take_gradients(model, expected)
+    for name, gradient in take_gradients(model, packed).items():
+        scale = wanted[name].abs().max().item()
+        torch.testing.assert_close(gradient, wanted[name], atol=1e-4 * scale + 1e-6, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_other_segments_leave_every_bit_as_it_was(model: PreTrainedModel) -> None:
+    segments = [Segment(0, 5), Segment(5, 12), Segment(12, 15, 0), Segment(15, 18, 1), Segment(18, 25)]
+    token_ids = draw_tokens(25)
+    before = run_packed(model, token_ids, segments)
+    for changed, readers in ((0, {0, 2}), (1, {1, 3}), (2, {2}), (3, {3}), (4, {4})):
+        other = token_ids.clone()
+        other[segments[changed].start : segments[changed].end] = draw_tokens(segments[changed].length, seed=1)
+        after = run_packed(model, other, segments)
+        for index, segment in enumerate(segments):
+            rows = slice(segment.start, segment.end)
+            assert torch.equal(after[rows], before[rows]) == (index not in readers)
+
+
+@torch.no_grad()
+def test_later_tokens_leave_every_bit_as_it_was(model: PreTrainedModel) -> None:
+    token_ids = draw_tokens(12)
+    before = run_packed(model, token_ids, [Segment(0, 12)])
+    token_ids[7] += 1
+    after = run_packed(model, token_ids, [Segment(0, 12)])
+    assert torch.equal(after[:7], before[:7]) and not torch.equal(after[7:], before[7:])
+
+
+@torch.no_grad()
+def test_training_and_inference_compute_the_same(model: PreTrainedModel) -> None:
+    segments = [Segment(0, 9), Segment(9, 20)]
+    token_ids = draw_tokens(20)
+    with torch.enable_grad():
+        expected = run_packed(model, token_ids, segments).detach()
+    torch.testing.assert_close(run_packed(model, token_ids, segments), expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_weights_fused_beforehand_give_the_same(make_model: MakeModel) -> None:
+    model = make_model("qwen3", **ARCHITECTURES["qwen3"])
+    segments = [Segment(0, 9)]
+    attention = PackedAttention(segments)
+    plain = run_decoder(model, draw_tokens(9), positions_of(segments), attention)
+    fused = run_decoder(model, draw_tokens(9), positions_of(segments), attention, fuse_layers(model))
+    assert torch.equal(plain, fused)
+
+
+def test_a_model_that_ran_packed_runs_by_itself_as_before(model: PreTrainedModel) -> None:
+    token_ids = draw_tokens(8)
+    before = model(input_ids=token_ids[None]).logits
+    run_packed(model, token_ids, [Segment(0, 3), Segment(3, 8)])
+    assert torch.equal(model(input_ids=token_ids[None]).logits, before)

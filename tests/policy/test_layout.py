@@ -1,0 +1,114 @@
+"""Segments side by side: positions, and attention equal to a plain masked softmax over all pairs."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.policy.layout import PackedAttention, Segment, positions_of
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+def build_segments(shape: list[tuple[int, int | None]]) -> list[Segment]:
+    """Segments of these lengths side by side; the second number says which of those without prefix is the prefix."""
+    segments: list[Segment] = []
+    roots: list[int] = []
+    for length, prefix in shape:
+        start = segments[-1].end if segments else 0
+        if prefix is None or not roots:
+            roots.append(len(segments))
+            segments.append(Segment(start, start + length))
+        else:
+            segments.append(Segment(start, start + length, roots[prefix % len(roots)]))
+    return segments
+
+
+def draw_inputs(size: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    shapes = ((size, HEADS, DIM), (size, KV_HEADS, DIM), (size, KV_HEADS, DIM))
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes)
+    return q, k, v
+
+
+def attend_naively(segments: list[Segment], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Every token against every token, with a mask written from the definition."""
+    size = len(q)
+    seen = torch.zeros(size, size, dtype=torch.bool)
+    for segment in segments:
+        for token in range(segment.start, segment.end):
+            seen[token, segment.start : token + 1] = True
+            if segment.prefix is not None:
+                prefix = segments[segment.prefix]
+                seen[token, prefix.start : prefix.end] = True
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / DIM**0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+
+
+lengths = st.integers(1, 30)
+shapes = st.lists(st.tuples(lengths, st.none() | st.integers(0, 3)), min_size=1, max_size=7)
+
+
+@settings(max_examples=25)
+@given(shape=shapes, alone=st.booleans())
+def test_attention_is_the_masked_softmax_with_its_gradients(shape: list[tuple[int, int | None]], alone: bool) -> None:
+    segments = build_segments(shape)
+    inputs = draw_inputs(segments[-1].end)
+    ours, theirs = PackedAttention(segments, alone=alone)(0, *inputs), attend_naively(segments, *inputs)
+    # the mixture is weighted in float32 as transformers does, whatever the dtype
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(0)).double()
+    for got, expected in zip(
+        torch.autograd.grad((ours * weights).sum(), inputs),
+        torch.autograd.grad((theirs * weights).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_long_sequences_go_through_the_fused_kernel_alike(alone: bool) -> None:
+    segments = [Segment(0, 530), Segment(530, 600, 0), Segment(600, 605)]
+    inputs = draw_inputs(605, torch.float32)
+    ours, theirs = PackedAttention(segments, alone=alone)(0, *inputs), attend_naively(segments, *inputs)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    for got, expected in zip(
+        torch.autograd.grad(ours.square().sum(), inputs),
+        torch.autograd.grad(theirs.square().sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_segments_may_stand_in_any_order_of_length() -> None:
+    segments = build_segments([(9, None), (17, 0), (1, 0), (8, None), (9, 1), (30, 0)])
+    inputs = draw_inputs(segments[-1].end)
+    torch.testing.assert_close(
+        PackedAttention(segments)(0, *inputs), attend_naively(segments, *inputs), atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("length", [1, 40, 64, 128])
+def test_alone_a_segment_has_the_same_bits_beside_any_others(threads: int, length: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(length)
+    q, k, v = (torch.randn(5 * length, heads, 32, generator=generator) for heads in (2, 1, 1))
+    many = [Segment(index * length, (index + 1) * length) for index in range(5)]
+    together = PackedAttention(many, alone=True)(0, q, k, v)
+    single = PackedAttention(many[:1], alone=True)(0, q[:length], k[:length], v[:length])
+    torch.set_num_threads(before)
+    assert torch.equal(together[:length], single)
+
+
+def test_positions_start_anew_and_go_on_behind_a_prefix() -> None:
+    segments = [Segment(0, 3), Segment(3, 5, 0), Segment(5, 7), Segment(7, 10, 0)]
+    assert positions_of(segments).tolist() == [0, 1, 2, 3, 4, 0, 1, 3, 4, 5]
+
+
+def test_a_prefix_of_a_prefix_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="no prefix of its own"):
+        PackedAttention([Segment(0, 3), Segment(3, 5, 0), Segment(5, 7, 1)])

@@ -1,0 +1,176 @@
+"""Policies: made from a seed, saved and loaded as ordinary Hugging Face folders, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shoal.config import PolicyConfig, TinyConfig
+from shoal.errors import ConfigError
+from shoal.policy.model import Policy, load_policy, open_policy, save_policy
+from shoal.policy.tokenizer import build_tokenizer, encode_prompt
+
+SMALL = TinyConfig(layers=1, width=16, heads=2, kv_heads=1, context=64)
+
+
+def make_tiny(seed: int = 0, tiny: TinyConfig = SMALL) -> Policy:
+    return load_policy(PolicyConfig(tiny=tiny), alphabet="abc", seed=seed)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A saved policy, to be spoiled."""
+    save_policy(make_tiny(), tmp_path / "policy")
+    return tmp_path / "policy"
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_seed_makes_the_same_weights_again() -> None:
+    torch.manual_seed(1)
+    first = make_tiny(7).model.state_dict()
+    torch.manual_seed(2)
+    again, other = make_tiny(7).model.state_dict(), make_tiny(8).model.state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_making_a_policy_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    make_tiny()
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_a_tiny_model_is_what_its_settings_say(arch: str) -> None:
+    tiny = TinyConfig(arch=arch, layers=3, width=48, heads=6, kv_heads=2, context=77)
+    policy = make_tiny(0, tiny)
+    config = policy.model.config
+    assert config.model_type == arch and config.num_hidden_layers == 3 and config.hidden_size == 48
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (6, 2, 8)
+    assert config.max_position_embeddings == 77 and config.vocab_size == len(policy.tokenizer) == 6
+    assert policy.eos_id == config.eos_token_id == policy.tokenizer.eos_token_id
+    assert policy.num_parameters == sum(p.numel() for p in policy.model.parameters())
+
+
+def test_embeddings_are_not_tied() -> None:
+    model = make_tiny().model
+    assert model.get_input_embeddings().weight.data_ptr() != model.get_output_embeddings().weight.data_ptr()
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_transformers_loads_what_was_saved(tmp_path: Path, arch: str) -> None:
+    policy = make_tiny(3, SMALL.model_copy(update={"arch": arch}))
+    save_policy(policy, tmp_path)
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer("abcab", return_tensors="pt")["input_ids"]
+    assert ids[0].tolist() == encode_prompt(policy.tokenizer, "abcab")
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, policy.model(ids).logits)
+
+
+def test_a_saved_policy_opens_as_it_was(folder: Path) -> None:
+    opened, made = open_policy(folder), make_tiny()
+    assert opened.tokenizer.get_vocab() == made.tokenizer.get_vocab() and opened.eos_id == made.eos_id
+    expected = made.model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in opened.model.state_dict().items())
+
+
+def test_settings_may_name_a_folder(folder: Path) -> None:
+    policy = load_policy(PolicyConfig(path=str(folder)), alphabet="does not matter", seed=99)
+    assert len(policy.tokenizer) == 6
+
+
+def drop_weights_for_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def cut_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def drop_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def drop_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def grow_tokenizer(folder: Path) -> None:
+    build_tokenizer("abcdefgh").save_pretrained(folder)
+
+
+def drop_end_token(folder: Path) -> None:
+    tokenizer = build_tokenizer("abc")
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+
+
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gone": (shutil.rmtree, "there is no folder"),
+    "emptied": (lambda folder: [path.unlink() for path in folder.iterdir()], "no causal LM can be loaded"),
+    "pickle": (drop_weights_for_pickle, "no file named model.safetensors"),
+    "cut": (cut_weights, "no causal LM can be loaded"),
+    "garbage": (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 99), "no causal LM can be loaded"),
+    "tensor missing": (drop_tensor, "are incomplete, 1 missing, first 'model.norm.weight'"),
+    "other shapes": (lambda folder: change_config(folder, intermediate_size=128), "no causal LM can be loaded"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "no causal LM can be loaded"),
+    "bad json": (lambda folder: (folder / "config.json").write_text('{"model'), "not a valid JSON file"),
+    "wrong type": (lambda folder: change_config(folder, hidden_size="16"), "no causal LM can be loaded"),
+    "not a decoder": (lambda folder: change_config(folder, model_type="t5"), "no causal LM can be loaded"),
+    "unknown": (lambda folder: change_config(folder, model_type="nosuch"), "no causal LM can be loaded"),
+    "no tokenizer": (drop_tokenizer, "has no tokenizer"),
+    "large tokenizer": (grow_tokenizer, "has 11 tokens, the model 6"),
+    "no end": (drop_end_token, "has no end token"),
+}
+
+
+@pytest.mark.parametrize("fault", SPOILED)
+def test_a_folder_that_cannot_be_used_is_named_in_one_sentence(folder: Path, fault: str) -> None:
+    spoil, reason = SPOILED[fault]
+    spoil(folder)
+    with pytest.raises(ConfigError) as caught:
+        open_policy(folder)
+    text = str(caught.value)
+    assert text.startswith("policy.path: ") and reason in text and str(folder) in text and "\n" not in text
+
+
+@pytest.mark.parametrize("path", ["./no/such", "no/such/folder", "/no/such", "a b"])
+def test_a_path_that_is_no_hub_id_is_not_looked_up_there(path: str) -> None:
+    with pytest.raises(ConfigError, match="there is no folder"):
+        open_policy(path)
+
+
+def test_code_of_a_folder_is_never_run(folder: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    (folder / "own.py").write_text(
+        f"open({str(mark)!r}, 'w').close()\n"
+        "from transformers import Qwen3Config as OwnConfig, Qwen3ForCausalLM as OwnModel\n"
+        "from transformers import PreTrainedTokenizerFast as OwnTokenizer\n"
+    )
+    change_config(
+        folder, model_type="own", auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    )
+    path = folder / "tokenizer_config.json"
+    names = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | names))
+    with pytest.raises(ConfigError, match="no causal LM can be loaded"):
+        open_policy(folder)
+    assert not mark.exists()
