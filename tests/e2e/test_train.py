@@ -132,6 +132,14 @@ def test_evaluations_and_checkpoints_come_when_they_are_due(tmp_path: Path) -> N
     assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [0, 2, 4, 5]
 
 
+def test_a_checkpoint_is_written_after_all_that_is_recorded_of_its_step(tmp_path: Path) -> None:
+    run = train(tmp_path, "steps=2", "eval.every=1", "checkpoint.every=1", "checkpoint.keep=9")
+    for step, path in list_checkpoints(run / "checkpoints"):
+        saved_s = (path / "state.json").stat().st_mtime
+        recorded_s = [line["time"] for line in read_metrics(run / "metrics.jsonl") if line["step"] == step]
+        assert max(recorded_s) <= saved_s + 0.001  # times in the file are rounded
+
+
 @pytest.mark.parametrize("level", [0, 2])
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, level: int) -> None:
     killed = tmp_path / "killed" / "tiny-seed0"

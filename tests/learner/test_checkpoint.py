@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ from shoal.learner.checkpoint import (
     find_newest,
     list_checkpoints,
     load_checkpoint_policy,
+    load_optimizer,
     load_versions,
     prune_checkpoints,
     read_state,
     restore_learner,
     save_checkpoint,
+    save_optimizer,
 )
 from shoal.learner.learner import Learner
 from shoal.policy.model import Policy
@@ -68,6 +71,31 @@ def test_a_restored_learner_goes_on_bit_for_bit(
     for _ in range(2):
         assert learner.train_step(groups) == trained[1].train_step(groups)
     assert bits_of(policy.model.state_dict()) == bits_of(trained[0].model.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_comes_back_in_its_own_precision(
+    tmp_path: Path, make_policy: MakePolicy, dtype: torch.dtype
+) -> None:
+    def take_step(learner: Learner, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in learner.model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+        learner.optimizer.step()
+
+    # bfloat16 without a forward pass: some virtual machines promise instructions for it that they lack
+    policy = make_policy(0)
+    policy.model.to(dtype)
+    learner = build_learner(policy)
+    take_step(learner, 1)
+    save_optimizer(learner.model, learner.optimizer, tmp_path / "optimizer.safetensors")
+    other = build_learner(Policy(deepcopy(policy.model), policy.tokenizer))
+    load_optimizer(other.model, other.optimizer, tmp_path / "optimizer.safetensors")
+    for each in (learner, other):
+        take_step(each, 2)
+    for one, two in zip(learner.model.parameters(), other.model.parameters(), strict=True):
+        assert one.dtype == two.dtype == dtype
+        assert torch.equal(one, two)
 
 
 def test_the_random_state_of_torch_is_restored(tmp_path: Path, trained: tuple[Policy, Learner]) -> None:
