@@ -59,7 +59,13 @@ def test_each_sample_is_in_exactly_one_pack(groups: list[Group], max_tokens: int
     samples = build_samples(groups, "zscore")
     packs = build_packs(samples, max_tokens)
     assert Counter(s.rollout.id for pack in packs for s in pack.samples) == Counter(s.rollout.id for s in samples)
-    assert len(packs) == (len(samples) if max_tokens == 1 else 1 if max_tokens == 10_000 else len(packs))
+
+
+def test_the_limit_decides_how_many_packs_there_are(groups: list[Group]) -> None:
+    samples = build_samples(groups, "zscore")
+    assert len(build_packs(samples, 1)) == len(samples)
+    assert 1 < len(build_packs(samples, 45)) < len(samples)
+    assert len(build_packs(samples, 10_000)) == 1
 
 
 def test_a_sample_scores_the_same_alone_and_among_others(groups: list[Group], make_policy: MakePolicy) -> None:

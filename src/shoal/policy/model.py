@@ -117,7 +117,9 @@ def _build_tiny(config: TinyConfig, tokenizer: PreTrainedTokenizerBase, seed: in
         tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        # No pad token for the model: transformers would give it a zero embedding, which the sampler can draw and whose
+        # norm multiplies gradients a thousandfold. The tokenizer has one for those who batch by padding.
+        pad_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
