@@ -60,7 +60,7 @@ EQUAL = (
 MIXED = (
     *COMMON,
     *("tasks.name=reverse", "tasks.options.min_length=8", "tasks.options.max_length=250", "tasks.options.letters=4"),
-    *("warmup.steps=100", "warmup.batch=16", "warmup.options={}", "policy.tiny.context=640", "engine.max_tokens=256"),
+    *("warmup.steps=40", "warmup.batch=16", "warmup.options={}", "policy.tiny.context=640", "engine.max_tokens=256"),
     *("batch.groups=16", "batch.group_size=16", "engine.slots=256", "learner.micro_tokens=4096"),
 )
 LEARN = (*COMMON, "learner.lr=2e-4", "learner.advantage=zscore", "eval.tasks=128", "eval.samples=2", "eval.k=2")
@@ -113,6 +113,7 @@ def compare(job: Job) -> tuple[Side, Side]:
     for step in range(job.steps + 1):
         for side, pipe in zip(sides, pipes, strict=True):
             _take_step(side, pipe, job, step)
+        print(f"step {step}: TRL {sides[0].seconds[-1:]} s, shoal {sides[1].seconds[-1:]} s", file=sys.stderr)
         if job.target is not None and all(side.time_to(job.target) < float("inf") for side in sides):
             break
     for pipe, worker in zip(pipes, workers, strict=True):

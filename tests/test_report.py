@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.report import draw_curves, pick_series, read_metrics, write_report
+from shoal.report import describe_gain, draw_curves, pick_series, read_metrics, write_report
 
 needs_plots = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an extra")
 
@@ -81,3 +81,10 @@ def test_several_runs_share_a_picture(tmp_path: Path) -> None:
     lines = [evaluated(0, 0.1), trained(1), evaluated(1, 0.2)]
     draw_curves(tmp_path / "all.png", [("a", lines), ("b", lines), ("c", [])])
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_gain_of_a_run_is_one_line(tmp_path: Path) -> None:
+    first = {"step": 0, "time": 0, "eval/pass_at_1": 0.25, "eval/greedy": 0.5}
+    last = {"step": 9, "time": 1, "eval/pass_at_1": 0.75, "eval/greedy": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
+    assert describe_gain(tmp_path) == "held-out tasks that pass: sampled 0.250 -> 0.750, greedy 0.500 -> 1.000"

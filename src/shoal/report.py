@@ -24,6 +24,16 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
+def describe_gain(run_dir: Path) -> str:
+    """What a run did to held-out tasks, in one line."""
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    parts = []
+    for label, metric in (("sampled", "eval/pass_at_1"), ("greedy", "eval/greedy")):
+        if values := pick_series(lines, metric)[1]:
+            parts.append(f"{label} {values[0]:.3f} -> {values[-1]:.3f}")
+    return f"held-out tasks that pass: {', '.join(parts)}"
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file; one that is still being written does not count yet."""
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]

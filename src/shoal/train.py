@@ -37,7 +37,7 @@ from shoal.learner.checkpoint import (
 from shoal.learner.learner import Learner, Metrics
 from shoal.parquet import write_groups
 from shoal.policy.model import Policy
-from shoal.report import write_report
+from shoal.report import describe_gain, write_report
 from shoal.rollout import Group
 from shoal.rundir import RunDir
 from shoal.runtime import tune_process
@@ -109,6 +109,7 @@ class Training:
                 self._evaluate()
             if last or self.step % config.checkpoint.every == 0:
                 self._save()
+        console.note(describe_gain(self._run.path))
         console.note(f"report: {write_report(self._run.path)}")
 
     def _train_step(self) -> None:
