@@ -14,12 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from shoal.cli import SPIN_COUNT
 from shoal.report import pick_series, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "bench" / "out"
 PICTURES = ROOT / "docs" / "img"
 SEEDS = (0, 1, 2)
+os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 Lines = list[dict[str, Any]]
 

@@ -3,17 +3,21 @@
 Properties are tried on the same examples each time, however busy the machine is.
 """
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
+from shoal.cli import SPIN_COUNT
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from shoal.policy.model import Policy
 
+os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # as the command does, before anything imports torch
 settings.register_profile("shoal", deadline=None, derandomize=True)
 settings.load_profile("shoal")
 

@@ -36,8 +36,14 @@ _EXAMPLES = """examples:
 """
 
 
+SPIN_COUNT = "5000"
+"""How long a waiting OpenMP thread spins before it sleeps. By default it spins for milliseconds, which on a machine with
+anything else to do makes every operator wait for the other's time slice: 128 us become more than 9,000."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read by the library when torch is imported, so set before
     try:
         try:
             return _run_command(argv)

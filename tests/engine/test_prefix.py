@@ -17,7 +17,7 @@ def make_prefix(length: int) -> tuple[int, ...]:
 @torch.no_grad()
 def test_keys_and_values_are_those_of_transformers(qwen: Policy) -> None:
     prefixes = [make_prefix(length) for length in (1, 8, 9, 40)]
-    found = compute_prefixes(qwen.model, None, [*prefixes, ()], RowCounts(16, 256))
+    found = compute_prefixes(qwen.model, None, [*prefixes, ()], RowCounts((16, 64, 256)))
     assert set(found) == set(prefixes)
     for prefix in prefixes:
         cache = qwen.model(input_ids=torch.tensor([prefix]), use_cache=True).past_key_values
@@ -47,5 +47,5 @@ def test_row_counts_stay_within_the_range_unless_one_prefix_is_longer(make_model
     model = make_model("gpt_neox")
     rows: list[int] = []
     model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].numel()))
-    compute_prefixes(model, None, [make_prefix(n) for n in (20, 30, 40, 100, 1, 70, 3)], RowCounts(32, 64))
+    compute_prefixes(model, None, [make_prefix(n) for n in (20, 30, 40, 100, 1, 70, 3)], RowCounts((32, 48, 64)))
     assert rows == [64, 48, 112, 32, 80, 32]  # 20 + 30, 40, 100, 1, 70, 3

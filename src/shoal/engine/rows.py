@@ -1,11 +1,12 @@
-"""Row counts at which a matrix product gives each row the same bits whatever the other rows are.
+"""Row counts at which a product gives each row the same bits, whatever the other rows are and wherever it stands.
 
-BLAS libraries pick another kernel, which sums in another order, when a product has few rows, and may split the sum
-among threads. Above some number of rows they do not. `measure_rows` finds that number for a model's shapes on this
-machine, and the engine pads to it. So batch invariance is measured where it is used, not assumed. Where no smaller
-number will do it is the largest: then all products have one shape, and there is nothing left to depend on.
+BLAS libraries sum in another order when a product has few rows, for the last rows of some counts, or where threads
+share the work otherwise. `measure_rows` finds, for a model's shapes on this machine, the counts that agree with each
+other, and the engine pads to one of them. So batch invariance is measured where it is used, not assumed. Where no two
+counts agree one is left: then all products have one shape.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,46 +19,66 @@ from shoal.policy.decoder import Layer
 
 _STEP = 16
 _MOST = 256
+"""The largest count is at least this, so that engines of fewer slots agree with each other."""
+_SEARCH = 8
+"""Larger counts to try, in steps, where the first treats its rows unevenly."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """The row counts that may be mixed: multiples of 16 from `floor` to `most`."""
+    """The row counts that may be mixed, in ascending order."""
 
-    floor: int
-    most: int
+    counts: tuple[int, ...]
+
+    @property
+    def most(self) -> int:
+        return self.counts[-1]
 
     def pad_flat(self, flat: Tensor) -> Tensor:
         """A flat run of ids or positions, padded with zeros to the row count to compute."""
-        return F.pad(flat, (0, max(self.floor, _round_up(len(flat))) - len(flat)))
+        rows = len(flat)
+        target = _round_up(rows) if rows > self.most else self.counts[bisect_left(self.counts, rows)]
+        return F.pad(flat, (0, target - rows))
 
 
 @torch.inference_mode()
 def measure_rows(model: PreTrainedModel, layers: list[Layer] | None, slots: int) -> RowCounts:
-    """The row counts up to `slots`, or to 256 if that is more, at which every product of the model is stable."""
+    """The row counts at which every product of the model agrees; the largest is at least `slots`."""
     if layers is None:
         weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     else:
         weights = [weight for layer in layers for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         weights.append(model.get_output_embeddings().weight)
-    most = max(_MOST, _round_up(slots))
     threads = torch.get_num_threads()
     shapes = {(weight.shape[0], weight.shape[1]) for weight in weights}
-    floor = max((_find_floor(shape, model.dtype, most, threads) for shape in shapes), default=_STEP)
-    return RowCounts(floor, most)
+    first = max(_MOST, _round_up(slots))
+    tops = range(first, first + _SEARCH * _STEP, _STEP)
+    top = next((top for top in tops if all(_is_even(shape, model.dtype, top, threads) for shape in shapes)), first)
+    agreeing = [_find_agreeing(shape, model.dtype, top, threads) for shape in shapes]
+    return RowCounts(tuple(sorted(frozenset(range(_STEP, top + 1, _STEP)).intersection(*agreeing))))
 
 
 @cache
-def _find_floor(shape: tuple[int, int], dtype: torch.dtype, most: int, threads: int) -> int:
-    """The smallest stable row count for a weight's shape; `threads` is what torch uses, and part of the question."""
+def _is_even(shape: tuple[int, int], dtype: torch.dtype, rows: int, threads: int) -> bool:
+    """Whether rows keep their bits when they change places. `threads` is what torch uses, and part of the question."""
+    weight, inputs = _draw_product(shape, dtype, rows)
+    whole = F.linear(inputs, weight)
+    return all(torch.equal(F.linear(inputs.roll(by, 0), weight), whole.roll(by, 0)) for by in (1, 8))
+
+
+@cache
+def _find_agreeing(shape: tuple[int, int], dtype: torch.dtype, top: int, threads: int) -> frozenset[int]:
+    """The row counts whose rows have the bits that they have among `top` rows."""
+    weight, inputs = _draw_product(shape, dtype, top)
+    whole = F.linear(inputs, weight)
+    counts = range(_STEP, top + 1, _STEP)
+    return frozenset(rows for rows in counts if torch.equal(F.linear(inputs[:rows], weight), whole[:rows]))
+
+
+def _draw_product(shape: tuple[int, int], dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=generator).to(dtype)
-    inputs = torch.randn(most, shape[1], generator=generator).to(dtype)
-    whole = F.linear(inputs, weight)
-    for rows in range(most - _STEP, 0, -_STEP):
-        if not torch.equal(F.linear(inputs[:rows], weight), whole[:rows]):
-            return rows + _STEP
-    return _STEP
+    return weight, torch.randn(rows, shape[1], generator=generator).to(dtype)
 
 
 def _round_up(rows: int) -> int:
