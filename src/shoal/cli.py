@@ -37,8 +37,8 @@ _EXAMPLES = """examples:
 
 
 SPIN_COUNT = "5000"
-"""How long a waiting OpenMP thread spins before it sleeps. By default it spins for milliseconds, which on a machine with
-anything else to do makes every operator wait for the other's time slice: 128 us become more than 9,000."""
+"""How long a waiting OpenMP thread spins before it sleeps. By default it spins for milliseconds, which on a machine
+with anything else to do makes every operator wait for the other's time slice: 128 us become more than 9,000."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
