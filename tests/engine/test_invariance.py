@@ -14,15 +14,11 @@ from shoal.rollout import Request
 Bits = dict[str, tuple[list[int], bytes, bytes]]
 
 
-@pytest.fixture(
-    scope="module", params=[("qwen", 1), ("llama", 1), ("qwen", 2)], ids=lambda case: f"{case[0]}-{case[1]}"
-)
+@pytest.fixture(scope="module", params=["qwen", "llama"])
 def policy(request: pytest.FixtureRequest) -> Iterator[Policy]:
-    """A policy, run on one thread or on two; tests/engine/test_cache.py tries the dangerous part on more."""
-    name, threads = request.param
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    yield request.getfixturevalue(name)
+    torch.set_num_threads(1)
+    yield request.getfixturevalue(request.param)
     torch.set_num_threads(before)
 
 
@@ -83,6 +79,16 @@ def test_rows_of_many_blocks_do_not_matter(run, make_requests, policy: Policy) -
     few, many = run(policy, requests, slots=9), run(policy, requests, slots=65)
     for request in requests:
         assert few.bits(request.id) == many.bits(request.id)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_more_threads_make_no_difference_to_that(run, make_requests, policy: Policy, threads: int) -> None:
+    requests = make_requests(5, prompts=(3, 64, 130, 9, 270), limits=(1, 5), size=2)
+    torch.set_num_threads(threads)
+    alone, beside = run(policy, requests, slots=1), run(policy, requests[::-1], slots=7)
+    torch.set_num_threads(1)
+    for request in requests:
+        assert beside.bits(request.id) == alone.bits(request.id)
 
 
 def test_requests_of_one_prompt_and_seed_are_one_rollout(run, policy: Policy) -> None:

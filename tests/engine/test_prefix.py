@@ -27,7 +27,7 @@ def test_keys_and_values_are_those_of_transformers(qwen: Policy) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 3])
 def test_company_leaves_every_bit_as_it_was(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -10,7 +10,7 @@ from shoal.policy.model import Policy
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 3])
 def test_rows_of_all_counts_have_the_same_bits_in_any_place(qwen: Policy, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -72,7 +72,7 @@ def test_swiglu_stays_finite_for_gates_far_from_zero() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("threads", [1, 3, 7])
 def test_rows_have_the_same_bits_whatever_their_number_and_the_threads(threads: int) -> None:
     # threads share out elements, not rows: beyond 32768 elements a share may end in the middle of a row
     before = torch.get_num_threads()
