@@ -24,6 +24,8 @@ from shoal.config import RunConfig, load_config
 
 TARGET = 0.5
 EVAL_EVERY = 3
+DEADLINE_S = 900
+"""Longest wait for a side: its warm-up, or one step."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ def compare(job: Job) -> tuple[Side, Side]:
         ours, theirs = context.Pipe()
         worker = context.Process(target=target, args=(config, job, theirs), daemon=True)
         worker.start()
-        assert ours.recv() == "ready"
+        theirs.close()  # so that a side that dies ends the wait instead of prolonging it
+        assert _receive(ours) == "ready"
         pipes.append(ours)
         workers.append(worker)
     for step in range(job.steps + 1):
@@ -125,11 +128,18 @@ def compare(job: Job) -> tuple[Side, Side]:
 
 def _take_step(side: Side, pipe: Connection, job: Job, step: int) -> None:
     pipe.send("eval" if job.target is not None and step % EVAL_EVERY == 0 else "go")
-    seconds, rate = pipe.recv()
+    seconds, rate = _receive(pipe)
     if job.target is not None or step > 0:
         side.seconds.append(seconds)
     if rate is not None:
         side.passes.append((sum(side.seconds), rate))
+
+
+def _receive(pipe: Connection) -> Any:
+    """What a side says next."""
+    if not pipe.poll(DEADLINE_S):
+        raise SystemExit(f"a side said nothing for {DEADLINE_S} s")
+    return pipe.recv()
 
 
 def _prepare(config: RunConfig) -> tuple[Any, Any, Any]:
