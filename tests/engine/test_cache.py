@@ -30,8 +30,7 @@ def decode(lengths: list[int], heads: int, kv_heads: int, dim: int) -> Tensor:
     cache = SlotCache(
         layers=1, heads=heads, kv_heads=kv_heads, dim=dim, slots=slots, capacity=max(lengths) + 2, dtype=torch.float32
     )
-    for row, length in enumerate(lengths):
-        cache.open_rows(torch.tensor([row]), make_prefix(length, kv_heads, dim) if length else None)
+    cache.open_rows(0, [make_prefix(length, kv_heads, dim) if length else None for length in lengths])
     steps = []
     for step in range(2):
         draws = [torch.randn(heads + 2 * kv_heads, dim, generator=torch.Generator().manual_seed(n)) for n in lengths]
@@ -77,10 +76,10 @@ def test_a_tile_is_large_enough_and_a_chunk_short_enough(repeat: int, dim: int) 
 def test_rows_move_with_all_that_they_hold() -> None:
     cache = SlotCache(layers=2, heads=2, kv_heads=1, dim=8, slots=4, capacity=40, dtype=torch.float32)
     prefix = torch.randn(2, 2, 1, 33, 8)
-    cache.open_rows(torch.tensor([3]), prefix)
-    cache.open_rows(torch.tensor([0]), torch.randn(2, 2, 1, 20, 8))
+    cache.open_rows(3, [prefix])
+    cache.open_rows(0, [torch.randn(2, 2, 1, 20, 8)])
     before = _attend(cache, 4)[3]
-    cache.open_rows(torch.tensor([3]), prefix)
+    cache.open_rows(3, [prefix])
     cache.move_rows(torch.tensor([3]), torch.tensor([0]))
     assert torch.equal(_attend(cache, 1)[0], before)
 
@@ -88,9 +87,9 @@ def test_rows_move_with_all_that_they_hold() -> None:
 def test_growing_keeps_what_is_held() -> None:
     cache = SlotCache(layers=2, heads=2, kv_heads=1, dim=8, slots=2, capacity=20, dtype=torch.float32)
     prefix = torch.randn(2, 2, 1, 12, 8)
-    cache.open_rows(torch.tensor([0, 1]), prefix)
+    cache.open_rows(0, [prefix, prefix])
     before = _attend(cache, 2)
-    cache.open_rows(torch.tensor([0, 1]), prefix)
+    cache.open_rows(0, [prefix, prefix])
     cache.reserve(500)
     assert cache.capacity >= 500
     assert torch.equal(_attend(cache, 2), before)
@@ -98,9 +97,9 @@ def test_growing_keeps_what_is_held() -> None:
 
 def test_a_cleared_cache_forgets_even_what_is_not_a_number() -> None:
     cache = SlotCache(layers=1, heads=2, kv_heads=1, dim=8, slots=1, capacity=40, dtype=torch.float32)
-    cache.open_rows(torch.tensor([0]), torch.full((1, 2, 1, 30, 8), float("nan")))
+    cache.open_rows(0, [torch.full((1, 2, 1, 30, 8), float("nan"))])
     cache.clear()
-    cache.open_rows(torch.tensor([0]), torch.ones(1, 2, 1, 3, 8))
+    cache.open_rows(0, [torch.ones(1, 2, 1, 3, 8)])
     assert bool(_attend(cache, 1).isfinite().all())
 
 

@@ -52,11 +52,11 @@ shapes = st.lists(st.tuples(lengths, st.none() | st.integers(0, 3)), min_size=1,
 
 
 @settings(max_examples=25)
-@given(shape=shapes, alone=st.booleans())
-def test_attention_is_the_masked_softmax_with_its_gradients(shape: list[tuple[int, int | None]], alone: bool) -> None:
+@given(shape=shapes, even=st.booleans())
+def test_attention_is_the_masked_softmax_with_its_gradients(shape: list[tuple[int, int | None]], even: bool) -> None:
     segments = build_segments(shape)
     inputs = draw_inputs(segments[-1].end)
-    ours, theirs = PackedAttention(segments, alone=alone)(0, *inputs), attend_naively(segments, *inputs)
+    ours, theirs = PackedAttention(segments, even=even)(0, *inputs), attend_naively(segments, *inputs)
     # the mixture is weighted in float32 as transformers does, whatever the dtype
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(0)).double()
@@ -68,11 +68,11 @@ def test_attention_is_the_masked_softmax_with_its_gradients(shape: list[tuple[in
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_long_sequences_go_through_the_fused_kernel_alike(alone: bool) -> None:
+@pytest.mark.parametrize("even", [True, False])
+def test_long_sequences_go_through_the_fused_kernel_alike(even: bool) -> None:
     segments = [Segment(0, 530), Segment(530, 600, 0), Segment(600, 605)]
     inputs = draw_inputs(605, torch.float32)
-    ours, theirs = PackedAttention(segments, alone=alone)(0, *inputs), attend_naively(segments, *inputs)
+    ours, theirs = PackedAttention(segments, even=even)(0, *inputs), attend_naively(segments, *inputs)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
     for got, expected in zip(
         torch.autograd.grad(ours.square().sum(), inputs),
@@ -92,16 +92,17 @@ def test_segments_may_stand_in_any_order_of_length() -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("length", [1, 40, 64, 128])
-def test_alone_a_segment_has_the_same_bits_beside_any_others(threads: int, length: int) -> None:
+def test_even_a_segment_has_the_same_bits_beside_any_others(threads: int, length: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(length)
-    q, k, v = (torch.randn(5 * length, heads, 32, generator=generator) for heads in (2, 1, 1))
-    many = [Segment(index * length, (index + 1) * length) for index in range(5)]
-    together = PackedAttention(many, alone=True)(0, q, k, v)
-    single = PackedAttention(many[:1], alone=True)(0, q[:length], k[:length], v[:length])
+    num = 37  # more than one piece of the shortest
+    q, k, v = (torch.randn(num * length, heads, 32, generator=generator) for heads in (2, 1, 1))
+    many = [Segment(index * length, (index + 1) * length) for index in range(num)]
+    together = PackedAttention(many, even=True)(0, q, k, v)
+    single = [PackedAttention(many[:1], even=True)(0, *(x[s.start : s.end] for x in (q, k, v))) for s in many]
     torch.set_num_threads(before)
-    assert torch.equal(together[:length], single)
+    assert torch.equal(together, torch.cat(single))
 
 
 def test_positions_start_anew_and_go_on_behind_a_prefix() -> None:

@@ -6,6 +6,7 @@ Shapes: R rows in use, K key/value heads, T positions, D head size; storage is (
   tested, a row's result then has the same bits whatever the other rows are; tests/engine/test_invariance.py holds that.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,14 +82,15 @@ class SlotCache:
         """Forget everything: not even a masked value of other weights stays (0 x inf is not 0)."""
         self._store.zero_()
 
-    def open_rows(self, rows: Tensor, prefix: Tensor | None) -> None:
-        """Start rows with the keys and values (layers, 2, K, T, D) of the prompt that they share, or with none."""
-        length = 0 if prefix is None else prefix.shape[3]
-        if prefix is not None:
-            self._store[:, :, rows, :, :length] = prefix[:, :, None]
-        self._bias[rows] = float("-inf")
-        self._bias[rows, :length] = 0.0
-        self.lengths[rows] = length
+    def open_rows(self, start: int, prefixes: Sequence[Tensor | None]) -> None:
+        """Start rows from `start` on, each with keys and values (layers, 2, K, T, D) of its prompt, or with none."""
+        for row, prefix in enumerate(prefixes, start=start):
+            if prefix is not None:
+                self._store[:, :, row, :, : prefix.shape[3]] = prefix
+        rows = slice(start, start + len(prefixes))
+        self.lengths[rows] = torch.tensor([0 if prefix is None else prefix.shape[3] for prefix in prefixes])
+        unseen = torch.arange(self.capacity) >= self.lengths[rows, None]
+        self._bias[rows] = torch.zeros(unseen.shape, dtype=self._dtype).masked_fill_(unseen, float("-inf"))
 
     def move_rows(self, source: Tensor, target: Tensor) -> None:
         """Copy rows over others that are free."""

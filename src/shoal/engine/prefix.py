@@ -1,7 +1,7 @@
 """Keys and values of prompts, each computed once for all requests that share it.
 
 A prefix's bits depend on its own tokens alone: batches stay within the row counts that may be mixed, a prefix that is
-longer is computed by itself, and attention takes one prefix at a time.
+longer is computed by itself, and attention runs on pieces of one size.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class _Recorder:
     """Packed attention that keeps the keys and values of every layer."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        self._attention = PackedAttention(segments, alone=True)
+        self._attention = PackedAttention(segments, even=True)
         self._num_tokens = segments[-1].end
         self.layers: list[Tensor] = []
 

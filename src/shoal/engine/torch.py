@@ -163,13 +163,10 @@ class TorchEngine:
             return
         tickets = [self._queue.popleft() for _ in range(free)]
         contexts = [ticket.context for ticket in tickets]
-        sharers: dict[Tokens, list[int]] = {}
-        for row, context in enumerate(contexts, start=len(self._rows)):
-            sharers.setdefault(context[:-1], []).append(row)
-        missing = [prefix for prefix in sharers if prefix not in self._prefixes]
+        prefixes = [context[:-1] for context in contexts]
+        missing = [prefix for prefix in dict.fromkeys(prefixes) if prefix not in self._prefixes]
         self._prefixes |= compute_prefixes(self._model, self._layers, missing, self._counts)
-        for prefix, rows in sharers.items():
-            self._cache.open_rows(torch.tensor(rows), self._prefixes.get(prefix))
+        self._cache.open_rows(len(self._rows), [self._prefixes.get(prefix) for prefix in prefixes])
         self._open_rows(tickets, [context[-1] for context in contexts])
         # requests that share a prompt stand side by side, so only the next in the queue can want a prefix of these
         following = self._queue[0].context[:-1] if self._queue else None

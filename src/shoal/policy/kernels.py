@@ -15,8 +15,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis, normalised in float32 as transformers does."""
     if x.dtype != torch.float32 or not torch.is_grad_enabled():
         wide = x.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
-        return (wide * scale).to(x.dtype) * weight
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass over memory, squares and mean take two
+        scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+        return (wide * scale).to(x.dtype).mul_(weight)
     return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 

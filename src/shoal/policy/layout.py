@@ -6,7 +6,8 @@ copy of their prompt, in the forward and in the backward pass, and the result eq
 
 Cost: segments of like length are padded to one rectangle; the rest of the network never sees padding. How far a segment
 is padded depends on its own length alone. Matrix libraries may still sum in another order when a rectangle holds more
-segments; `alone` computes one at a time, so that not a bit of a segment depends on its neighbours.
+segments; `even` cuts rectangles into pieces of one size, the last filled up, so that not a bit of a segment depends on
+how many neighbours it has.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ _LONG = 512
 """Keys from which the fused attention kernel, which never writes the scores to memory, beats three plain operators."""
 _ROUND = 8
 """Lengths are rounded up to this before they are bucketed: fewer, fuller rectangles."""
+_PIECE = 256
+"""Queries of an even piece; a longer segment is a piece of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +41,10 @@ class Segment:
 class PackedAttention:
     """Causal attention within each segment and over its prefix; an `Attend` for packed batches."""
 
-    def __init__(self, segments: Sequence[Segment], *, alone: bool = False) -> None:
+    def __init__(self, segments: Sequence[Segment], *, even: bool = False) -> None:
         prefixes = (segments[segment.prefix] for segment in segments if segment.prefix is not None)
         assert all(prefix.prefix is None for prefix in prefixes), "a prefix has no prefix of its own"
-        self._buckets = [_Bucket(segments, members, alone) for members in _bucket_segments(segments)]
+        self._buckets = [_Bucket(segments, members, even) for members in _bucket_segments(segments)]
         order = torch.cat([bucket.flat_q for bucket in self._buckets])
         self._inverse = torch.empty(len(order), dtype=torch.long)
         self._inverse[order] = torch.arange(len(order))
@@ -75,9 +78,10 @@ def _round_up(length: int) -> int:
 class _Bucket:
     """Segments of like length as one rectangle (B, Q) of queries and (B, P + Q) of keys."""
 
-    def __init__(self, segments: Sequence[Segment], members: list[int], alone: bool) -> None:
-        self._alone = alone
-        own = [segments[index] for index in members]
+    def __init__(self, segments: Sequence[Segment], members: list[int], even: bool) -> None:
+        self._piece = max(1, _PIECE // _round_up(segments[members[0]].length)) if even else len(members)
+        missing = -len(members) % self._piece
+        own = [segments[index] for index in members + members[:1] * missing]
         prefixes = [None if s.prefix is None else segments[s.prefix] for s in own]
         q_index, q_valid = _rectangle([(s.start, s.end) for s in own])
         p_index, p_valid = _rectangle([(0, 0) if p is None else (p.start, p.end) for p in prefixes])
@@ -85,7 +89,7 @@ class _Bucket:
         self.q_index = q_index.flatten()
         self.kv_index = torch.cat((p_index, q_index), 1).flatten()
         self.bias = _mask_bias(q_valid, p_valid)
-        self.q_rows = q_valid.flatten().nonzero().squeeze(1)
+        self.q_rows = q_valid[: len(members)].flatten().nonzero().squeeze(1)
         self.flat_q = self.q_index[self.q_rows]
         self._expanded: Tensor | None = None
 
@@ -100,11 +104,8 @@ class _Bucket:
         keys = self._gather(k, num, kv_heads, dim)
         values = self._gather(v, num, kv_heads, dim)
         inputs = (queries, keys, values, self._expand_bias(kv_heads, repeat, q.dtype))
-        if self._alone:
-            parts = zip(*(x.split(kv_heads) for x in inputs), strict=True)
-            mixed = torch.cat([_mix_values(*part) for part in parts])
-        else:
-            mixed = _mix_values(*inputs)
+        pieces = zip(*(x.split(self._piece * kv_heads) for x in inputs), strict=True)
+        mixed = torch.cat([_mix_values(*piece) for piece in pieces])
         mixed = mixed.view(num, kv_heads, repeat, length, dim).permute(0, 3, 1, 2, 4).reshape(num * length, heads, dim)
         return mixed.index_select(0, self.q_rows)
 
