@@ -3,6 +3,7 @@
 import fcntl
 import json
 import math
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,18 @@ def test_what_decides_the_weights_decides_the_folder(tmp_path: Path, override: s
     first, second = (run_warmup(configure(tmp_path, "warmup.steps=1", *more)) for more in ([], [override]))
     assert first != second
     assert hash_file(first / "model.safetensors") != hash_file(second / "model.safetensors")
+
+
+def test_other_weights_in_the_same_folder_are_warmed_up_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    first, second = (run_warmup(configure(tmp_path, "warmup.steps=1", f"seed={seed}")) for seed in (0, 1))
+    override = f"policy.path={folder}"
+    shutil.copytree(first, folder)
+    before = run_warmup(configure(tmp_path, "warmup.steps=1", override))
+    assert run_warmup(configure(tmp_path, "warmup.steps=1", override)) == before
+    shutil.copy(second / "model.safetensors", folder)
+    after = run_warmup(configure(tmp_path, "warmup.steps=1", override))
+    assert hash_file(after / "model.safetensors") != hash_file(before / "model.safetensors")
 
 
 def test_the_number_of_threads_belongs_to_the_key_for_it_changes_the_last_bits(tmp_path: Path) -> None:

@@ -89,6 +89,12 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def hash_dir(folder: Path) -> str:
+    """SHA-256 in hex over the names and contents of the files right in a folder."""
+    lines = [f"{hash_file(path)}  {path.name}\n" for path in sorted(folder.iterdir()) if path.is_file()]
+    return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
+
+
 def append_line(path: Path, text: str) -> None:
     """Append one line and fsync. Call `repair_jsonl` once before the first append of a process."""
     assert "\n" not in text, "a line holds no line break"

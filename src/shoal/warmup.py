@@ -5,14 +5,15 @@
       partial/    the last checkpoint of a warm-up under way
       .lock
 
-The hash is of the settings that decide the weights: runs that differ in RL settings alone start from the same ones. An
-interrupted warm-up goes on from its last checkpoint, bit for bit.
+The hash is of what decides the weights, settings and the folder behind `policy.path`: runs that differ in RL settings
+alone start from the same ones. An interrupted warm-up goes on from its last checkpoint, bit for bit.
 
 One process computes a warm-up at a time (flock on `.lock`, given up by the kernel when the process ends); another that
 wants the same one says so, waits, and then finds it cached.
 """
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -27,7 +28,7 @@ import torch
 from shoal.config import RunConfig, WarmupConfig, config_hash
 from shoal.disk import guard_disk
 from shoal.errors import ConfigError
-from shoal.files import atomic_dir, hash_file, remove_dir, sweep_leftovers
+from shoal.files import atomic_dir, hash_dir, hash_file, remove_dir, sweep_leftovers
 from shoal.learner.checkpoint import load_optimizer, save_optimizer
 from shoal.learner.logprobs import score_tokens
 from shoal.learner.sample import Pack, Sample, build_packs
@@ -60,7 +61,7 @@ def run_warmup(config: RunConfig, note: Note = tell_stderr) -> Path:
     if not config.warmup.steps:
         raise ConfigError("warmup.steps: must be at least 1 for a warm-up, got 0")
     tune_process(config.threads)
-    folder = Path(config.out).expanduser() / "warmup" / config_hash(config, *_KEYS)[:16]
+    folder = Path(config.out).expanduser() / "warmup" / _name_folder(config)
     result = folder / "policy"
     with guard_disk(folder):
         if _is_cached(result):
@@ -78,6 +79,14 @@ def load_start(config: RunConfig, note: Note = tell_stderr) -> Policy:
         return open_policy(run_warmup(config, note), dtype=getattr(torch, config.policy.dtype))
     family = load_family(config.tasks.name, config.tasks.options)
     return load_policy(config.policy, alphabet=family.alphabet, seed=config.seed)
+
+
+def _name_folder(config: RunConfig) -> str:
+    """Hash of what decides the weights: the settings, and the files of a folder that they name."""
+    name = config_hash(config, *_KEYS)
+    if config.policy.path and Path(config.policy.path).is_dir():
+        name = hashlib.sha256(f"{name} {hash_dir(Path(config.policy.path))}".encode()).hexdigest()
+    return name[:16]
 
 
 class _Warmup:

@@ -1,0 +1,54 @@
+"""The shape test: whether chosen tokens are as likely as tokens that were sampled. For engines that cannot sample by seed.
+
+Each bet below is a likelihood ratio between another way of choosing tokens and sampling from p, so under honest sampling
+its expectation is exactly 1 at every token whatever was written before, and P(product ever reaches 1/a) <= a (Ville).
+Nothing here is calibrated, and nothing is asymptotic: a rollout may be of any length.
+
+    tilt s      p(x)^s / sum_v p_v^(1+s)        tokens chosen from p^(1+s): s > 0 is a lower temperature 1/(1+s) and, far
+                                                enough, greedy; s < 0 is text that p did not write
+    tail (q, r) (F(G + p) - F(G)) / p           the likeliest tokens with mass q are left as they are, and the others are
+                                                r times as frequent; r < 1 is top-p. G is the mass of likelier tokens, F
+                                                has slope (1 - r (1 - q)) / q up to q and r beyond it
+
+The evidence is the mean over all bets, itself such a process. It knows nothing of the seed: text of the same model under
+another seed, best-of-n in particular, looks honest here.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TILTS = (-0.75, -0.5, -0.25, -0.1, 0.05, 0.11, 0.25, 0.5, 1.0, 3.0)
+TAILS = ((0.8, 0.1), (0.9, 0.1), (0.95, 0.1), (0.95, 0.5), (0.99, 0.1), (0.99, 5.0), (0.999, 30.0))
+
+
+def measure_tilts(logprobs: Tensor) -> Tensor:
+    """log sum_v p_v^(1+s) for each s of TILTS, (R, S) in float64, from log-probs (R, V)."""
+    return torch.stack([torch.logsumexp(logprobs * (1 + s), -1) for s in TILTS], dim=1).double()
+
+
+def measure_masses(logprobs: Tensor, tokens: Tensor) -> Tensor:
+    """Probability of all tokens likelier than the chosen one (ties: of lower id), float64 (R,)."""
+    chosen = tokens[:, None]
+    own = logprobs.gather(1, chosen)
+    ids = torch.arange(logprobs.shape[1])
+    likelier = (logprobs > own) | ((logprobs == own) & (ids < chosen))
+    return torch.where(likelier, logprobs.exp(), 0.0).sum(-1, dtype=torch.float64)
+
+
+def weigh_choices(logprobs: np.ndarray, tilts: np.ndarray, masses: np.ndarray) -> float:
+    """The largest log evidence that a rollout reached, from its log-probs (T,), tilts (T, S) and masses (T,)."""
+    chosen = logprobs.astype(np.float64)
+    ratios = [np.outer(chosen, TILTS) - tilts]
+    probs = np.exp(chosen)
+    for q, r in TAILS:
+        mean = (_slope_integral(masses + probs, q, r) - _slope_integral(masses, q, r)) / probs
+        ratios.append(np.log(np.maximum(mean, r * 1e-6))[:, None])
+    wealth = np.concatenate(ratios, axis=1).cumsum(axis=0)
+    return float(np.logaddexp.reduce(wealth, axis=1).max() - math.log(wealth.shape[1]))
+
+
+def _slope_integral(x: np.ndarray, q: float, r: float) -> np.ndarray:
+    return (1 - r * (1 - q)) / q * np.minimum(x, q) + r * np.maximum(x - q, 0.0)
