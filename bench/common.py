@@ -5,6 +5,7 @@ object of named figures). Pictures go to docs/img unless `--quick`.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -85,8 +86,8 @@ def mean(values: Sequence[float]) -> float:
 
 
 def _train(config: str, tag: str, arm: str, overrides: Sequence[str], seed: int) -> Lines:
-    """Metrics of one run; a run that is already complete is not repeated."""
-    name = f"{tag}-{arm}"
+    """Metrics of one run; one that is already complete, with these settings and this code, is not repeated."""
+    name = f"{tag}-{arm}-{_hash_inputs(config, overrides)}"
     command = [sys.executable, "-m", "shoal", "train", str(ROOT / config), f"name={name}", f"seed={seed}", f"out={OUT}"]
     command += ["threads=1", "rollouts=false", *overrides]
     done = subprocess.run(
@@ -95,3 +96,13 @@ def _train(config: str, tag: str, arm: str, overrides: Sequence[str], seed: int)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return read_metrics(OUT / f"{name}-seed{seed}" / "metrics.jsonl")
+
+
+def _hash_inputs(config: str, overrides: Sequence[str]) -> str:
+    """What decides a run: its settings and the code that trains."""
+    source = ROOT / "src" / "shoal"
+    files = [path for part in (".", "policy", "engine", "learner", "tasks") for path in (source / part).glob("*.py")]
+    digest = hashlib.sha256(json.dumps([config, *overrides]).encode())
+    for path in (ROOT / config, *sorted(files)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]

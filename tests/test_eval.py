@@ -12,7 +12,7 @@ import torch
 from shoal.cli import main
 from shoal.config import EvalConfig, RunConfig, load_config
 from shoal.engine.torch import TorchEngine
-from shoal.eval import EvalResult, draw_tasks, estimate_mean, estimate_pass_k, estimate_share, evaluate
+from shoal.eval import EvalResult, draw_tasks, estimate_mean, estimate_pass_k, estimate_rate, estimate_share, evaluate
 from shoal.policy.model import Policy, load_policy
 from shoal.policy.tokenizer import encode_completion
 from shoal.report import read_metrics
@@ -76,7 +76,14 @@ def test_the_interval_of_a_mean_is_two_standard_errors() -> None:
     # ddof 1: std = sqrt(1/3), standard error sqrt(1/12)
     half = 1.959964 / 12**0.5
     assert (estimate.value, estimate.low, estimate.high) == pytest.approx((0.5, 0.5 - half, 0.5 + half))
-    assert estimate_mean([0.25]).low == 0.25
+
+
+def test_the_interval_of_rates_stays_inside_and_is_not_empty_where_tasks_agree() -> None:
+    assert (estimate_rate([0.0, 0.0, 0.0, 1.0]).low, estimate_rate([1.0, 1.0, 1.0, 0.0]).high) == (0.0, 1.0)
+    for value, num in ((0.0, 5), (1.0, 1), (0.25, 1)):
+        estimate, share = estimate_rate([value] * num), estimate_share(value * num, num)
+        assert (estimate.value, estimate.low, estimate.high) == (value, share.low, share.high)
+        assert estimate.low < estimate.high
 
 
 class ScriptedEngine:

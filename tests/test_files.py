@@ -13,12 +13,14 @@ from shoal.errors import ConfigError
 from shoal.files import (
     append_line,
     atomic_dir,
+    check_output,
     hash_file,
     link_latest,
     remove_dir,
     repair_jsonl,
     sweep_leftovers,
     write_atomic,
+    write_output,
 )
 
 
@@ -228,3 +230,30 @@ def test_a_real_folder_named_latest_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     with pytest.raises(ConfigError, match="move it away"):
         link_latest(tmp_path / "a")
+
+
+def test_leftovers_of_an_earlier_process_with_this_ones_id_are_swept(tmp_path: Path) -> None:
+    aside = tmp_path / f".kept.old-{os.getpid()}-00000000-3"
+    aside.mkdir()
+    (tmp_path / f".gone.new-{os.getpid()}-00000000-4").touch()
+    sweep_leftovers(tmp_path)
+    assert list_names(tmp_path) == ["kept"]
+
+
+def test_an_output_goes_where_a_link_points_and_into_a_pipe(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_output(link, b"new")
+    assert link.is_symlink() and target.read_bytes() == b"new"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_output(pipe, b"through")
+    assert os.read(reader, 99) == b"through" and pipe.is_fifo()
+    os.close(reader)
+
+
+def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    for path, text in ((tmp_path, "it is a folder"), (tmp_path / "a" / "b", "there is no folder")):
+        with pytest.raises(ConfigError, match=text):
+            check_output(path)

@@ -43,6 +43,8 @@ def test_a_new_run_directory_holds_its_parts(config: RunConfig) -> None:
     assert names == [".lock", "checkpoints", "config.toml", "log.txt", "metrics.jsonl", "rollouts"]
     assert run.path == Path(config.out) / "test-seed7"
     assert load_config(run.path / "config.toml") == config
+    assert not (Path(config.out) / "latest").exists()
+    run.link()
     assert (Path(config.out) / "latest").resolve() == run.path.resolve()
     run.close()
 
@@ -124,7 +126,7 @@ def test_fresh_moves_the_old_directory_aside_and_deletes_nothing(config: RunConf
 
 def test_fresh_on_nothing_moves_nothing(config: RunConfig) -> None:
     run = RunDir.open(config, fresh=True)
-    assert sorted(entry.name for entry in run.path.parent.iterdir()) == ["latest", "test-seed7"]
+    assert sorted(entry.name for entry in run.path.parent.iterdir()) == ["test-seed7"]
     run.close()
 
 
@@ -231,3 +233,19 @@ def test_storing_leaves_the_configuration_of_a_started_run_alone(config: RunConf
     assert load_config(path / "config.toml") == config
     with pytest.raises(ConfigError, match="another configuration"):
         store_config(change(config, "learner.lr=0.5"))
+
+
+def test_zero_threads_of_a_dry_run_fit_any_number(config: RunConfig) -> None:
+    run = RunDir.open(config.model_copy(update={"threads": 2}))
+    run.append_metrics(1, {})
+    run.close()
+    assert find_conflict(run.path, config.model_copy(update={"threads": 0})) is None
+    assert "threads = 2" in str(find_conflict(run.path, config.model_copy(update={"threads": 1})))
+
+
+def test_metrics_that_are_not_text_are_refused_with_a_sentence(config: RunConfig) -> None:
+    run = RunDir.open(config)
+    run.metrics_path.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ConfigError, match="line 1 is not a metrics line"):
+        run.truncate_after(0)
+    run.close()

@@ -154,14 +154,16 @@ def test_a_second_process_waits_for_the_first_and_says_so(tmp_path: Path) -> Non
         notes.append(text)
         waits.set()
 
-    with (folder.parent / ".lock").open() as lock:
+    with (folder.parent / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("4321\n")
+        lock.flush()
         thread = threading.Thread(target=run_warmup, args=(config, note))
         thread.start()
         assert waits.wait(timeout=60)
         assert not (folder / "warmup.json").exists()
     thread.join(timeout=60)
-    assert notes[0] == f"warm-up: waits for another process that computes it in {folder.parent}"
+    assert notes[0] == f"warm-up: waits for process 4321, which computes it in {folder.parent}"
     assert (folder / "warmup.json").exists()
 
 

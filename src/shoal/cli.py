@@ -31,6 +31,7 @@ _EXAMPLES = """examples:
   shoal train examples/sort.toml --dry-run
   shoal eval runs/sort-seed0
   shoal tasks sort
+  shoal calibrate runs/sort-seed0 --task sort
 
 `shoal train --help` lists every setting.
 """
@@ -117,6 +118,8 @@ def _build_parser() -> _Parser:
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON (default: not written)")
     evaluate.add_argument("--markdown", type=Path, metavar="FILE", help="write them as a table (default: not written)")
 
+    _add_calibrate(commands)
+
     tasks = commands.add_parser("tasks", help="list the task families, or describe one", allow_abbrev=False)
     tasks.add_argument("name", nargs="?", metavar="NAME", help="family to describe (default: list all)")
     tasks.set_defaults(command=_run_tasks)
@@ -139,10 +142,33 @@ def _add_command(
     return parser
 
 
+def _add_calibrate(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    text = "measure how honest rollouts of a model look to its verifier, and pick the thresholds of its checks"
+    parser = commands.add_parser("calibrate", help=text, description=text, allow_abbrev=False)
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder or hub id of a policy, or a run directory")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="as the verifier loads it (%(default)s)")
+    add("--backend", choices=("torch",), default="torch", help="engine of verifier and workers (%(default)s)")
+    add("--samples", type=int, default=4096, metavar="N", help="honest chunks of 32 tokens to measure (%(default)s)")
+    add("--rate", type=float, default=1e-4, metavar="R", help="false alarms per rollout, all checks (%(default)s)")
+    add("--confidence", type=float, default=0.95, metavar="C", help="that they are no more frequent (%(default)s)")
+    add("--tokens", type=int, default=128, metavar="N", help="length of the rollouts (%(default)s)")
+    add("--temperature", type=float, default=1.0, metavar="T", help="lowest that will be used (%(default)s)")
+    add("--threads", type=int, default=2, metavar="N", help="thread count to compare with 1 (%(default)s)")
+    add("--mixed", action="store_true", help="let workers use the other of the two dtypes as well")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--task", default="", metavar="NAME", help="prompts of a task family (default: random tokens)")
+    prompts.add_argument("--prompts", type=Path, metavar="FILE", help="prompts from a text file, one per line")
+    add("--seed", type=int, default=0, metavar="N", help="seed of prompts and rollouts (%(default)s)")
+    add("--out", type=Path, default=Path("calibration.json"), metavar="FILE", help="file to write (%(default)s)")
+    parser.set_defaults(command=_run_calibrate)
+
+
 def _run_train(args: argparse.Namespace) -> int:
     config = _load_inputs(*_split_inputs(args.inputs))
     if args.dry_run:
-        return _print_settings(config, fresh=args.fresh)
+        # --fresh would move the old directory aside, which a dry run must not do
+        return _print_settings(config, store=not args.fresh)
     from shoal.train import run_training
 
     return run_training(config, fresh=args.fresh)
@@ -151,7 +177,7 @@ def _run_train(args: argparse.Namespace) -> int:
 def _run_warmup(args: argparse.Namespace) -> int:
     config = _load_inputs(*_split_inputs(args.inputs))
     if args.dry_run:
-        return _print_settings(config)
+        return _print_settings(config, store=False)
     from shoal.warmup import run_warmup
 
     print(run_warmup(config))
@@ -167,10 +193,34 @@ def _run_eval(args: argparse.Namespace) -> int:
         target = target / "config.toml"
     config = _load_inputs(target, overrides)
     if args.dry_run:
-        return _print_settings(config)
+        return _print_settings(config, store=False)
     from shoal.eval import run_eval
 
     return run_eval(config, _find_run(config, run_dir), json_path=args.json, markdown_path=args.markdown)
+
+
+def _run_calibrate(args: argparse.Namespace) -> int:
+    if not args.out.parent.is_dir():
+        raise ConfigError(f"{args.out}: cannot be written, there is no folder {args.out.parent}")
+    from shoal.disk import guard_disk
+    from shoal.toploc.calibrate import Plan, format_table, run_calibration
+    from shoal.toploc.prompts import Source
+
+    source = Source(tokens=args.tokens, temperature=args.temperature, seed=args.seed, task=args.task, file=args.prompts)
+    plan = Plan(
+        source=source,
+        samples=args.samples,
+        rate=args.rate,
+        confidence=args.confidence,
+        threads=args.threads,
+        mixed=args.mixed,
+    )
+    calibration = run_calibration(args.model, args.dtype, plan, lambda line: print(line, file=sys.stderr, flush=True))
+    with guard_disk(args.out.parent):
+        calibration.save(args.out)
+    print(format_table(calibration), end="")
+    print(f"written to {args.out}")
+    return 0
 
 
 def _run_tasks(args: argparse.Namespace) -> int:
@@ -213,8 +263,8 @@ def _find_run(config: "RunConfig", run_dir: Path | None) -> Path | None:
     return run_dir
 
 
-def _print_settings(config: "RunConfig", *, fresh: bool = False) -> int:
-    """A dry run: everything that can be checked without a model is checked, and config.toml written for the run."""
+def _print_settings(config: "RunConfig", *, store: bool) -> int:
+    """A dry run: everything that can be checked without a model is checked; `store` writes config.toml for the run."""
     from shoal.config import dump_config
     from shoal.rundir import store_config
     from shoal.tasks.registry import load_family
@@ -222,6 +272,6 @@ def _print_settings(config: "RunConfig", *, fresh: bool = False) -> int:
     load_family(config.tasks.name, config.tasks.options)
     load_family(config.tasks.name, config.tasks.options | config.warmup.options)
     print(dump_config(config), end="")
-    if not fresh:  # --fresh would move the old directory aside, which a dry run must not do
+    if store:
         print(f"shoal: settings are in {store_config(config)}", file=sys.stderr)
     return 0

@@ -43,7 +43,7 @@ class TinyConfig(Settings):
 
     arch: Literal["llama", "qwen3"] = "qwen3"
     """architecture, as transformers names it"""
-    layers: Count = 3
+    layers: Annotated[int, Field(ge=1, le=256)] = 3
     """decoder layers"""
     width: Annotated[int, Field(ge=16, le=4096, multiple_of=16)] = 128
     """hidden size"""
@@ -51,7 +51,7 @@ class TinyConfig(Settings):
     """attention heads"""
     kv_heads: Count = 2
     """key/value heads"""
-    context: Count = 512
+    context: Annotated[int, Field(ge=1, le=2**20)] = 512
     """longest sequence in tokens"""
 
     @model_validator(mode="after")
@@ -106,7 +106,7 @@ class EngineConfig(Settings):
 
     name: Literal["torch"] = "torch"
     """engine"""
-    slots: Count = 256
+    slots: Annotated[int, Field(ge=1, le=2**16)] = 256
     """rollouts decoded side by side"""
     max_tokens: Count = 64
     """longest completion"""
@@ -136,7 +136,7 @@ class LossConfig(Settings):
 
     @model_validator(mode="after")
     def _delta_above_clip(self) -> "LossConfig":
-        if self.delta <= 1 + self.eps_high:
+        if self.name == "intellect2" and self.delta <= 1 + self.eps_high:
             raise ValueError(f"delta {self.delta} must exceed 1 + eps_high = {1 + self.eps_high}")
         return self
 
@@ -176,7 +176,7 @@ class BatchConfig(Settings):
     """rollouts per task"""
     filter: bool = True
     """train only groups with a learning signal on task reward, and sample on until the batch is full"""
-    max_oversample: Annotated[float, Field(ge=1.0)] = 4.0
+    max_oversample: Annotated[float, Field(ge=1.0, le=1000.0)] = 4.0
     """most groups sampled per step, as a multiple of `groups`; then the step trains what it has"""
 
 

@@ -18,7 +18,7 @@ from shoal.config import EvalConfig, RunConfig
 from shoal.engine.base import Engine
 from shoal.engine.torch import TorchEngine
 from shoal.errors import ConfigError
-from shoal.files import write_atomic
+from shoal.files import check_output, write_output
 from shoal.group import GroupShape, Plan, generate_groups, request_rollouts
 from shoal.learner.checkpoint import find_newest, load_checkpoint_policy, read_state
 from shoal.policy.model import Policy
@@ -111,8 +111,8 @@ def run_eval(config: RunConfig, run_dir: Path | None, *, json_path: Path | None,
     """`shoal eval`: the newest checkpoint of a run, or the starting policy where there is no run."""
     tune_process(config.threads)
     for path in (json_path, markdown_path):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{path}: cannot be written, there is no folder {path.parent}")
+        if path is not None:
+            check_output(path)
     family = load_family(config.tasks.name, config.tasks.options)
     policy, version = _open_version(config, run_dir)
     engine = TorchEngine(policy.model, eos_id=policy.eos_id, slots=config.engine.slots, version=version)
@@ -120,7 +120,7 @@ def run_eval(config: RunConfig, run_dir: Path | None, *, json_path: Path | None,
     print(result.to_markdown(), end="")
     for path, text in ((json_path, result.to_json()), (markdown_path, result.to_markdown())):
         if path is not None:
-            _write_report(path, text)
+            write_output(path, text.encode())
     return 0
 
 
@@ -137,7 +137,20 @@ def estimate_mean(values: Sequence[float]) -> Estimate:
     return Estimate(mean, mean - _Z * spread, mean + _Z * spread)
 
 
-def estimate_share(num_right: int, num: int) -> Estimate:
+def estimate_rate(values: Sequence[float]) -> Estimate:
+    """Mean of per-task rates in [0, 1], with an interval inside it.
+
+    Where all tasks agree their spread says nothing, so Wilson's interval stands in. There a task counts as one draw,
+    however many samples it had.
+    """
+    estimate = estimate_mean(values)
+    if estimate.low == estimate.high:
+        share = estimate_share(estimate.value * len(values), len(values))
+        return Estimate(estimate.value, share.low, share.high)
+    return Estimate(estimate.value, max(0.0, estimate.low), min(1.0, estimate.high))
+
+
+def estimate_share(num_right: float, num: int) -> Estimate:
     """Share with Wilson's interval, which stays inside [0, 1] and is not empty at its ends."""
     share, z2 = num_right / num, _Z * _Z
     centre = (share + z2 / (2 * num)) / (1 + z2 / num)
@@ -158,8 +171,8 @@ def _summarise(groups: Sequence[Group], config: EvalConfig) -> EvalResult:
         num_tasks=len(groups),
         num_samples=config.samples,
         k=config.k,
-        pass_1=estimate_mean(sampled.mean(axis=1)),
-        pass_k=estimate_mean(passes),
+        pass_1=estimate_rate(sampled.mean(axis=1)),
+        pass_k=estimate_rate(passes),
         greedy=estimate_share(int(greedy.sum()), len(groups)),
         mean_length=estimate_mean(lengths),
     )
@@ -173,10 +186,3 @@ def _open_version(config: RunConfig, run_dir: Path | None) -> tuple[Policy, int]
         raise ConfigError(f"{run_dir}: holds no checkpoint yet")
     step = read_state(path).step
     return load_checkpoint_policy(path, getattr(torch, config.policy.dtype)), step
-
-
-def _write_report(path: Path, text: str) -> None:
-    try:
-        write_atomic(path, text.encode())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error

@@ -2,8 +2,8 @@
 
 Invariants:
 - a file or folder appears under its name only when complete: temporary name, fsync, rename, fsync of the parent;
-- temporary names begin with a dot and carry the writer's process id, so what a dead writer left can be told apart from
-  what a live one is writing;
+- temporary names begin with a dot and carry the writer's process id and a token of its own (in a container every start
+  has the same id), so what a dead writer left can be told apart from what a live one is writing;
 - a line of a JSONL file counts only with its newline; `repair_jsonl` cuts off what a kill left without one.
 
 One writer per path at a time. Readers need no lock.
@@ -11,6 +11,7 @@ One writer per path at a time. Readers need no lock.
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -21,7 +22,9 @@ from pathlib import Path
 from shoal.errors import ConfigError
 
 LATEST = "latest"
-_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>new|old)-(?P<pid>\d+)-[0-9a-f]{8}")
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>new|old)-(?P<pid>\d+)-(?P<token>[0-9a-f]{8})-\d+")
+_TOKEN = uuid.uuid4().hex[:8]
+_numbers = itertools.count()
 _BLOCK_BYTES = 1 << 16
 
 
@@ -38,6 +41,26 @@ def write_atomic(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_dir(path.parent)
+
+
+def check_output(path: Path) -> None:
+    """Refuse a file to write, named by the user, that cannot be: said before the work and not after it."""
+    if path.is_dir():
+        raise ConfigError(f"{path}: cannot be written, it is a folder")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: cannot be written, there is no folder {path.parent}")
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write a file that the user named: where a link points, and into a pipe or device instead of in its place."""
+    target = path.resolve()
+    try:
+        if target.exists() and not target.is_file():
+            target.write_bytes(data)
+        else:
+            write_atomic(target, data)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 @contextlib.contextmanager
@@ -72,7 +95,7 @@ def sweep_leftovers(folder: Path) -> None:
     """Remove what dead writers left in a folder, and put back what they had moved aside to replace."""
     for entry in sorted(folder.iterdir()):
         match = _HIDDEN.fullmatch(entry.name)
-        if match is None or _is_alive(int(match["pid"])):
+        if match is None or _is_alive(int(match["pid"]), match["token"]):
             continue
         target = folder / match["name"]
         if match["kind"] == "old" and not target.exists():
@@ -121,11 +144,17 @@ def repair_jsonl(path: Path) -> int:
     return size - complete
 
 
-def link_latest(target: Path) -> None:
-    """Point the link `latest` beside a run directory at it; relative, so that the whole folder can be moved."""
+def check_latest(target: Path) -> None:
+    """Refuse a place for a run directory where `latest` is something else than a link."""
     link = target.parent / LATEST
     if link.exists() and not link.is_symlink():
         raise ConfigError(f"{link}: must be a link to the newest run, but something else is there; move it away")
+
+
+def link_latest(target: Path) -> None:
+    """Point the link `latest` beside a run directory at it; relative, so that the whole folder can be moved."""
+    check_latest(target)
+    link = target.parent / LATEST
     temporary = _hidden_path(link, "new")
     temporary.symlink_to(target.name, target_is_directory=True)
     temporary.replace(link)
@@ -141,7 +170,7 @@ def sync_dir(folder: Path) -> None:
 
 
 def _hidden_path(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{kind}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    return path.with_name(f".{path.name}.{kind}-{os.getpid()}-{_TOKEN}-{next(_numbers)}")
 
 
 def _swap_dir(temporary: Path, path: Path) -> None:
@@ -166,7 +195,9 @@ def _sync_tree(folder: Path) -> None:
         sync_dir(Path(parent))
 
 
-def _is_alive(pid: int) -> bool:
+def _is_alive(pid: int, token: str) -> bool:
+    if pid == os.getpid():
+        return token == _TOKEN
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

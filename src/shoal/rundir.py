@@ -10,7 +10,7 @@ Invariants:
 - after `truncate_after(n)` nothing in it speaks of a step beyond n, so a resumed run contains no step twice;
 - metrics are finite: NaN and infinities, which JSON lacks, are written as null and counted in `nonfinite`.
 
-Life cycle: open -> truncate_after(resumed step) -> append_metrics ... -> close.
+Life cycle: open -> link -> truncate_after(resumed step) -> append_metrics ... -> close.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from shoal.config import RunConfig, dump_config, flatten_config, load_config
 from shoal.errors import ConfigError
-from shoal.files import append_line, link_latest, repair_jsonl, sweep_leftovers, write_atomic
+from shoal.files import append_line, check_latest, link_latest, repair_jsonl, sweep_leftovers, write_atomic
 
 RESUMABLE = (
     "out",
@@ -39,7 +39,8 @@ RESUMABLE = (
 )
 """Keys that may differ when a run is resumed: none of them changes what any training step computes.
 
-`threads` is not among them: it changes the order of summation and so the last bits of every step. Nor are `eval.tasks`,
+`threads` is not among them: it changes the order of summation and so the last bits of every step. What is stored is
+the number in use, never the 0 that stands for all cores. Nor are `eval.tasks`,
 `eval.samples` and `eval.k`: one metrics file holds one kind of pass rate.
 """
 
@@ -65,11 +66,13 @@ def find_conflict(path: Path, config: RunConfig) -> str | None:
         return f"{path}: holds a configuration this version cannot read ({error}); {_WAY_OUT}"
     old, new = flatten_config(stored), flatten_config(config)
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key not in RESUMABLE)
+    if config.threads == 0 and "threads" in changed:
+        changed.remove("threads")  # a dry run does not know yet how many that will be
     if not changed:
         return None
     shown = ", ".join(f"{key} = {json.dumps(old.get(key))}" for key in changed[:3])
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    return f"{path}: holds a run with another configuration ({shown}{more}); {_WAY_OUT}"
+    return f"{path}: holds a run with another configuration ({shown}{more}); set it so to go on, or {_WAY_OUT}"
 
 
 def is_started(path: Path) -> bool:
@@ -119,6 +122,10 @@ class RunDir:
                 raise
         return cls(path, lock, clock)
 
+    def link(self) -> None:
+        """Call this run the latest. Not before it can be worked with: until then `latest` is another's."""
+        link_latest(self.path)
+
     @property
     def checkpoints_path(self) -> Path:
         return self.path / "checkpoints"
@@ -145,10 +152,10 @@ class RunDir:
 
     def truncate_after(self, step: int) -> None:
         """Drop metrics lines and rollout files of later steps, which a resumed run will write again; -1 drops all."""
-        lines = self.metrics_path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = self.metrics_path.read_bytes().splitlines(keepends=True)
         kept = [line for number, line in enumerate(lines, 1) if self._read_step(line, number) <= step]
         if len(kept) < len(lines):
-            write_atomic(self.metrics_path, "".join(kept).encode())
+            write_atomic(self.metrics_path, b"".join(kept))
         for file in (self.path / "rollouts").iterdir():
             match = _ROLLOUTS_NAME.fullmatch(file.name)
             if match is not None and int(match[1]) > step:
@@ -160,7 +167,7 @@ class RunDir:
             os.close(self._lock)
             self._lock = -1
 
-    def _read_step(self, line: str, number: int) -> int:
+    def _read_step(self, line: bytes, number: int) -> int:
         try:
             return int(json.loads(line)["step"])
         except (ValueError, KeyError, TypeError):
@@ -195,7 +202,7 @@ def _fill_dir(path: Path, config: RunConfig) -> None:
     for name in ("metrics.jsonl", "log.txt"):
         (path / name).touch()
         repair_jsonl(path / name)
-    link_latest(path)
+    check_latest(path)
 
 
 def _start_afresh(path: Path, lock: int) -> int:

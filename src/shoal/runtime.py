@@ -5,8 +5,15 @@ import sys
 
 import torch
 
+from shoal.config import RunConfig
+
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's names for mallopt's parameters
 _KEEP_BYTES = 2**30
+
+
+def fix_threads(config: RunConfig) -> RunConfig:
+    """The settings with the number of threads that 0, all cores, means here: bits depend on it."""
+    return config if config.threads else config.model_copy(update={"threads": torch.get_num_threads()})
 
 
 def tune_process(threads: int) -> None:

@@ -23,6 +23,7 @@ from shoal.config import RunConfig
 from shoal.console import Console
 from shoal.disk import guard_disk
 from shoal.engine.torch import TorchEngine
+from shoal.errors import ConfigError
 from shoal.eval import draw_tasks, evaluate
 from shoal.learner.checkpoint import (
     Weights,
@@ -36,11 +37,11 @@ from shoal.learner.checkpoint import (
 )
 from shoal.learner.learner import Learner, Metrics
 from shoal.parquet import write_groups
-from shoal.policy.model import Policy
+from shoal.policy.model import Policy, find_policy
 from shoal.report import describe_gain, write_report
 from shoal.rollout import Group
 from shoal.rundir import RunDir
-from shoal.runtime import tune_process
+from shoal.runtime import fix_threads, tune_process
 from shoal.sampler import Drawn, Sampler
 from shoal.tasks.registry import load_family
 from shoal.track import Tracker, open_tracker
@@ -49,6 +50,7 @@ from shoal.warmup import Note, load_start
 
 def run_training(config: RunConfig, *, fresh: bool = False) -> int:
     """Train to the last step, from the newest checkpoint if there is one."""
+    config = settle_config(config)
     run = RunDir.open(config, fresh)
     with ExitStack() as stack:
         stack.callback(run.close)
@@ -59,6 +61,24 @@ def run_training(config: RunConfig, *, fresh: bool = False) -> int:
         stack.callback(tracker.close)
         Training(config, run, console, tracker).run()
     return 0
+
+
+def settle_config(config: RunConfig) -> RunConfig:
+    """The settings as the run will store them. What can be refused before any work or file is refused here."""
+    if config.policy.dtype != "float32":
+        raise ConfigError(f"policy.dtype: training needs float32, for {config.policy.dtype} rounds small updates away")
+    family = load_family(config.tasks.name, config.tasks.options)
+    load_family(config.tasks.name, config.tasks.options | config.warmup.options)
+    tasks = draw_tasks(family, config.eval, seed=config.seed)
+    if not config.policy.path:
+        longest, context = max(len(task.prompt) for task in tasks), config.policy.tiny.context
+        if longest + config.engine.max_tokens > context:
+            text = f"must be at most {context - longest}, for prompts have up to {longest} of {context} positions"
+            raise ConfigError(f"engine.max_tokens: {text}, got {config.engine.max_tokens}")
+        return fix_threads(config)
+    # a folder by its real name: `latest` will be another one in a moment
+    policy = config.policy.model_copy(update={"path": find_policy(config.policy.path)})
+    return fix_threads(config.model_copy(update={"policy": policy}))
 
 
 @dataclass(slots=True)
@@ -78,7 +98,6 @@ class Training:
         tune_process(config.threads)
         self._config, self._run, self._console, self._tracker = config, run, console, tracker
         self._family = load_family(config.tasks.name, config.tasks.options)
-        draw_tasks(self._family, config.eval, seed=config.seed)  # too few of them: said now, not after the warm-up
         self._checkpoint = find_newest(run.checkpoints_path)
         self._state = _open_state(config, self._checkpoint, console.note)
         self._keep_version()
@@ -96,6 +115,7 @@ class Training:
     def run(self) -> None:
         """Evaluate v0, train to the last step, evaluate and report."""
         config, console = self._config, self._console
+        self._run.link()
         self._run.truncate_after(self.step if self._checkpoint is not None else -1)
         console.note(f"{self._state.policy.num_parameters:,} parameters, run directory {self._run.path}")
         console.start(config.steps, self.step)

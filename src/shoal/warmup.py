@@ -18,6 +18,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,7 @@ from shoal.learner.sample import Pack, Sample, build_packs
 from shoal.policy.model import Policy, load_policy, open_policy, save_policy
 from shoal.policy.tokenizer import encode_completion, encode_prompt
 from shoal.rollout import Finish, Rollout
-from shoal.runtime import tune_process
+from shoal.runtime import fix_threads, tune_process
 from shoal.seeds import derive_seed
 from shoal.tasks.base import Family, Task
 from shoal.tasks.registry import load_family
@@ -49,6 +50,8 @@ _FLOOR = 0.1
 _KEYS = ("seed", "threads", "policy", "tasks", "warmup")
 """Settings that decide the weights; `threads` is one, for it changes the order of summation and so the last bits."""
 _DONE = "warmup.json"
+_PATIENCE_S, _POLL_S = 86_400.0, 0.2
+"""How long to wait for another process that computes the same warm-up, and how often to look."""
 
 
 def tell_stderr(text: str) -> None:
@@ -60,6 +63,7 @@ def run_warmup(config: RunConfig, note: Note = tell_stderr) -> Path:
     """Folder of the warmed-up policy, computed unless it is cached. `note` hears how it goes."""
     if not config.warmup.steps:
         raise ConfigError("warmup.steps: must be at least 1 for a warm-up, got 0")
+    config = fix_threads(config)
     tune_process(config.threads)
     folder = Path(config.out).expanduser() / "warmup" / _name_folder(config)
     result = folder / "policy"
@@ -213,12 +217,26 @@ def _lock_folder(folder: Path, note: Note) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            note(f"warm-up: waits for another process that computes it in {folder}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        _wait_for_lock(lock, folder, note)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         sweep_leftovers(folder)
         yield
     finally:
         os.close(lock)
+
+
+def _wait_for_lock(lock: int, folder: Path, note: Note) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    told = False
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{folder}: process {owner} computes this warm-up and did not finish in a day")
+        if not told:
+            note(f"warm-up: waits for process {owner}, which computes it in {folder}")
+            told = True
+        time.sleep(_POLL_S)

@@ -169,7 +169,7 @@ def test_a_request_may_fill_the_context_and_not_more(qwen: Policy) -> None:
     engine = TorchEngine(qwen.model, eos_id=NEVER, slots=2)
     full = Request(id="full", prompt_ids=(5,) * (context - 3), seed=0, max_tokens=3)
     assert next(iter(engine.generate([full]))).num_tokens == 3
-    with pytest.raises(ConfigError, match=r"engine\.max_tokens: full needs 513 positions, the model has 512"):
+    with pytest.raises(ConfigError, match="509 tokens and 4 more do not fit, the model has 512"):
         engine.submit([ONE, replace(full, max_tokens=4)])
     assert not engine.busy, "a refused call queues none of its requests"
 

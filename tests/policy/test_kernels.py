@@ -53,6 +53,16 @@ def test_swiglu_passes_the_gradient_check() -> None:
     assert torch.autograd.gradcheck(swiglu, draw(3, 8).double().requires_grad_())
 
 
+def test_rms_norm_of_short_floats_has_the_gradients_of_transformers() -> None:
+    module = Qwen3RMSNorm(32, eps=EPS).to(torch.bfloat16)
+    x = draw(9, 32, scale=3.0).bfloat16().requires_grad_()
+    outer = draw(9, 32, seed=2).bfloat16()
+    ours = torch.autograd.grad(rms_norm(x, module.weight, EPS), (x, module.weight), outer)
+    theirs = torch.autograd.grad(module(x), (x, module.weight), outer)
+    for got, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_gradients_the_values_are_those_of_transformers(dtype: torch.dtype) -> None:

@@ -113,3 +113,30 @@ def test_shuffles_of_one_list_are_on_one_side() -> None:
         shuffled = build_task("sort", "".join(items) + "=", task.info, kin=task.info["answer"])
         sides.setdefault(task.info["answer"], set()).update((split_task(task), split_task(shuffled)))
     assert all(len(found) == 1 for found in sides.values())
+
+
+def _canonical(task: Task) -> str:
+    """What reorderings of one problem have in common."""
+    info = task.info
+    if task.verifier == "countdown":
+        return f"{info['target']} {sorted(info['numbers'])}"
+    return f"{sorted((info['left'], info['right']))}" if info["operator"] == "+" else task.prompt
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("countdown", {"max_number": 4, "max_target": 12, "max_numbers": 3}),
+        ("arithmetic", {"max_digits": 2, "operators": "+-*"}),
+    ],
+)
+def test_reorderings_of_one_problem_are_on_one_side(name: str, options: dict[str, int | str]) -> None:
+    family = load_family(name, options)
+    sides: dict[str, set[Split]] = {}
+    prompts: dict[str, set[str]] = {}
+    for seed in range(3000):
+        task = family.make_task(random.Random(seed))
+        sides.setdefault(_canonical(task), set()).add(split_task(task))
+        prompts.setdefault(_canonical(task), set()).add(task.prompt)
+    assert sum(len(found) > 1 for found in prompts.values()) > 20
+    assert all(len(found) == 1 for found in sides.values())

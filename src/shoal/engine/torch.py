@@ -127,9 +127,11 @@ class TorchEngine:
     def _check_ticket(self, ticket: _Ticket) -> None:
         request, limit = ticket.request, self._model.config.max_position_embeddings
         assert request.max_tokens > 0 and request.temperature >= 0, f"{request.id} has odd limits"
-        if not request.prompt_ids or ticket.need > limit:
-            text = f"{request.id} needs {ticket.need} positions, the model has {limit}"
-            raise ConfigError(f"engine.max_tokens: {text} (and a prompt needs one token)")
+        if not request.prompt_ids:
+            raise ConfigError(f"a prompt needs one token, {request.id} has none")
+        if ticket.need > limit:
+            text = f"a prompt of {len(request.prompt_ids)} tokens and {request.max_tokens} more"
+            raise ConfigError(f"engine.max_tokens: {text} do not fit, the model has {limit} positions")
 
     def _fuse_weights(self) -> None:
         with torch.inference_mode():

@@ -97,6 +97,7 @@ def _build_pack(samples: Sequence[Sample]) -> Pack:
             prompts[sample.group] = len(segments)
             add_segment(sample.rollout.prompt_ids, None)
         prompt = prompts[sample.group]
+        assert np.array_equal(flat[prompt], sample.rollout.prompt_ids), "the samples of a group share one prompt"
         start = size
         # the last token predicts nothing, so it is not fed
         if sample.rollout.num_tokens > 1:

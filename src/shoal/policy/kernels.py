@@ -13,12 +13,15 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis, normalised in float32 as transformers does."""
-    if x.dtype != torch.float32 or not torch.is_grad_enabled():
+    if torch.is_grad_enabled():
+        if x.dtype.itemsize >= 4:
+            return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
         wide = x.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass over memory, squares and mean take two
-        scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(weight)
-    return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    wide = x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass over memory, squares and mean take two
+    scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Where sequences lie in a flat run of tokens, and attention over them.
 
-A `Layout` holds *segments*: queries are tokens start .. end - 1 of the flat axis, and each sees, beside itself and the
-segment's tokens before it, the whole of the segment's prefix, if it has one. So the completions of a group share one
-copy of their prompt, in the forward and in the backward pass, and the result equals running every sequence alone.
+A run is cut into *segments*: queries are tokens start .. end - 1 of the flat axis, and each sees, beside itself and
+the segment's tokens before it, the whole of the segment's prefix, if it has one. So the completions of a group share
+one copy of their prompt, in the forward and in the backward pass, and the result equals running every sequence alone.
 
 Cost: segments of like length are padded to one rectangle; the rest of the network never sees padding. How far a segment
 is padded depends on its own length alone. Matrix libraries may still sum in another order when a rectangle holds more
@@ -27,7 +27,7 @@ _PIECE = 256
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens start .. end - 1 of the flat axis, behind the tokens of segment `prefix` (an index into the layout)."""
+    """Tokens start .. end - 1 of the flat axis, behind the tokens of segment `prefix` (an index among the segments)."""
 
     start: int
     end: int

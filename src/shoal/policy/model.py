@@ -65,10 +65,18 @@ def load_policy(config: PolicyConfig, *, alphabet: str, seed: int) -> Policy:
     return Policy(model=model, tokenizer=tokenizer)
 
 
+def find_policy(path: str | Path) -> str:
+    """The folder's full name, or the hub id as it is."""
+    if Path(path).is_dir():
+        return str(Path(path).resolve())
+    if isinstance(path, Path) or not _HUB_ID.fullmatch(path):
+        raise ConfigError(f"policy.path: there is no folder {str(path)!r}")
+    return path
+
+
 def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Policy:
     """A saved policy. Weights are read from safetensors alone: no pickle, no code of the folder's."""
-    if not Path(path).is_dir() and (isinstance(path, Path) or not _HUB_ID.fullmatch(path)):
-        raise ConfigError(f"policy.path: there is no folder {str(path)!r}")
+    path = find_policy(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         loaded: Any = AutoModelForCausalLM.from_pretrained(

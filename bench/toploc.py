@@ -1,0 +1,165 @@
+"""shoal's proofs against the published package `toploc`, in turn in one process, and what proofs cost in a run.
+
+    python bench/toploc.py [--quick] [--json]
+
+All figures are CPU time on one thread. Ratios are peer / shoal, medians over rounds, above 1 where shoal is faster:
+    build_ratio_896, build_ratio_5120      building proofs of 256 chunks of 32 tokens, hidden size 896 and 5120
+    verify_ratio_896, verify_ratio_5120    verifying them
+With the torch engine:
+    build_share                share of generation that goes into proofs: the demo's model (width 128, 3 layers),
+                               256 rollouts of 64 tokens
+    build_share_large          likewise: width 576, 30 layers, 16 rollouts of 32 tokens
+    verify_cost_ratio          generating / verifying (prefill, log-probs, sampling distances, proofs) per token: the
+                               demo's model, 64 rollouts of 512 tokens
+    verify_cost_ratio_large    likewise: width 576, 30 layers, 8 rollouts of 256 tokens; not with --quick
+
+The published package must be built from source: see tests/toploc/test_reference.py.
+"""
+
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import finish, parse_flags
+from shoal.config import PolicyConfig, TinyConfig
+from shoal.engine.torch import TorchEngine
+from shoal.policy.model import Policy, load_policy
+from shoal.rollout import Request, Rollout
+from shoal.runtime import tune_process
+from shoal.toploc import ProofBuilder, build_proofs, verify_batch, verify_proofs
+from shoal.toploc.replay import replay_rollouts
+
+CHUNKS = 256
+SMALL = TinyConfig(context=640)
+LARGE = TinyConfig(width=576, layers=30, heads=9, kv_heads=3)
+ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+Proven = tuple[Rollout, list[bytes]]
+
+
+def main() -> None:
+    flags = parse_flags(__doc__.splitlines()[0])
+    peer = _import_peer()
+    tune_process(1)
+    rounds = 3 if flags.quick else 9
+    figures: dict[str, float] = {}
+    rows = ["| hidden size | job | toploc us | shoal us | ratio |", "|---|---|---|---|---|"]
+    for width in (896, 5120):
+        for job, (theirs, ours) in compare_proofs(peer, width, rounds).items():
+            figures[f"{job}_ratio_{width}"] = theirs / ours
+            rows.append(f"| {width} | {job} | {theirs:.0f} | {ours:.0f} | {theirs / ours:.1f} |")
+    figures["build_share"] = measure_share(SMALL, rollouts=256, tokens=64, rounds=rounds)
+    figures["build_share_large"] = measure_share(LARGE, rollouts=16, tokens=32, rounds=1)
+    figures["verify_cost_ratio"] = measure_cost(SMALL, rollouts=64, tokens=512, rounds=1 if flags.quick else 3)
+    if not flags.quick:
+        figures["verify_cost_ratio_large"] = measure_cost(LARGE, rollouts=8, tokens=256, rounds=1)
+    finish(flags, "\n".join(rows), figures)
+
+
+def compare_proofs(peer: Any, width: int, rounds: int) -> dict[str, tuple[float, float]]:
+    """Median CPU-microseconds per chunk of the package and of shoal, by job."""
+    hidden = torch.randn(32 * CHUNKS, width, generator=torch.Generator().manual_seed(0)).bfloat16()
+    proofs = build_proofs(hidden)
+    sizes = {"decode_batching_size": 32, "topk": 128, "skip_prefill": True}
+    jobs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "build": (lambda: peer.build_proofs_bytes(hidden, **sizes), lambda: build_proofs(hidden)),
+        "verify": (lambda: peer.verify_proofs_bytes(hidden, proofs, **sizes), lambda: verify_proofs(hidden, proofs)),
+    }
+    times: dict[str, list[list[float]]] = {job: [] for job in jobs}
+    for turn in range(rounds + 1):
+        for job, pair in jobs.items():
+            seconds = [_measure(side)[1] for side in pair]
+            torch.set_num_threads(1)  # the package sets it to all cores
+            if turn:  # the first turn warms up
+                times[job].append(seconds)
+    scale = 1e6 / CHUNKS
+    return {
+        job: (scale * median(p for p, _ in turns), scale * median(o for _, o in turns)) for job, turns in times.items()
+    }
+
+
+def measure_share(config: TinyConfig, *, rollouts: int, tokens: int, rounds: int) -> float:
+    """Median share of generation's time that is spent inside the proof builder."""
+    policy = load_policy(PolicyConfig(tiny=config), alphabet=ALPHABET, seed=0)
+    sink = _TimedSink()
+    engine = TorchEngine(policy.model, eos_id=-1, slots=rollouts, sink=sink)
+    shares = []
+    for count in (min(8, rollouts), *[rollouts] * rounds):  # a few to warm up
+        sink.seconds = 0.0
+        _, seconds = _measure(_generate, engine, sink, _draw_requests(count, tokens))
+        shares.append(sink.seconds / seconds)
+    return median(shares[1:])
+
+
+def measure_cost(config: TinyConfig, *, rollouts: int, tokens: int, rounds: int) -> float:
+    """Median of the CPU time to generate rollouts with proofs over that to verify them."""
+    policy = load_policy(PolicyConfig(tiny=config), alphabet=ALPHABET, seed=0)
+    builder = ProofBuilder()
+    engine = TorchEngine(policy.model, eos_id=-1, slots=rollouts, sink=builder)
+    ratios = []
+    for count in (min(8, rollouts), *[rollouts] * rounds):
+        proven, generation = _measure(_generate, engine, builder, _draw_requests(count, tokens))
+        _, verification = _measure(_verify, policy, proven)
+        ratios.append(generation / verification)
+    return median(ratios[1:])
+
+
+class _TimedSink:
+    """A proof builder that adds up its own CPU time."""
+
+    def __init__(self) -> None:
+        self._builder = ProofBuilder()
+        self.seconds = 0.0
+
+    def __call__(self, rollout_id: str, start: int, hidden: Tensor) -> None:
+        self.seconds += _measure(self._builder, rollout_id, start, hidden)[1]
+
+    def take(self, rollout_id: str) -> list[bytes]:
+        proofs, seconds = _measure(self._builder.take, rollout_id)
+        self.seconds += seconds
+        return proofs
+
+
+def _generate(engine: TorchEngine, builder: ProofBuilder | _TimedSink, requests: Sequence[Request]) -> list[Proven]:
+    rollouts = list(engine.generate(requests))
+    return [(rollout, builder.take(rollout.id)) for rollout in rollouts]
+
+
+def _verify(policy: Policy, proven: Sequence[Proven]) -> None:
+    replays = replay_rollouts(policy.model, [rollout for rollout, _ in proven], eos_id=policy.eos_id)
+    results = verify_batch([replay.hidden for replay in replays], [proofs for _, proofs in proven])
+    assert all(result.fault is None and result.exp_mismatches <= 38 for chunks in results for result in chunks)
+
+
+def _draw_requests(count: int, tokens: int) -> list[Request]:
+    rng = random.Random(0)
+    prompts = [tuple(rng.randint(3, 38) for _ in range(12)) for _ in range(count)]
+    return [Request(id=str(i), prompt_ids=p, seed=i, max_tokens=tokens) for i, p in enumerate(prompts)]
+
+
+def _measure(job: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+    """What a job returns, and its CPU time in seconds."""
+    started = time.process_time()
+    result = job(*arguments)
+    return result, time.process_time() - started
+
+
+def _import_peer() -> Any:
+    # this file has the package's name, and scripts find their own folder first
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
+    try:
+        import toploc
+    except ImportError as error:
+        raise SystemExit(f"the published package toploc cannot be imported, so there is no ratio: {error}") from None
+    return toploc
+
+
+if __name__ == "__main__":
+    main()

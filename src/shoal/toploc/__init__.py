@@ -1,0 +1,44 @@
+"""TOPLOC: proofs of inference. What generated tokens leave behind in 258 bytes per 32 tokens, and how it is checked.
+
+    proofs = build_proofs(hidden)
+    results = verify_proofs(recomputed, proofs)
+
+Names are imported when first used: numpy and torch are not loaded for a look at the package.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.toploc.build import build_batch, build_proofs
+    from shoal.toploc.proof import CHUNK_SIZE, TOPK, Fault, decode_proofs, encode_proofs
+    from shoal.toploc.stream import ProofBuilder
+    from shoal.toploc.verify import ChunkResult, verify_batch, verify_proofs
+
+__all__ = [
+    "CHUNK_SIZE",
+    "TOPK",
+    "ChunkResult",
+    "Fault",
+    "ProofBuilder",
+    "build_batch",
+    "build_proofs",
+    "decode_proofs",
+    "encode_proofs",
+    "verify_batch",
+    "verify_proofs",
+]
+
+_HOMES = {
+    "build": ("build_batch", "build_proofs"),
+    "proof": ("CHUNK_SIZE", "TOPK", "Fault", "decode_proofs", "encode_proofs"),
+    "stream": ("ProofBuilder",),
+    "verify": ("ChunkResult", "verify_batch", "verify_proofs"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"shoal.toploc.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,171 @@
+"""The calibration file: how honest rollouts of a model look to its verifier here, and the thresholds that follow.
+
+- The stated rate is of false alarms per rollout, all checks together, for a rollout as long as the model's context:
+  the rate is shared evenly by the checks that can err (SHARES). A check on chunks gives half of its share to the full
+  chunks of the longest rollout and half to the last, short one, and divides by how rare the rarest variant is among
+  the samples: the rate holds for a node that always runs the least favourable one.
+- Thresholds and bets come from samples (toploc/fit.py); how far each is proven and how far extrapolated stands beside
+  it.
+- Noise belongs to an architecture, a dtype and a way of computing, not to one set of weights: a file is good for
+  every version of a run. A model of another shape is refused.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, ValidationError, model_validator
+from transformers import PreTrainedModel
+
+from shoal.config import Settings
+from shoal.errors import ConfigError
+from shoal.files import write_atomic
+from shoal.toploc.chunks import ChunkStats
+from shoal.toploc.finding import Check
+from shoal.toploc.sequence import CALIBRATED, Bet, BetTable, Stream
+from shoal.toploc.tail import Method
+
+LIMITED = {
+    Check.EXPONENT: "exponent",
+    Check.MANTISSA: "mantissa",
+    Check.MEDIAN: "median",
+    Check.SIGN: "sign",
+    Check.SAMPLING: "distance",
+    Check.LOGPROB: "logprob",
+}
+"""Checks with a threshold per chunk, and the statistic each looks at."""
+SHARES = len(LIMITED) + 5
+"""Checks that share the rate: those above, places outside, end probability, hazard, shape and sequence."""
+PUBLISHED = {Check.EXPONENT: 38.0, Check.MANTISSA: 10.0, Check.MEDIAN: 8.0}
+"""The paper's thresholds for bfloat16, one set for all models, for comparison."""
+_VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"}
+
+Share = Annotated[float, Field(gt=0.0, lt=1.0)]
+
+
+class Limit(Settings):
+    """The threshold of one check, what honest chunks measured, and how sure it is."""
+
+    threshold: float
+    method: Method
+    """order: proven by the samples; tail, margin: extrapolated; floor: allowance for other machines"""
+    rate: float
+    """aimed false alarms per chunk"""
+    proven: float
+    """upper confidence limit of false alarms per chunk, from the samples alone"""
+    num_samples: int
+    quantiles: dict[str, float]
+    """of honest chunks: "0.5", "0.9", "0.99", "0.999", "1" (the largest)"""
+
+
+class Kind(Settings):
+    """What holds for one kind of chunks, the full or the short ones."""
+
+    limits: dict[Check, Limit]
+    bets: dict[Stream, Bet]
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> "Kind":
+        if set(self.limits) != set(LIMITED) or set(self.bets) != set(CALIBRATED):
+            raise ValueError("a limit for every check and a bet for every stream are needed")
+        return self
+
+
+class Variant(Settings):
+    """One way of honest computing that was measured, or the reason why it was not."""
+
+    name: str
+    rollouts: int = 0
+    chunks: int = 0
+    tokens: int = 0
+    skipped: str = ""
+
+
+class Calibration(Settings):
+    """Everything a verifier needs to know about honest noise."""
+
+    format: Literal[1] = 1
+    model: str
+    """folder or hub id that was calibrated"""
+    model_hash: str
+    """of the architecture, see `hash_model`"""
+    weights_hash: str
+    """of the very weights that were measured; informative"""
+    backend: str
+    dtype: str
+    torch_version: str
+    temperature: float
+    """lowest sampling temperature that the thresholds hold for: noise in log-probs grows as 1 / temperature"""
+    max_tokens: int = Field(ge=1)
+    """longest rollout that the rate holds for"""
+    rate: Share
+    """false alarms per rollout, all checks together"""
+    confidence: Share
+    """of all thresholds together"""
+    variants: tuple[Variant, ...]
+    full: Kind
+    """chunks of 32 tokens"""
+    short: Kind
+    """last chunks of fewer"""
+    heldout_rollouts: int
+    """honest rollouts judged by thresholds of which they were no part"""
+    heldout_alarms: int
+
+    @property
+    def share(self) -> float:
+        """False alarms per rollout that one check may cause."""
+        return self.rate / SHARES
+
+    @property
+    def bets(self) -> BetTable:
+        return {True: self.full.bets, False: self.short.bets}
+
+    def limit_chunk(self, check: Check, chunk: ChunkStats) -> float:
+        """The threshold of a check on this chunk."""
+        return (self.full if chunk.is_full else self.short).limits[check].threshold
+
+    def save(self, path: Path) -> None:
+        write_atomic(path, (self.model_dump_json(indent=2) + "\n").encode())
+
+
+def load_calibration(path: Path, model: PreTrainedModel | None = None) -> Calibration:
+    """A calibration file, refused if it is not one or is of another model or dtype than `model`."""
+    try:
+        calibration = Calibration.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise ConfigError(f"{path}: is no calibration file: {where}: {first['msg']}") from None
+    if model is not None:
+        _check_model(path, calibration, model)
+    return calibration
+
+
+def hash_model(model: PreTrainedModel) -> str:
+    """SHA-256 of what decides a model's arithmetic beside the weights' values: its settings and the tensors' shapes."""
+    settings = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    text = json.dumps([settings, shapes], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def hash_weights(model: PreTrainedModel) -> str:
+    """SHA-256 of all tensors by name."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode() + b"\0")
+        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _check_model(path: Path, calibration: Calibration, model: PreTrainedModel) -> None:
+    if calibration.model_hash != hash_model(model):
+        names = f"{calibration.model_hash[:12]} ({calibration.model}), this one is {hash_model(model)[:12]}"
+        raise ConfigError(f"{path}: calibrates another model, {names}: run `shoal calibrate` on it")
+    dtype = str(model.dtype).removeprefix("torch.")
+    if calibration.dtype != dtype:
+        raise ConfigError(f"{path}: calibrates {calibration.dtype}, the model is loaded in {dtype}")

@@ -1,0 +1,188 @@
+"""Everything that is checked about a submission's rollouts, in one call and one prefill.
+
+- The requests are ours (from the lease), the rollouts and proofs the peer's. Nothing in them raises: a rollout that
+  cannot be replayed has a failed finding instead. Rollouts, requests and proofs are matched by id.
+- All checks together raise a false alarm on an honest rollout at no more than the calibration's rate.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from shoal.engine.base import CHUNK
+from shoal.errors import ConfigError
+from shoal.rollout import Request, Rollout
+from shoal.toploc.calibration import LIMITED, Calibration
+from shoal.toploc.chunks import ChunkStats, measure_chunks
+from shoal.toploc.field import P
+from shoal.toploc.finding import Check, Finding, rank_finding
+from shoal.toploc.logprobs import compare_logprobs
+from shoal.toploc.replay import Replay, RolloutError, admit_rollout, replay_rollouts
+from shoal.toploc.sequence import Evidence, Stream
+from shoal.toploc.shape import check_shape, trace_choices
+from shoal.toploc.tail import bound_hits
+from shoal.toploc.termination import check_ending, check_hazard, check_probability, trace_hazard
+from shoal.toploc.verify import BAND, ChunkResult, verify_batch
+
+CHANCE = 256 * BAND / P
+"""That an honest proof shows an exponent of the top values at a place that it does not commit to, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Report:
+    """All findings on one rollout, passed and failed, and what it adds to its node's history."""
+
+    rollout_id: str
+    findings: tuple[Finding, ...]
+    chunks: tuple[ChunkStats, ...] = ()
+    odds: Mapping[Stream, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.failed]
+
+    @property
+    def worst(self) -> Finding:
+        """The finding that is furthest beyond its threshold, or closest to it."""
+        return max(self.findings, key=rank_finding)
+
+
+def check_rollouts(
+    model: PreTrainedModel,
+    requests: Sequence[Request],
+    rollouts: Sequence[Rollout],
+    proofs: Mapping[str, Sequence[bytes]],
+    calibration: Calibration,
+    *,
+    eos_id: int,
+    seeded: bool = True,
+) -> list[Report]:
+    """One report per request, in their order, then one per rollout that nobody asked for.
+
+    `seeded=False` is for engines that cannot sample by seed: the shape test then stands in for the sampling check.
+    """
+    _check_limits(requests, calibration)
+    asked = {request.id: request for request in requests}
+    assert len(asked) == len(requests), "every request has an id of its own"
+    reports: dict[str, Report] = {}
+    admitted: list[Rollout] = []
+    for request in requests:
+        try:
+            admitted.append(_admit_one(model, request, [rollout for rollout in rollouts if rollout.id == request.id]))
+        except RolloutError as error:
+            reports[request.id] = _refuse_rollout(request.id, str(error))
+    replays = replay_rollouts(model, admitted, eos_id=eos_id, shape=not seeded)
+    given = [tuple(proofs.get(rollout.id, ())) for rollout in admitted]
+    results = verify_batch([replay.hidden for replay in replays], given)
+    for rollout, replay, own in zip(admitted, replays, results, strict=True):
+        judge = Judge(calibration=calibration, eos_id=eos_id, max_tokens=asked[rollout.id].max_tokens, seeded=seeded)
+        reports[rollout.id] = judge.judge_rollout(rollout, replay, own)
+    strays = dict.fromkeys(rollout.id for rollout in rollouts if rollout.id not in asked)
+    unasked = [_refuse_rollout(name, "id: nobody asked for it") for name in strays]
+    return [reports[request.id] for request in requests] + unasked
+
+
+def weigh_reports(reports: Sequence[Report], calibration: Calibration, evidence: Evidence | None = None) -> Evidence:
+    """A node's evidence after these reports; without an earlier one, that of the submission alone."""
+    total = evidence or Evidence()
+    for report in reports:
+        if report.chunks:  # a rollout that could not be replayed adds nothing
+            total = total.extend(report.chunks, calibration.bets, report.odds)
+    return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """The rules of one request: pure, so that replays of several versions, joined, are judged in the same way."""
+
+    calibration: Calibration
+    eos_id: int
+    max_tokens: int
+    seeded: bool = True
+
+    def judge_rollout(self, rollout: Rollout, replay: Replay, results: Sequence[ChunkResult]) -> Report:
+        """All findings on an admitted rollout; `results` are those of its proofs."""
+        share = self.calibration.share
+        chunks = tuple(measure_chunks(rollout, replay, results, seeded=self.seeded))
+        stopped = int(rollout.token_ids[-1]) == self.eos_id
+        odds = {Stream.HAZARD: trace_hazard(replay.eos_probs, stopped=stopped)}
+        findings = [
+            check_ending(rollout, eos_id=self.eos_id, max_tokens=self.max_tokens),
+            _check_proofs(results),
+            _check_outside(results[: len(chunks)], share),
+            *self._check_chunks(rollout, replay, chunks),
+            check_probability(replay.eos_probs, stopped=stopped, rate=share, max_tokens=self.calibration.max_tokens),
+            check_hazard(odds[Stream.HAZARD], share),
+        ]
+        if not self.seeded and rollout.temperature > 0:
+            odds[Stream.SHAPE] = trace_choices(replay.logprobs, replay.tilts, replay.masses)
+            findings.append(check_shape(odds[Stream.SHAPE], share))
+        findings.append(Evidence().extend(chunks, self.calibration.bets, odds).judge(share))
+        return Report(rollout_id=rollout.id, findings=tuple(findings), chunks=chunks, odds=odds)
+
+    def _check_chunks(self, rollout: Rollout, replay: Replay, chunks: Sequence[ChunkStats]) -> list[Finding]:
+        """Per check the chunk that is worst against its threshold; where a token is to blame, the token."""
+        tokens = {
+            Check.SAMPLING: replay.distances,
+            Check.LOGPROB: np.abs(compare_logprobs(rollout.logprobs, replay.logprobs)),
+        }
+        findings = []
+        for check, name in LIMITED.items():
+            if check is Check.SAMPLING and not self.seeded:
+                continue
+            limits = [self.calibration.limit_chunk(check, chunk) for chunk in chunks]
+            own = [
+                Finding(check, getattr(chunk, name), limit, f"chunk {index}")
+                for index, (chunk, limit) in enumerate(zip(chunks, limits, strict=True))
+            ]
+            worst = max(range(len(own)), key=lambda index, own=own: rank_finding(own[index]))  # type: ignore[misc]
+            if check in tokens:
+                start = worst * CHUNK
+                token = start + int(tokens[check][start : start + CHUNK].argmax())
+                own[worst] = replace(own[worst], where=f"token {token}")
+            findings.append(own[worst])
+        return findings
+
+
+def _check_limits(requests: Sequence[Request], calibration: Calibration) -> None:
+    for request in requests:
+        if 0 < request.temperature < calibration.temperature:
+            raise ConfigError(
+                f"calibration: holds for temperatures of {calibration.temperature:g} and above, {request.id} asks for "
+                f"{request.temperature:g}: run `shoal calibrate --temperature {request.temperature:g}`"
+            )
+        if request.max_tokens > calibration.max_tokens:
+            raise ConfigError(f"calibration: holds for {calibration.max_tokens} tokens, {request.id} may have more")
+
+
+def _admit_one(model: PreTrainedModel, request: Request, found: Sequence[Rollout]) -> Rollout:
+    if len(found) != 1:
+        raise RolloutError("id", f"{len(found)} rollouts for one request")
+    rollout = admit_rollout(found[0], request, model)
+    if len(rollout.versions) != 1:
+        raise RolloutError("versions", f"{len(rollout.versions)} versions, one can be replayed")
+    return rollout
+
+
+def _refuse_rollout(rollout_id: str, where: str) -> Report:
+    return Report(rollout_id=rollout_id, findings=(Finding(Check.FORM, 1.0, 0.0, where),))
+
+
+def _check_proofs(results: Sequence[ChunkResult]) -> Finding:
+    faults = [f"chunk {index}, {result.fault}" for index, result in enumerate(results) if result.fault is not None]
+    return Finding(Check.PROOF, float(len(faults)), 0.0, faults[0] if faults else "no chunk")
+
+
+def _check_outside(results: Sequence[ChunkResult], rate: float) -> Finding:
+    """Whether a proof says "top value" nearly everywhere, as one that was guessed does.
+
+    A place that the prover committed to and the verifier does not have among its own is a hit too. There are no more of
+    these than mismatches, which the exponent check bounds.
+    """
+    findings = []
+    for index, result in enumerate(results):
+        most = bound_hits(result.outside_points, CHANCE, rate / len(results)) + result.exp_mismatches
+        findings.append(Finding(Check.OUTSIDE, float(result.outside_hits), float(most), f"chunk {index}"))
+    return max(findings, key=rank_finding)

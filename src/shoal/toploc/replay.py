@@ -1,0 +1,174 @@
+"""One prefill with the trusted weights over prompts and submitted tokens of many rollouts.
+
+- Rollouts come from strangers: `admit_rollout` compares every field with the request and checks type, length and range
+  before the model sees a token. It returns arrays of our own, so nothing of the peer's is read twice.
+- Prompts that rollouts share are computed once. Memory is bounded by `pack_tokens` for states and by `SLICE_ELEMENTS`
+  for logits, whatever the vocabulary; a longer rollout has a pack to itself.
+- Row t of `hidden` is the state from which token t was chosen, as in the engine's sink.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shoal.learner.sample import Pack, Sample, build_packs
+from shoal.policy.decoder import Layer, compute_logits, fuse_layers, is_lean, run_decoder
+from shoal.rollout import Request, Rollout, VersionRange
+from shoal.seeds import token_uniforms
+from shoal.toploc.sampling import measure_distances
+from shoal.toploc.shape import measure_masses, measure_tilts
+
+PACK_TOKENS = 4096
+SLICE_ELEMENTS = 2**23
+"""Logits computed at a time: 32 MB in float32, and twice that for their sums."""
+
+
+class RolloutError(ValueError):
+    """A submitted rollout that cannot be replayed: `field` says which part, the text why."""
+
+    def __init__(self, field: str, text: str) -> None:
+        super().__init__(f"{field}: {text}")
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Replay:
+    """What the verifier finds for one rollout of T tokens."""
+
+    hidden: Tensor
+    """(T, W) states after the final norm"""
+    logprobs: np.ndarray
+    """(T,) float32 behaviour log-probs of the submitted tokens"""
+    distances: np.ndarray
+    """(T,) float64, see toploc/sampling.py"""
+    eos_probs: np.ndarray
+    """(T,) float32 probability of the end token at each place"""
+    tilts: np.ndarray
+    """(T, S) float64, see toploc/shape.py; S = 0 unless asked for"""
+    masses: np.ndarray
+    """(T,) float64, likewise; zeros unless asked for"""
+
+
+def admit_rollout(rollout: Rollout, request: Request, model: PreTrainedModel) -> Rollout:
+    """The rollout with checked arrays of our own, or a `RolloutError` that names what is wrong with it."""
+    config = model.config
+    _check_fields(rollout, request)
+    prompt_ids = _admit_ids("prompt_ids", rollout.prompt_ids, config.vocab_size)
+    if prompt_ids.tolist() != list(request.prompt_ids):
+        raise RolloutError("prompt_ids", "differ from the request's")
+    token_ids = _admit_ids("token_ids", rollout.token_ids, config.vocab_size)
+    if len(token_ids) > request.max_tokens:
+        raise RolloutError("token_ids", f"{len(token_ids)} tokens, allowed are {request.max_tokens}")
+    if len(prompt_ids) + len(token_ids) > config.max_position_embeddings:
+        raise RolloutError("token_ids", f"more than the model's {config.max_position_embeddings} positions")
+    _check_spans(rollout.versions, len(token_ids))
+    logprobs = rollout.logprobs
+    if not isinstance(logprobs, np.ndarray) or logprobs.dtype.kind != "f" or logprobs.shape != token_ids.shape:
+        raise RolloutError("logprobs", "must be one float per token")
+    with np.errstate(over="ignore"):
+        own = logprobs.astype(np.float32)
+    return replace(rollout, prompt_ids=prompt_ids, token_ids=token_ids, logprobs=own)
+
+
+@torch.inference_mode()
+def replay_rollouts(
+    model: PreTrainedModel,
+    rollouts: Sequence[Rollout],
+    *,
+    eos_id: int,
+    shape: bool = False,
+    pack_tokens: int = PACK_TOKENS,
+) -> list[Replay]:
+    """Replays in the order of the rollouts, which must have been admitted and have ids of their own."""
+    assert len({rollout.id for rollout in rollouts}) == len(rollouts), "every rollout has an id of its own"
+    if not rollouts:
+        return []
+    layers = fuse_layers(model) if is_lean(model) else None
+    prompts: dict[bytes, int] = {}
+    samples = [Sample(prompts.setdefault(r.prompt_ids.tobytes(), len(prompts)), r, 0.0) for r in rollouts]
+    found: dict[str, Replay] = {}
+    for pack in build_packs(samples, pack_tokens):
+        found |= _replay_pack(model, layers, pack, eos_id, shape)
+    return [found[rollout.id] for rollout in rollouts]
+
+
+def join_replays(spans: Sequence[VersionRange], replays: dict[int, Replay]) -> Replay:
+    """One replay of a rollout that several versions wrote, from whole replays under each of them."""
+    parts = [(replays[span.version], slice(span.start, span.end)) for span in spans]
+    return Replay(
+        hidden=torch.cat([replay.hidden[rows] for replay, rows in parts]),
+        logprobs=np.concatenate([replay.logprobs[rows] for replay, rows in parts]),
+        distances=np.concatenate([replay.distances[rows] for replay, rows in parts]),
+        eos_probs=np.concatenate([replay.eos_probs[rows] for replay, rows in parts]),
+        tilts=np.concatenate([replay.tilts[rows] for replay, rows in parts]),
+        masses=np.concatenate([replay.masses[rows] for replay, rows in parts]),
+    )
+
+
+def _check_fields(rollout: Rollout, request: Request) -> None:
+    for field in ("id", "seed", "temperature"):
+        given, asked = getattr(rollout, field), getattr(request, field)
+        if given != asked:
+            raise RolloutError(field, f"differs from the request's {asked!r}")
+
+
+def _admit_ids(field: str, ids: np.ndarray, vocabulary: int) -> np.ndarray:
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim != 1 or not len(ids):
+        raise RolloutError(field, "must be a list of at least one token id")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise RolloutError(field, f"token ids must be 0 to {vocabulary - 1}")
+    return ids.astype(np.int32)
+
+
+def _check_spans(spans: Sequence[VersionRange], num_tokens: int) -> None:
+    """Versions must cover the tokens in order, without gaps."""
+    edges = [0, *(span.end for span in spans)]
+    starts = [span.start for span in spans]
+    if starts != edges[:-1] or edges[-1] != num_tokens or any(span.end <= span.start for span in spans):
+        raise RolloutError("versions", "must cover the tokens in order, without gaps")
+
+
+def _replay_pack(
+    model: PreTrainedModel, layers: list[Layer] | None, pack: Pack, eos_id: int, shape: bool
+) -> dict[str, Replay]:
+    hidden = run_decoder(model, pack.token_ids, pack.positions, pack.attention, layers).index_select(0, pack.rows)
+    rollouts = [sample.rollout for sample in pack.samples]
+    uniforms = np.concatenate([token_uniforms(rollout.seed, 0, rollout.num_tokens) for rollout in rollouts])
+    size = max(1, SLICE_ELEMENTS // model.config.vocab_size)
+    inputs = (hidden, pack.targets, pack.temperatures, torch.from_numpy(uniforms))
+    parts = [
+        _score_slice(compute_logits(model, rows), tokens, temperatures, draws, eos_id, shape)
+        for rows, tokens, temperatures, draws in zip(*(values.split(size) for values in inputs), strict=True)
+    ]
+    columns = [torch.cat(column).numpy() for column in zip(*parts, strict=True)]
+    ends = np.cumsum([rollout.num_tokens for rollout in rollouts])
+    spans = [slice(end - rollout.num_tokens, end) for rollout, end in zip(rollouts, ends, strict=True)]
+    return {
+        rollout.id: Replay(
+            hidden=hidden[span],
+            logprobs=columns[0][span],
+            distances=columns[1][span],
+            eos_probs=columns[2][span],
+            tilts=columns[3][span],
+            masses=columns[4][span],
+        )
+        for rollout, span in zip(rollouts, spans, strict=True)
+    }
+
+
+def _score_slice(
+    logits: Tensor, tokens: Tensor, temperatures: Tensor, uniforms: Tensor, eos_id: int, shape: bool
+) -> tuple[Tensor, ...]:
+    greedy = temperatures == 0
+    logprobs = torch.log_softmax(logits / torch.where(greedy, 1.0, temperatures)[:, None], dim=-1)
+    own = logprobs.gather(1, tokens[:, None])[:, 0]
+    if bool(own.isnan().any()):
+        raise FloatingPointError("logits are not finite: nothing can be checked with these weights")
+    distances = measure_distances(logprobs, tokens, uniforms, greedy)
+    tilts = measure_tilts(logprobs) if shape else logprobs.new_zeros(len(tokens), 0, dtype=torch.float64)
+    masses = measure_masses(logprobs, tokens) if shape else torch.zeros(len(tokens), dtype=torch.float64)
+    return own, distances, logprobs[:, eos_id].exp(), tilts, masses

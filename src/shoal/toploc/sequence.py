@@ -1,0 +1,171 @@
+"""Evidence that grows chunk by chunk, over a rollout or over all that a node ever sent, and may be looked at any time.
+
+A deviation too small for one chunk shows in the mean of many. For a statistic x of a chunk, clipped to [low, high]
+and scaled to y in [0, 1], let m be the calibrated upper bound of the honest mean of y. Whoever bets a share f of
+their wealth that y exceeds m has
+
+    W_f <- W_f (1 + f (y / m - 1)),    0 < f < 1.
+
+As long as E[y | all before] <= m, W_f cannot grow in expectation. Beside these bets stand the exact odds of
+toploc/termination.py and toploc/shape.py, which need no m. A bet against an honest node loses for as long as the node
+is honest, so not all is staked at once: rollout r adds s_r fresh money to every bet, sum_r s_r <= 1. The mean over
+all bets then has an expectation of at most 1 at any time, and by Ville's inequality
+
+    P(the mean ever reaches 1 / a) <= a
+
+however long one watches and whenever one stops. Nothing is assumed of the distribution of y beyond its mean, so
+neither its tail nor the independence of chunks matters: only that an honest node's mean, given what came before,
+stays below m. A node whose every rollout is on prompts noisier than those of the calibration would break that.
+
+Power: a node whose mean is (1 + d) m gains about ln(1 + d) per chunk when its statistic varies little, and d^2 / 2
+over the squared coefficient of variation when it varies much. One that begins to cheat at rollout r is noticed ln(1 /
+s_r) later, which is 8 nats after 100 honest rollouts and 14 after 10,000.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from pydantic import Field
+
+from shoal.config import Settings
+from shoal.engine.base import CHUNK
+from shoal.toploc.chunks import ChunkStats, stack_stats
+from shoal.toploc.finding import Check, Finding
+from shoal.toploc.wealth import average_wealth
+
+FRACTIONS = (0.05, 0.2, 0.5, 0.9)
+_BOUND_FRACTIONS = (0.05, 0.2, 0.5, 0.9, 0.99)
+_STAKE_SUM = 2.11
+"""More than the sum of 1 / (n ln(n)^2) over n = 2, 3, ..."""
+
+
+class Stream(StrEnum):
+    """What is bet on. The first six are statistics of chunks against their honest mean, the last two exact odds."""
+
+    EXPONENT = "exponent"
+    MANTISSA = "mantissa"
+    DISTANCE = "distance_mean"
+    LOGPROB = "logprob_mean"
+    ABOVE = "bias_above"
+    BELOW = "bias_below"
+    HAZARD = "hazard"
+    SHAPE = "shape"
+
+
+CALIBRATED: tuple[Stream, ...] = tuple(stream for stream in Stream if stream not in (Stream.HAZARD, Stream.SHAPE))
+
+
+class Bet(Settings):
+    """How a stream's statistic becomes y, and the most that y is on average for an honest node."""
+
+    low: float
+    high: float
+    mean: float = Field(gt=0.0, lt=1.0)
+
+    def scale(self, values: np.ndarray) -> np.ndarray:
+        """y; what is not a number counts as the worst."""
+        known = np.where(np.isnan(values), np.inf, values)
+        return np.clip((known - self.low) / (self.high - self.low), 0.0, 1.0)
+
+
+BetTable = Mapping[bool, Mapping[Stream, Bet]]
+"""Bets on full chunks (True) and short ones (False)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the bets won so far. A small value that is stored per node and goes on from where it was."""
+
+    rollouts: int = 0
+    chunks: int = 0
+    wealth: Mapping[Stream, tuple[float, ...]] = field(default_factory=dict)
+    """log W of each bet of each stream that was bet on; every stream has the same share of the mean for ever"""
+    peak: float = 0.0
+    """largest log of the mean wealth so far, which is what Ville's inequality bounds"""
+
+    def extend(
+        self, chunks: Sequence[ChunkStats], bets: BetTable, odds: Mapping[Stream, np.ndarray] | None = None
+    ) -> "Evidence":
+        """The evidence after one more rollout: its chunks, and paths (tokens, bets) of log wealth of exact odds."""
+        assert chunks, "a rollout has at least one chunk"
+        stats = stack_stats(chunks)
+        full = np.array([chunk.is_full for chunk in chunks])
+        gains: dict[Stream, np.ndarray] = {
+            stream: _trace_bet(read_stream(stats, stream), full, bets, stream) for stream in CALIBRATED
+        }
+        for stream, path in (odds or {}).items():
+            ends = np.minimum(np.arange(1, len(chunks) + 1) * CHUNK, len(path)) - 1
+            gains[stream] = path[ends]
+        stake = _log_stake(self.rollouts + 1)
+        paths = {stream: np.logaddexp(self._logs(stream), stake) + path for stream, path in gains.items()}
+        # a stream without bets this time stands still
+        means = [average_wealth(paths.get(stream, self._logs(stream)[None])) for stream in Stream]
+        totals = average_wealth(np.stack([np.broadcast_to(mean, len(chunks)) for mean in means], axis=1))
+        wealth = dict(self.wealth) | {stream: tuple(path[-1].tolist()) for stream, path in paths.items()}
+        peak = max(self.peak, float(totals.max()))
+        return Evidence(self.rollouts + 1, self.chunks + len(chunks), wealth, peak)
+
+    @property
+    def leader(self) -> str:
+        """The stream that won most."""
+        return str(max(self.wealth, key=lambda stream: max(self.wealth[stream]), default="nothing"))
+
+    def judge(self, rate: float) -> Finding:
+        """Whether the evidence ever exceeded what honest work exceeds with probability `rate` in all eternity."""
+        return Finding(Check.SEQUENCE, self.peak, -math.log(rate), f"{self.leader}, {self.chunks} chunks")
+
+    def to_json(self) -> str:
+        data = {"rollouts": self.rollouts, "chunks": self.chunks, "wealth": dict(self.wealth), "peak": self.peak}
+        return json.dumps(data, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Evidence":
+        data = json.loads(text)
+        wealth = {Stream(name): tuple(float(log) for log in logs) for name, logs in data["wealth"].items()}
+        return cls(int(data["rollouts"]), int(data["chunks"]), wealth, float(data["peak"]))
+
+    def _logs(self, stream: Stream) -> np.ndarray:
+        return np.array(self.wealth.get(stream, (-math.inf,)))
+
+
+def read_stream(stats: Mapping[str, np.ndarray], stream: Stream) -> np.ndarray:
+    """The values of a calibrated stream from stacked statistics."""
+    if stream is Stream.ABOVE:
+        return stats["bias"]
+    if stream is Stream.BELOW:
+        return -stats["bias"]
+    return stats[stream.value]
+
+
+def bound_mean(values: np.ndarray, confidence: float) -> float:
+    """Upper confidence limit of the mean of values in [0, 1], by betting that the mean is below it.
+
+    If the mean is m or more, money that is bet on y < m, W_f <- W_f (1 + f (m - y) / (1 - m)), cannot grow in
+    expectation. The limit is the smallest m that is refuted at this confidence (Waudby-Smith and Ramdas, arXiv
+    2010.09686).
+    """
+    goal = -math.log(1 - confidence)
+    low, high = float(values.mean()), 1.0
+    for _ in range(40):
+        mean = (low + high) / 2
+        wealth = np.log1p(np.outer(_BOUND_FRACTIONS, (mean - values) / (1 - mean))).sum(axis=1)
+        refuted = float(average_wealth(wealth)) >= goal
+        low, high = (low, mean) if refuted else (mean, high)
+    return high
+
+
+def _trace_bet(values: np.ndarray, full: np.ndarray, bets: BetTable, stream: Stream) -> np.ndarray:
+    """Log wealth (chunks, fractions) of one unit staked before the first chunk."""
+    long, short = (bets[kind][stream] for kind in (True, False))
+    odds = np.where(full, long.scale(values) / long.mean, short.scale(values) / short.mean)
+    path: np.ndarray = np.log1p(np.array(FRACTIONS) * (odds[:, None] - 1.0)).cumsum(axis=0)
+    return path
+
+
+def _log_stake(rollout: int) -> float:
+    """log s_r for r = 1, 2, ...: falling as slowly as a convergent sum can."""
+    return -math.log(_STAKE_SUM * (rollout + 1) * math.log(rollout + 1) ** 2)

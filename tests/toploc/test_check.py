@@ -1,0 +1,327 @@
+"""Honest work passes, and every attack is caught by the check that is meant for it."""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.errors import ConfigError
+from shoal.policy.model import Policy
+from shoal.rollout import Finish, Request, Rollout, VersionRange
+from shoal.toploc.calibration import Calibration
+from shoal.toploc.check import Report, check_rollouts, weigh_reports
+from shoal.toploc.finding import Check, rank_finding
+
+RATE = 1e-4
+
+
+def failures(reports: list[Report]) -> dict[Check, int]:
+    """In how many rollouts each check failed."""
+    counts: dict[Check, int] = {}
+    for report in reports:
+        for finding in report.failed:
+            counts[finding.check] = counts.get(finding.check, 0) + 1
+    return counts
+
+
+def caught(reports: list[Report]) -> int:
+    return sum(bool(report.failed) for report in reports)
+
+
+@pytest.fixture(scope="module")
+def honest(work, speaker: Policy, requests_16: list[Request]):
+    return work(speaker.model, requests_16)
+
+
+def edit_tokens(rollout: Rollout, places: int, rng: np.random.Generator) -> Rollout:
+    tokens = rollout.token_ids.copy()
+    for place in rng.choice(len(tokens) - 1, places, replace=False):
+        tokens[place] = rng.choice([t for t in range(3, 55) if t != tokens[place]])
+    return replace(rollout, token_ids=tokens)
+
+
+def cut_short(rollout: Rollout, length: int) -> Rollout:
+    tokens = np.append(rollout.token_ids[: length - 1], 1).astype(np.int32)
+    logprobs = rollout.logprobs[:length]
+    return replace(
+        rollout, token_ids=tokens, logprobs=logprobs, finish=Finish.STOP, versions=(VersionRange(0, 0, length),)
+    )
+
+
+def spoil_weights(policy: Policy, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
+    model = copy.deepcopy(policy.model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(change(parameter))
+    return model
+
+
+def round_int8(weight: torch.Tensor) -> torch.Tensor:
+    scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127
+    return (weight / scale).round() * scale
+
+
+def test_honest_rollouts_pass_with_a_wide_margin(check, honest) -> None:
+    reports = check(honest)
+    assert len(reports) == 16 and failures(reports) == {}
+    statistical = [f for report in reports for f in report.findings if f.check not in (Check.EOS, Check.OUTSIDE)]
+    assert max(rank_finding(finding)[1] for finding in statistical) < 0.5
+    checks = {finding.check for finding in reports[0].findings}
+    assert checks == set(Check) - {Check.SHAPE, Check.FORM}
+
+
+def test_honest_rollouts_pass_without_seeds(check, honest) -> None:
+    reports = check(honest, seeded=False)
+    assert failures(reports) == {}
+    checks = {finding.check for finding in reports[0].findings}
+    assert checks == set(Check) - {Check.SAMPLING, Check.FORM}
+
+
+def test_honest_submissions_leave_no_evidence(check, honest, calibration: Calibration) -> None:
+    evidence = weigh_reports(check(honest), calibration)
+    assert not evidence.judge(RATE).failed and evidence.peak < 1
+    assert evidence.rollouts == 16 and evidence.chunks == sum(len(proofs) for proofs in honest.proofs.values())
+
+
+@pytest.mark.parametrize("temperature", [0.9, 0.0])
+def test_another_temperature_is_seen_by_the_seeds(
+    check, work, launder, speaker: Policy, requests_16: list[Request], temperature: float
+) -> None:
+    changed = [replace(request, temperature=temperature) for request in requests_16]
+    reports = check(launder(work(speaker.model, changed, requests_16).rollouts))
+    assert set(failures(reports)) <= {Check.SAMPLING, Check.SEQUENCE}
+    assert failures(reports)[Check.SAMPLING] == 16
+
+
+def test_top_p_is_seen_by_the_seeds(check, launder, speaker: Policy, honest) -> None:
+    rollouts = [sample_nucleus(speaker, rollout, 0.95) for rollout in honest.rollouts[::4]]
+    others = [rollout for index, rollout in enumerate(honest.rollouts) if index % 4]
+    reports = check(launder([*rollouts, *others]))
+    assert [bool(report.failed) for report in reports] == [True, False, False, False] * 4
+    assert failures(reports)[Check.SAMPLING] == 4
+
+
+@torch.no_grad()
+def sample_nucleus(policy: Policy, rollout: Rollout, top_p: float) -> Rollout:
+    """The seeded sampler on the smallest set of likeliest tokens with probability `top_p`."""
+    from shoal.seeds import token_uniforms
+
+    uniforms = token_uniforms(rollout.seed, 0, rollout.num_tokens)
+    prompt = rollout.prompt_ids.tolist()
+    ids = list(prompt)
+    cache = None
+    feed = torch.tensor([prompt])
+    for u in uniforms:
+        output = policy.model(input_ids=feed, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        probs = output.logits[0, -1].double().softmax(-1)
+        ranked, order = probs.sort(descending=True)
+        kept = torch.zeros_like(probs)
+        kept[order] = torch.where(ranked.cumsum(0) - ranked < top_p, ranked, 0.0)
+        cdf = kept.cumsum(0)
+        ids.append(int(torch.searchsorted(cdf, u * cdf[-1], right=True)))
+        feed = torch.tensor([[ids[-1]]])
+    tokens = np.array(ids[len(prompt) :], dtype=np.int32)
+    if len(ends := np.flatnonzero(tokens == policy.eos_id)):
+        tokens = tokens[: ends[0] + 1]
+    stop = Finish.STOP if tokens[-1] == policy.eos_id else Finish.LENGTH
+    span = (VersionRange(0, 0, len(tokens)),)
+    return replace(rollout, token_ids=tokens, logprobs=rollout.logprobs[: len(tokens)], finish=stop, versions=span)
+
+
+def test_best_of_four_is_seen_wherever_another_seed_won(
+    check, work, speaker: Policy, requests_16: list[Request]
+) -> None:
+    tries = [work(speaker.model, [replace(r, seed=r.seed ^ k) for r in requests_16], requests_16) for k in range(4)]
+    winners = [np.argmax([t.rollouts[i].logprobs.mean() for t in tries]) for i in range(16)]
+    best = type(tries[0])(
+        [tries[w].rollouts[i] for i, w in enumerate(winners)],
+        {r.id: tries[w].proofs[r.id] for r, w in zip(requests_16, winners, strict=True)},
+    )
+    found = [report.worst.check if report.failed else None for report in check(best)]
+    assert len(set(winners)) == 4
+    assert found == [None if w == 0 else Check.SAMPLING for w in winners]
+
+
+@pytest.mark.parametrize("places", [1, 5])
+def test_edited_tokens_are_seen_even_after_an_honest_prefill(check, launder, honest, places: int) -> None:
+    rng = np.random.default_rng(places)
+    edited = [edit_tokens(rollout, places, rng) for rollout in honest.rollouts]
+    assert failures(check(launder(edited)))[Check.SAMPLING] == 16
+
+
+def test_edited_tokens_under_the_old_proofs_fail_everything(check, honest) -> None:
+    rng = np.random.default_rng(0)
+    edited = replace(honest, rollouts=[edit_tokens(rollout, 5, rng) for rollout in honest.rollouts])
+    found = failures(check(edited))
+    assert min(found[name] for name in (Check.EXPONENT, Check.MANTISSA, Check.LOGPROB, Check.SAMPLING)) == 16
+
+
+def test_text_of_another_model_is_seen_even_after_an_honest_prefill(
+    check, work, launder, stranger: Policy, requests_16: list[Request]
+) -> None:
+    rollouts = work(stranger.model, requests_16).rollouts
+    assert failures(check(launder(rollouts)))[Check.SAMPLING] == 16
+    assert failures(check(launder(rollouts), seeded=False))[Check.SHAPE] == 16
+
+
+def test_another_model_is_seen_by_its_proofs(check, work, stranger: Policy, requests_16: list[Request]) -> None:
+    found = failures(check(work(stranger.model, requests_16)))
+    assert min(found[name] for name in (Check.EXPONENT, Check.MANTISSA, Check.MEDIAN, Check.LOGPROB)) == 16
+
+
+def test_a_forced_end_is_seen(check, launder, honest, calibration: Calibration) -> None:
+    cut = [cut_short(rollout, rollout.num_tokens // 2) for rollout in honest.rollouts]
+    reports = check(launder(cut))
+    assert failures(reports)[Check.SAMPLING] == 16 and Check.ENDING not in failures(reports)
+    unseeded = weigh_reports(check(launder(cut), seeded=False), calibration)
+    assert unseeded.judge(RATE).failed and unseeded.leader == "hazard"
+
+
+def test_a_cut_without_an_end_is_seen(check, launder, honest) -> None:
+    halves = [(r, r.num_tokens // 2) for r in honest.rollouts]
+    cut = [replace(cut_short(r, half), token_ids=r.token_ids[:half], finish=Finish.LENGTH) for r, half in halves]
+    assert failures(check(launder(cut)))[Check.ENDING] == 16
+
+
+def test_the_proof_of_another_rollout_is_seen(check, honest) -> None:
+    ids = [rollout.id for rollout in honest.rollouts]
+    swapped = {name: honest.proofs[other] for name, other in zip(ids, ids[1:] + ids[:1], strict=True)}
+    assert failures(check(replace(honest, proofs=swapped)))[Check.EXPONENT] == 16
+
+
+def test_an_edited_prompt_is_seen(check, work, speaker: Policy, requests_16: list[Request]) -> None:
+    edited = [replace(r, prompt_ids=(*r.prompt_ids[:-1], 3 + (r.prompt_ids[-1] - 2) % 40)) for r in requests_16]
+    found = failures(check(work(speaker.model, edited, requests_16)))
+    assert min(found[name] for name in (Check.MANTISSA, Check.LOGPROB)) == 16
+
+
+@pytest.mark.parametrize(("lr", "stream"), [(1e-5, "mantissa"), (1e-6, "logprob_mean")])
+def test_a_model_one_step_older_is_seen(
+    check, work, speaker: Policy, requests_16: list[Request], calibration: Calibration, lr: float, stream: str
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # what AdamW does to a weight in its first step: lr times the sign of the gradient
+    model = spoil_weights(speaker, lambda w: w + lr * torch.randn(w.shape, generator=generator).sign())
+    reports = check(work(model, requests_16))
+    assert failures(reports)[Check.LOGPROB] == 16
+    evidence = weigh_reports(reports, calibration)
+    assert evidence.judge(RATE).failed
+    assert max(evidence.wealth[stream]) > -math.log(RATE)
+
+
+def test_int8_weights_are_seen(check, work, speaker: Policy, requests_16: list[Request]) -> None:
+    found = failures(check(work(spoil_weights(speaker, round_int8), requests_16)))
+    assert min(found[name] for name in (Check.MANTISSA, Check.MEDIAN, Check.LOGPROB)) == 16
+
+
+def test_shifted_log_probs_are_seen_though_each_shift_is_allowed(check, honest, calibration: Calibration) -> None:
+    limit = calibration.full.limits[Check.LOGPROB].threshold
+    shifted = [replace(r, logprobs=r.logprobs - np.float32(0.5 * limit)) for r in honest.rollouts]
+    reports = check(replace(honest, rollouts=shifted))
+    assert Check.LOGPROB not in failures(reports)
+    assert weigh_reports(reports, calibration).judge(RATE).failed
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.5])
+def test_numbers_that_are_no_log_probs_are_seen(check, honest, value: float) -> None:
+    rollouts = list(honest.rollouts)
+    logprobs = rollouts[3].logprobs.copy()
+    logprobs[7] = value
+    rollouts[3] = replace(rollouts[3], logprobs=logprobs)
+    reports = check(replace(honest, rollouts=rollouts))
+    assert [bool(report.failed) for report in reports] == [index == 3 for index in range(16)]
+    assert {finding.check: finding.where for finding in reports[3].failed}[Check.LOGPROB] == "token 7"
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda proofs: proofs[:-1], "missing"),
+        (lambda proofs: [*proofs, proofs[0]], "surplus"),
+        (lambda proofs: [bytes(258), *proofs[1:]], "null"),
+        (lambda proofs: [proofs[0][:-1], *proofs[1:]], "length"),
+        (lambda proofs: [None, *proofs[1:]], "unreadable"),
+        (lambda proofs: [proofs[0][:4] + bytes(254), *proofs[1:]], "degree"),
+    ],
+)
+def test_a_proof_that_is_none_fails_its_rollout_alone(check, honest, change, fault: str) -> None:
+    broken = {**honest.proofs, "g1.2": change(honest.proofs["g1.2"])}
+    reports = {report.rollout_id: report for report in check(replace(honest, proofs=broken))}
+    assert [name for name, report in reports.items() if report.failed] == ["g1.2"]
+    found = {finding.check: finding for finding in reports["g1.2"].failed}
+    assert fault in found[Check.PROOF].where
+
+
+def test_no_proofs_at_all_fail_everything(check, honest) -> None:
+    assert failures(check(replace(honest, proofs={})))[Check.PROOF] == 16
+
+
+def test_a_constant_proof_is_seen(check, honest) -> None:
+    constant = bytes([0xFF, 0xD9]) + (0x4080).to_bytes(2) + bytes(252) + (1).to_bytes(2)  # 4.0, and x^127
+    proofs = {name: [constant] * len(own) for name, own in honest.proofs.items()}
+    assert caught(check(replace(honest, proofs=proofs))) == 16
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"seed": 5}, "seed"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"prompt_ids": np.array([4, 4], dtype=np.int32)}, "prompt_ids"),
+        ({"versions": (VersionRange(0, 0, 3), VersionRange(1, 3, 96))}, "versions"),
+    ],
+)
+def test_what_differs_from_the_request_is_not_replayed(check, honest, change, field: str) -> None:
+    rollouts = list(honest.rollouts)
+    rollouts[0] = replace(rollouts[0], **change)
+    reports = check(replace(honest, rollouts=rollouts))
+    assert caught(reports) == 1
+    (finding,) = reports[0].failed
+    assert finding.check is Check.FORM and finding.where.startswith(field)
+    assert not reports[0].chunks
+
+
+def test_missing_doubled_and_unknown_rollouts_are_told(check, honest) -> None:
+    strange = replace(honest.rollouts[0], id="x")
+    rollouts = [*honest.rollouts[1:], honest.rollouts[5], strange, strange]
+    reports = check(replace(honest, rollouts=rollouts))
+    assert [report.rollout_id for report in reports if report.failed] == ["g0.0", "g1.1", "x"]
+    assert len(reports) == 17
+    assert all(report.worst.check is Check.FORM for report in reports if report.failed)
+
+
+def test_nothing_submitted_is_sixteen_failures(check, honest) -> None:
+    assert caught(check(replace(honest, rollouts=[], proofs={}))) == 16
+
+
+def test_reports_do_not_depend_on_the_order_of_the_rollouts(check, honest) -> None:
+    reports = check(honest)
+    again = check(replace(honest, rollouts=honest.rollouts[::-1]))
+    assert [report.rollout_id for report in reports] == [report.rollout_id for report in again]
+    assert [f.where for r in reports for f in r.findings] == [f.where for r in again for f in r.findings]
+
+
+def test_a_lower_temperature_than_the_calibrated_is_a_mistake_of_ours(
+    speaker: Policy, requests_16: list[Request], calibration: Calibration
+) -> None:
+    cold = [replace(request, temperature=0.7) for request in requests_16]
+    with pytest.raises(ConfigError, match=r"temperatures of 1 and above, g0\.0 asks for 0\.7"):
+        check_rollouts(speaker.model, cold, [], {}, calibration, eos_id=1)
+
+
+def test_greedy_requests_are_checked_against_the_likeliest_token(
+    work, speaker: Policy, requests_16: list[Request], calibration: Calibration
+) -> None:
+    greedy = [replace(request, temperature=0.0) for request in requests_16]
+    own = work(speaker.model, greedy)
+    sampled = work(speaker.model, requests_16, greedy)
+    for done, expected in ((own, 0), (sampled, 16)):
+        reports = check_rollouts(speaker.model, greedy, done.rollouts, done.proofs, calibration, eos_id=1)
+        assert failures(reports).get(Check.SAMPLING, 0) == expected

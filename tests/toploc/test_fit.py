@@ -1,0 +1,109 @@
+"""From samples to limits and bets: shares of the rate, the worst group, floors."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shoal.toploc.calibration import LIMITED, SHARES
+from shoal.toploc.chunks import STATISTICS, ChunkStats
+from shoal.toploc.finding import Check
+from shoal.toploc.fit import FLOORS, MEAN_FLOORS, fit_kinds
+from shoal.toploc.sequence import CALIBRATED, Stream
+
+QUIET = ChunkStats(tokens=32, **dict.fromkeys(STATISTICS, 0.0))
+
+
+def make_rollouts(num: int, scale: float, seed: int) -> list[list[ChunkStats]]:
+    """Rollouts of one full and one short chunk whose statistics are exponential with this mean."""
+    rng = np.random.default_rng(seed)
+    rollouts = []
+    for index in range(num):
+        draws = rng.exponential(scale, (2, len(STATISTICS)))
+        rows = [dict(zip(STATISTICS, row.tolist(), strict=True)) for row in draws]
+        sizes = (32, 1 + index % 31)
+        rollouts.append([ChunkStats(tokens=size, **row) for size, row in zip(sizes, rows, strict=True)])
+    return rollouts
+
+
+def fit(samples, **changes: float):
+    return fit_kinds(samples, **{"rate": 1e-4, "confidence": 0.95, "max_tokens": 512, **changes})
+
+
+@pytest.fixture(scope="module")
+def samples() -> dict[str, list[list[ChunkStats]]]:
+    return {"calm": make_rollouts(600, 1.0, 0), "loud": make_rollouts(600, 1.5, 1)}
+
+
+def test_the_rate_is_shared_by_checks_and_chunks(samples) -> None:
+    full, short = fit(samples)
+    assert set(full.limits) == set(LIMITED) and set(full.bets) == set(CALIBRATED)
+    assert full.limits[Check.MANTISSA].rate == pytest.approx(1e-4 / SHARES / 2 / 16)
+    assert short.limits[Check.MANTISSA].rate == pytest.approx(1e-4 / SHARES / 2)
+
+
+def test_longer_rollouts_and_rarer_alarms_raise_the_thresholds(samples) -> None:
+    base = fit(samples)[0].limits[Check.MANTISSA].threshold
+    assert fit(samples, max_tokens=8192)[0].limits[Check.MANTISSA].threshold > base
+    assert fit(samples, rate=1e-6)[0].limits[Check.MANTISSA].threshold > base
+    assert fit(samples, rate=1e-2)[0].limits[Check.MANTISSA].threshold < base
+
+
+def test_a_small_group_is_protected_as_much_as_a_large_one(samples) -> None:
+    lopsided = {"calm": samples["calm"], "loud": samples["loud"][:30]}
+    even = {"calm": samples["calm"], "loud": samples["calm"][:600]}
+    wide, narrow = fit(lopsided)[0].limits[Check.MANTISSA], fit(even)[0].limits[Check.MANTISSA]
+    assert wide.threshold > narrow.threshold + math.log(5), "its part of the samples is twenty times smaller"
+    assert wide.rate == narrow.rate
+
+
+def test_a_limit_tells_what_was_measured(samples) -> None:
+    limit = fit(samples)[0].limits[Check.MANTISSA]
+    values = np.array([chunks[0].mantissa for rollouts in samples.values() for chunks in rollouts])
+    assert limit.num_samples == 1200 and limit.method == "tail"
+    assert limit.quantiles["1"] == values.max() < limit.threshold
+    assert limit.quantiles["0.5"] == pytest.approx(np.median(values), rel=0.01)
+    assert limit.proven == pytest.approx(-math.log((0.05 / 2) / (6 + 6 * 3)) / 1200, rel=0.01)
+
+
+def test_the_mean_of_a_bet_is_that_of_the_loudest_group(samples) -> None:
+    bet = fit(samples)[0].bets[Stream.MANTISSA]
+    loud = np.array([chunks[0].mantissa for chunks in samples["loud"]])
+    pooled = np.concatenate([loud, [chunks[0].mantissa for chunks in samples["calm"]]])
+    assert bet.mean > bet.scale(loud).mean() > bet.scale(pooled).mean()
+    assert bet.mean < 1.5 * bet.scale(loud).mean()
+
+
+def test_sizes_of_short_chunks_are_groups_too() -> None:
+    """One-token chunks five times as noisy as the others: a node that writes nothing else must not alarm."""
+    calm = make_rollouts(620, 1.0, 2)
+    loud = [[full, replace(short, mantissa=5 * short.mantissa) if short.tokens == 1 else short] for full, short in calm]
+    plain, mixed = fit({"a": calm})[1].bets[Stream.MANTISSA], fit({"a": loud})[1].bets[Stream.MANTISSA]
+    ones = np.array([short.mantissa for _, short in loud if short.tokens == 1])
+    assert mixed.mean >= mixed.scale(ones).mean()
+    assert mixed.mean * mixed.high > 2 * plain.mean * plain.high
+
+
+def test_silence_gives_floors() -> None:
+    silent = {"a": [[QUIET, replace(QUIET, tokens=3)]] * 300}
+    for kind in fit(silent):
+        assert {check: limit.threshold for check, limit in kind.limits.items()} == FLOORS
+        for stream, bet in kind.bets.items():
+            floor = bet.scale(np.array([MEAN_FLOORS[stream]]))[0]
+            assert floor <= bet.mean < 1
+
+
+def test_a_signed_stream_is_scaled_to_both_sides() -> None:
+    rng = np.random.default_rng(0)
+    rollouts = [[replace(QUIET, bias=float(rng.normal(0, 0.01)), logprob=0.1)] for _ in range(800)]
+    short = [[replace(chunks[0], tokens=5)] for chunks in rollouts]
+    full, _ = fit({"a": rollouts + short})
+    for stream in (Stream.ABOVE, Stream.BELOW):
+        bet = full.bets[stream]
+        assert bet.low == -bet.high and 0.5 < bet.mean < 0.6
+
+
+def test_samples_of_one_kind_alone_are_refused() -> None:
+    with pytest.raises(ValueError, match="no samples of full, or none of short"):
+        fit({"a": [[QUIET]] * 100})

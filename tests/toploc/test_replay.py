@@ -1,0 +1,176 @@
+"""Replaying strangers' rollouts: the same numbers as the engine's, and nothing odd reaches the model."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.engine.torch import TorchEngine
+from shoal.policy.model import Policy
+from shoal.rollout import Request, Rollout, VersionRange
+from shoal.toploc import replay as module
+from shoal.toploc.replay import RolloutError, admit_rollout, join_replays, replay_rollouts
+
+REQUEST = Request(id="r", prompt_ids=(5, 9, 7), seed=3, max_tokens=70)
+
+
+@pytest.fixture(scope="module")
+def generated(qwen: Policy) -> tuple[list[Request], list[Rollout], dict[str, Tensor]]:
+    """Rollouts of mixed lengths and temperatures, in groups that share prompts, with the engine's states."""
+    requests = [
+        Request(id=f"{g}.{i}", prompt_ids=tuple(range(3, 4 + 5 * g)), seed=10 * g + i, max_tokens=n, temperature=t)
+        for g in range(3)
+        for i, (n, t) in enumerate([(1, 1.0), (40, 1.0), (70, 0.7), (33, 0.0)])
+    ]
+    states: dict[str, list[Tensor]] = {}
+
+    def keep(rollout_id: str, start: int, hidden: Tensor) -> None:
+        states.setdefault(rollout_id, []).append(hidden.clone())
+
+    engine = TorchEngine(qwen.model, eos_id=qwen.eos_id, slots=16, sink=keep)
+    rollouts = sorted(engine.generate(requests), key=lambda rollout: rollout.id)
+    return requests, rollouts, {name: torch.cat(chunks) for name, chunks in states.items()}
+
+
+def test_a_replay_finds_what_the_engine_found(qwen: Policy, generated) -> None:
+    _, rollouts, states = generated
+    replays = replay_rollouts(qwen.model, rollouts, eos_id=qwen.eos_id)
+    for rollout, replay in zip(rollouts, replays, strict=True):
+        torch.testing.assert_close(replay.hidden, states[rollout.id], atol=1e-5, rtol=1e-4)
+        np.testing.assert_allclose(replay.logprobs, rollout.logprobs, atol=1e-5)
+        assert replay.distances.max() < 1e-6
+        if rollout.token_ids[-1] == qwen.eos_id:
+            assert (
+                replay.eos_probs[-1] == pytest.approx(np.exp(replay.logprobs[-1]), rel=1e-5) or rollout.temperature == 0
+            )
+
+
+def test_the_end_token_has_its_probability_at_every_place(qwen: Policy, generated) -> None:
+    _, rollouts, _ = generated
+    rollout = next(r for r in rollouts if r.temperature == 1.0 and r.num_tokens > 3)
+    (replay,) = replay_rollouts(qwen.model, [rollout], eos_id=qwen.eos_id)
+    whole = torch.from_numpy(np.concatenate((rollout.prompt_ids, rollout.token_ids))).long()
+    with torch.no_grad():
+        logits = qwen.model(input_ids=whole[None]).logits[0, len(rollout.prompt_ids) - 1 : -1]
+    np.testing.assert_allclose(replay.eos_probs, logits.softmax(-1)[:, qwen.eos_id], rtol=1e-4)
+
+
+@pytest.mark.parametrize(("pack_tokens", "elements"), [(1, 2**23), (60, 100), (4096, 1)])
+def test_packs_and_slices_do_not_matter(
+    qwen: Policy, generated, monkeypatch: pytest.MonkeyPatch, pack_tokens: int, elements: int
+) -> None:
+    _, rollouts, _ = generated
+    whole = replay_rollouts(qwen.model, rollouts, eos_id=qwen.eos_id, shape=True)
+    monkeypatch.setattr(module, "SLICE_ELEMENTS", elements)
+    cut = replay_rollouts(qwen.model, rollouts, eos_id=qwen.eos_id, shape=True, pack_tokens=pack_tokens)
+    for one, other in zip(whole, cut, strict=True):
+        torch.testing.assert_close(one.hidden, other.hidden, atol=1e-5, rtol=1e-4)
+        for field in ("logprobs", "distances", "eos_probs", "tilts", "masses"):
+            np.testing.assert_allclose(getattr(one, field), getattr(other, field), atol=1e-5)
+
+
+def test_logits_are_computed_in_bounded_slices(qwen: Policy, generated, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, rollouts, _ = generated
+    rows: list[int] = []
+    real = module.compute_logits
+
+    def record(model: object, hidden: Tensor) -> Tensor:
+        rows.append(len(hidden))
+        return real(model, hidden)
+
+    monkeypatch.setattr(module, "compute_logits", record)
+    monkeypatch.setattr(module, "SLICE_ELEMENTS", 10 * qwen.model.config.vocab_size)
+    replay_rollouts(qwen.model, rollouts, eos_id=qwen.eos_id)
+    assert max(rows) == 10 and sum(rows) == sum(rollout.num_tokens for rollout in rollouts)
+
+
+def test_nothing_to_replay_is_nothing(qwen: Policy) -> None:
+    assert replay_rollouts(qwen.model, [], eos_id=1) == []
+
+
+def test_broken_weights_are_ours_to_notice(qwen: Policy, generated) -> None:
+    broken = copy.deepcopy(qwen.model)
+    with torch.no_grad():
+        broken.get_output_embeddings().weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="nothing can be checked"):
+        replay_rollouts(broken, generated[1], eos_id=1)
+
+
+def test_replays_under_several_versions_are_joined_by_their_ranges(
+    qwen: Policy, llama: Policy, honest: Rollout
+) -> None:
+    spans = (VersionRange(4, 0, 20), VersionRange(7, 20, 70))
+    old = replay_rollouts(qwen.model, [honest], eos_id=1, shape=True)[0]
+    new = replay_rollouts(llama.model, [honest], eos_id=1, shape=True)[0]
+    joined = join_replays(spans, {4: old, 7: new})
+    assert torch.equal(joined.hidden, torch.cat((old.hidden[:20], new.hidden[20:])))
+    for field in ("logprobs", "distances", "eos_probs", "tilts", "masses"):
+        parts = (getattr(old, field)[:20], getattr(new, field)[20:])
+        np.testing.assert_array_equal(getattr(joined, field), np.concatenate(parts))
+
+
+@pytest.fixture(scope="module")
+def honest(qwen: Policy) -> Rollout:
+    engine = TorchEngine(qwen.model, eos_id=-1, slots=4)
+    return next(iter(engine.generate([REQUEST])))
+
+
+def test_an_honest_rollout_is_admitted_with_arrays_of_our_own(qwen: Policy, honest: Rollout) -> None:
+    wide = replace(honest, token_ids=honest.token_ids.astype(np.int64), logprobs=honest.logprobs.astype(np.float64))
+    admitted = admit_rollout(wide, REQUEST, qwen.model)
+    assert admitted.token_ids.dtype == np.int32 and admitted.logprobs.dtype == np.float32
+    wide.token_ids[0] = 10**9
+    np.testing.assert_array_equal(admitted.token_ids, honest.token_ids)
+
+
+Change = Callable[[Rollout], dict[str, object]]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda r: {"id": "s"}, "id"),
+        (lambda r: {"seed": 4}, "seed"),
+        (lambda r: {"temperature": 0.9}, "temperature"),
+        (lambda r: {"prompt_ids": np.array([5, 9])}, "prompt_ids"),
+        (lambda r: {"prompt_ids": np.array([], dtype=np.int32)}, "prompt_ids"),
+        (lambda r: {"token_ids": np.where(r.token_ids == r.token_ids[3], -1, r.token_ids)}, "token_ids"),
+        (lambda r: {"token_ids": np.where(r.token_ids == r.token_ids[3], 24, r.token_ids)}, "token_ids"),
+        (lambda r: {"token_ids": r.token_ids.astype(np.uint64) + np.uint64(2**63)}, "token_ids"),
+        (lambda r: {"token_ids": r.token_ids.astype(np.float32)}, "token_ids"),
+        (lambda r: {"token_ids": r.token_ids.astype(object)}, "token_ids"),
+        (lambda r: {"token_ids": r.token_ids.tolist()}, "token_ids"),
+        (lambda r: {"token_ids": r.token_ids[:, None]}, "token_ids"),
+        (lambda r: {"token_ids": r.token_ids[:0], "logprobs": r.logprobs[:0]}, "token_ids"),
+        (lambda r: {"token_ids": np.tile(r.token_ids, 2), "logprobs": np.tile(r.logprobs, 2)}, "token_ids"),
+        (lambda r: {"logprobs": r.logprobs.tolist()}, "logprobs"),
+        (lambda r: {"logprobs": np.tile(r.logprobs[:, None], 2)}, "logprobs"),
+        (lambda r: {"logprobs": r.logprobs.astype(object)}, "logprobs"),
+        (lambda r: {"versions": ()}, "versions"),
+        (lambda r: {"versions": (VersionRange(0, 0, 69),)}, "versions"),
+        (lambda r: {"versions": (VersionRange(0, 0, 40), VersionRange(1, 41, 70))}, "versions"),
+        (lambda r: {"versions": (VersionRange(0, 0, 90), VersionRange(1, 90, 70))}, "versions"),
+    ],
+)
+def test_what_is_odd_is_refused_before_the_model_sees_it(
+    qwen: Policy, honest: Rollout, change: Change, field: str
+) -> None:
+    with pytest.raises(RolloutError) as caught:
+        admit_rollout(replace(honest, **change(honest)), REQUEST, qwen.model)
+    assert caught.value.field == field and str(caught.value).startswith(field)
+
+
+def test_a_rollout_beyond_the_models_positions_is_refused(qwen: Policy, honest: Rollout) -> None:
+    prompt = tuple(5 for _ in range(500))
+    long = replace(honest, prompt_ids=np.array(prompt))
+    with pytest.raises(RolloutError, match="more than the model's 512 positions"):
+        admit_rollout(long, replace(REQUEST, prompt_ids=prompt), qwen.model)
+
+
+def test_log_probs_that_overflow_are_left_to_their_check(qwen: Policy, honest: Rollout) -> None:
+    huge = replace(honest, logprobs=honest.logprobs.astype(np.float64) * 1e300)
+    assert np.isinf(admit_rollout(huge, REQUEST, qwen.model).logprobs).any()
