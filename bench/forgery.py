@@ -2,12 +2,8 @@
 
     python bench/forgery.py [--quick] [--json]
 
-A forger has the token ids of the text, the model's embeddings, and the states of other texts. It does not run the model.
-    constant   one pattern everywhere: the commonest among top values
-    channels   one pattern per channel, with the modulus set to the width, so that all tokens share them
-    linear     states predicted by ridge regression from the embeddings of nearby tokens, the next ones included
-    network    states predicted by a network with one hidden layer on the same features, fitted by gradient descent
-The last two commit to the 128 predicted values that are largest, scaled as fits best on texts held back.
+The forgers of bench/forgers.py have the token ids of the text, the embeddings of the model, and its states on
+other texts, and do not run the model.
 
 Every proof is held against the published rule (exponent mismatches <= 38, mantissa mean <= 10 and median <= 8), against
 that rule with one of our additions, and against all checks that shoal.toploc makes on a proof.
@@ -15,89 +11,31 @@ that rule with one of our additions, and against all checks that shoal.toploc ma
 Figures: pass_<rule>_<model>, the share of chunks on which the best forger passes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
 
-from attacks import Stage, draw_requests
 from common import OUT, finish, open_plots, parse_flags, save_picture
-from models import has_smollm2, load_subject
+from forgers import fit_forgers
+from guesses import RULES, Limits, Scores, Texts, measure_guesses, passes
+from models import allow_bfloat16, has_smollm2, load_subject
 from shoal.engine.base import CHUNK
 from shoal.rollout import Rollout
 from shoal.runtime import tune_process
 from shoal.seeds import derive_seed
-from shoal.toploc.build import find_moduli
-from shoal.toploc.field import Vandermonde, interpolate, to_canonical
 from shoal.toploc.probe import probe_dtype
-from shoal.toploc.proof import TOPK, pack_proofs
 from shoal.toploc.replay import replay_rollouts
-from shoal.toploc.select import read_bits, select_top, split_chunks
+from shoal.toploc.select import read_bits
 from shoal.toploc.verify import verify_batch
+from stage import Stage, draw_requests
 
 FOLDER = OUT / "forgery"
-Bits = NDArray[np.uint16]
 _NEAR = (-3, -2, -1, 0, 1, 2)
 """Tokens that a prediction looks at: 0 is the one fed, 1 the one then chosen."""
-_SCALES = (0.9, 1.0, 1.1, 1.2, 1.35, 1.5)
-_HIDDEN, _EPOCHS, _BATCH, _RATE = 768, 30, 256, 1e-3
-_OUTSIDE = 128
-_BAND = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """Full chunks of some rollouts: states (C, 32, W) in float32, and the features of each row (C, 32, F)."""
-
-    states: Tensor
-    features: Tensor
-
-    @property
-    def width(self) -> int:
-        return self.states.shape[2]
-
-    @property
-    def bits(self) -> list[NDArray[np.int16]]:
-        return [chunk for rows in self.states for chunk in split_chunks(rows, CHUNK)]
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """A forged commitment of one chunk: patterns at residues of a modulus."""
-
-    modulus: int
-    residues: NDArray[np.int64]
-    patterns: Bits
-
-
-Forger = Callable[[Texts], list[Guess]]
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """How guesses fare, one entry per chunk."""
-
-    exponents: NDArray[np.int64]
-    means: NDArray[np.float64]
-    medians: NDArray[np.float64]
-    signs: NDArray[np.int64]
-    outside: NDArray[np.float64]
-    void: NDArray[np.bool_]
-    """shoal.toploc refuses the form: modulus, degree or coefficients"""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What calibration allows for this model."""
-
-    exponents: float
-    mean: float
-    signs: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +51,7 @@ class Case:
 def main() -> None:
     flags = parse_flags(__doc__.splitlines()[0])
     tune_process(1)
+    allow_bfloat16()
     figures: dict[str, float] = {}
     tables: list[str] = []
     shown: dict[str, dict[str, Scores]] = {}
@@ -127,179 +66,6 @@ def main() -> None:
     if not flags.quick:
         _draw_scores(shown)
     finish(flags, "\n\n".join(tables), figures)
-
-
-def fit_forgers(train: Texts) -> dict[str, Forger]:
-    """Every forger, fitted to texts that are not the ones it will forge."""
-    forgers: dict[str, Forger] = {"constant": fit_constant(train), "channels": fit_channels(train)}
-    if train.features.shape[2]:
-        forgers["linear"] = fit_scale(train, fit_linear)
-        forgers["network"] = fit_scale(train, fit_network)
-    return forgers
-
-
-def fit_constant(train: Texts) -> Forger:
-    """The commonest exponent of top values and the median mantissa there, at every place: a polynomial of degree 0."""
-    pattern = pick_pattern(select_top(train.bits, TOPK)[1].ravel())
-
-    def forge(test: Texts) -> list[Guess]:
-        return [Guess(65497, np.arange(TOPK), np.full(TOPK, pattern)) for _ in test.states]
-
-    return forge
-
-
-def fit_channels(train: Texts) -> Forger:
-    """The 128 channels that hold most top values, each with its commonest pattern."""
-    width = train.width
-    indices, patterns = select_top(train.bits, TOPK)
-    channels = indices.ravel() % width
-    counts = np.bincount(channels, minlength=width)
-    kept = np.sort(np.argsort(-counts, kind="stable")[: min(TOPK, width)])
-    overall = pick_pattern(patterns.ravel())
-    chosen = [pick_pattern(patterns.ravel()[channels == c]) if counts[c] else overall for c in kept]
-
-    def forge(test: Texts) -> list[Guess]:
-        return [Guess(width, kept, np.array(chosen, dtype=np.uint16)) for _ in test.states]
-
-    return forge
-
-
-def fit_linear(train: Texts) -> Callable[[Tensor], Tensor]:
-    """Ridge regression, the penalty chosen on texts held back."""
-    fit, held = _split_texts(train)
-    x, y = fit.features.flatten(0, 1).double(), fit.states.flatten(0, 1).double()
-    x_held, y_held = held.features.flatten(0, 1).double(), held.states.flatten(0, 1).double()
-    gram, cross = x.T @ x, x.T @ y
-    best, least = torch.zeros(0), float("inf")
-    for penalty in (1e-3, 1e-2, 1e-1, 1.0):
-        scale = penalty * gram.diagonal().mean()
-        weights = torch.linalg.solve(gram + scale * torch.eye(len(gram), dtype=torch.float64), cross)
-        lost = float((x_held @ weights - y_held).square().mean())
-        if lost < least:
-            best, least = weights.float(), lost
-    return lambda features: features @ best
-
-
-def fit_network(train: Texts) -> Callable[[Tensor], Tensor]:
-    """One hidden layer beside a linear path; the epoch that does best on texts held back is kept."""
-    fit, held = _split_texts(train)
-    x, y = fit.features.flatten(0, 1), fit.states.flatten(0, 1)
-    torch.manual_seed(derive_seed("forgery") % 2**31)
-    scale = y.std(0) + 1e-6
-    layers = [torch.nn.Linear(x.shape[1], _HIDDEN), torch.nn.Linear(_HIDDEN, y.shape[1])]
-    skip = torch.nn.Linear(x.shape[1], y.shape[1])
-
-    def predict(features: Tensor) -> Tensor:
-        return (layers[1](F.gelu(layers[0](features))) + skip(features)) * scale
-
-    parameters = [p for layer in (*layers, skip) for p in layer.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=_RATE, weight_decay=0.1)
-    best, least = [p.detach().clone() for p in parameters], float("inf")
-    for _ in range(_EPOCHS):
-        for rows in torch.randperm(len(x)).split(_BATCH):
-            optimizer.zero_grad()
-            ((predict(x[rows]) - y[rows]) / scale).square().mean().backward()
-            optimizer.step()
-        with torch.no_grad():
-            lost = float((predict(held.features.flatten(0, 1)) - held.states.flatten(0, 1)).square().mean())
-            if lost < least:
-                best, least = [p.detach().clone() for p in parameters], lost
-    with torch.no_grad():
-        for parameter, value in zip(parameters, best, strict=True):
-            parameter.copy_(value)
-    return predict
-
-
-def fit_scale(train: Texts, fit: Callable[[Texts], Callable[[Tensor], Tensor]]) -> Forger:
-    """Predictions shrink towards the mean; they are stretched by what gives fewest mismatches on texts held back."""
-    held = _split_texts(train)[1]
-    predict = fit(train)
-
-    def forge_with(scale: float) -> Forger:
-        @torch.no_grad()
-        def forge(test: Texts) -> list[Guess]:
-            states = predict(test.features.flatten(0, 1)).view(test.states.shape) * scale
-            indices, patterns = select_top([chunk for rows in states for chunk in split_chunks(rows, CHUNK)], TOPK)
-            moduli = find_moduli(indices)
-            return [Guess(int(m), i % m, p) for m, i, p in zip(moduli, indices, patterns, strict=True)]
-
-        return forge
-
-    return min(
-        (forge_with(scale) for scale in _SCALES),
-        key=lambda forge: float(measure_guesses(forge(held), held).exponents.mean()),
-    )
-
-
-def measure_guesses(guesses: Sequence[Guess], test: Texts) -> Scores:
-    """Hold guessed commitments against the true states, as a verifier does that refuses none for its form."""
-    columns: list[tuple[float, ...]] = []
-    proofs: list[bytes] = []
-    indices, own = select_top(test.bits, TOPK)
-    rng = np.random.default_rng(derive_seed("outside"))
-    for guess, places, patterns in zip(guesses, indices, own, strict=True):
-        coefficients = interpolate_guess(guess)
-        strangers = np.setdiff1d(rng.choice(CHUNK * test.width, 2 * _OUTSIDE, replace=False), places)[:_OUTSIDE]
-        points = np.concatenate((places, strangers)) % guess.modulus
-        values = Vandermonde(points[None].astype(np.float64), TOPK).evaluate(coefficients[None].astype(np.float64))
-        claimed = to_canonical(values)[0]
-        columns.append((*compare_patterns(claimed[:TOPK], patterns), share_hits(claimed[TOPK:], patterns)))
-        proofs += pack_proofs(np.array([guess.modulus]), coefficients[None])
-    results = verify_batch(list(test.states), [[proof] for proof in proofs])
-    void = np.array([own[0].fault is not None for own in results])
-    exponents, means, medians, signs, outside = (np.array(column) for column in zip(*columns, strict=True))
-    return Scores(exponents, means, medians, signs, outside, void)
-
-
-def interpolate_guess(guess: Guess) -> Bits:
-    """128 coefficients through the guessed points."""
-    known = interpolate(guess.residues[None].astype(np.float64), guess.patterns[None].astype(np.float64))
-    return np.pad(to_canonical(known)[0], (0, TOPK - len(guess.residues)))
-
-
-def compare_patterns(claimed: Bits, own: Bits) -> tuple[int, float, float, int]:
-    """Exponent mismatches, mean and median mantissa error, and sign mismatches."""
-    agree = (claimed & 0x7F80) == (own & 0x7F80)
-    errors = np.abs((claimed & 0x7F).astype(int) - (own & 0x7F).astype(int))[agree]
-    signs = int(((claimed ^ own) >= 0x8000)[agree].sum())
-    mean, median = (float(errors.mean()), float(np.median(errors))) if len(errors) else (np.inf, np.inf)
-    return int((~agree).sum()), mean, median, signs
-
-
-def pick_pattern(patterns: Bits) -> np.uint16:
-    """The commonest exponent, the median mantissa of those that have it, and their commoner sign."""
-    exponents = patterns & 0x7F80
-    values, counts = np.unique(exponents, return_counts=True)
-    same = patterns[exponents == values[counts.argmax()]]
-    sign = 0x8000 if (same >= 0x8000).mean() > 0.5 else 0
-    return np.uint16(values[counts.argmax()] | int(np.median(same & 0x7F)) | sign)
-
-
-def share_hits(claimed: Bits, own: Bits) -> float:
-    """Share of patterns whose exponent could be a top value's: from the smallest of those, eight upwards."""
-    exponents, shown = (own & 0x7F80) >> 7, (claimed & 0x7F80) >> 7
-    low = exponents.min()
-    return float(((shown >= low) & (shown <= min(exponents.max(), low + _BAND - 1))).mean())
-
-
-def passes(rule: str, scores: Scores, limits: Limits) -> NDArray[np.bool_]:
-    """Which chunks a rule lets pass."""
-    return RULES[rule](scores, limits)
-
-
-def _published(s: Scores, limits: Limits) -> NDArray[np.bool_]:
-    return (s.exponents <= 38) & (s.means <= 10) & (s.medians <= 8)
-
-
-RULES: dict[str, Callable[[Scores, Limits], NDArray[np.bool_]]] = {
-    "published": _published,
-    "form": lambda s, limits: _published(s, limits) & ~s.void,
-    "outside": lambda s, limits: _published(s, limits) & (s.outside <= 0.25),
-    "sign": lambda s, limits: _published(s, limits) & (s.signs <= limits.signs),
-    "calibrated": lambda s, limits: (s.exponents <= limits.exponents) & (s.means <= limits.mean),
-}
-RULES["all"] = lambda s, limits: np.logical_and.reduce([rule(s, limits) for n, rule in RULES.items() if n != "all"])
-"""The published rule alone, with one addition, calibrated limits in its place, and all together."""
 
 
 def list_cases(quick: bool) -> Iterator[Case]:
@@ -376,12 +142,6 @@ def _draw_case(name: str, width: int, *, jitter: float | None) -> Case:
         states[..., channels] = sizes * (1 + jitter * states[..., channels])
     texts = [Texts(part, torch.zeros(*part.shape[:2], 0)) for part in states.split(48)]
     return Case(name, texts[0], texts[1], Limits(2.0, 4 / 128, 0.0))
-
-
-def _split_texts(texts: Texts) -> tuple[Texts, Texts]:
-    """Four fifths to fit, the rest held back."""
-    cut = len(texts.states) * 4 // 5
-    return Texts(texts.states[:cut], texts.features[:cut]), Texts(texts.states[cut:], texts.features[cut:])
 
 
 def _format_case(case: Case, scores: Mapping[str, Scores]) -> str:

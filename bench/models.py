@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-# Some virtual machines announce bfloat16 matrix units and end a process that uses them; set before torch is loaded.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
-
 import numpy as np
 import torch
 
@@ -188,6 +185,14 @@ def _convert_smollm2() -> Path:
     with atomic_dir(folder) as target:
         save_policy(Policy(model=model, tokenizer=tokenizer), target)
     return folder
+
+
+def allow_bfloat16() -> None:
+    """Leave matrix units alone: some virtual machines announce them and end a process that uses them.
+
+    To be called before the first product in bfloat16; children inherit it.
+    """
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
 
 def has_smollm2() -> bool:

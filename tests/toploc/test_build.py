@@ -150,6 +150,10 @@ def test_the_modulus_is_the_largest_that_keeps_indices_apart(stride: int) -> Non
     assert find_moduli(np.stack((indices, np.arange(40)))).tolist() == [plain, P]
 
 
+def test_an_index_of_exactly_p_is_congruent_to_zero() -> None:
+    assert find_moduli(np.array([[0, P], [1, P]])).tolist() == [P - 1, P]
+
+
 def test_moduli_of_many_rows_are_found_independently() -> None:
     rng = np.random.default_rng(0)
     indices = np.stack([rng.choice(400_000, 128, replace=False) for _ in range(200)])

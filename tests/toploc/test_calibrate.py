@@ -3,6 +3,8 @@
 import itertools
 import json
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +18,12 @@ from shoal.errors import ConfigError
 from shoal.policy.model import Policy, save_policy
 from shoal.rollout import Request
 from shoal.toploc import calibrate, probe
-from shoal.toploc.calibrate import Plan, calibrate_policy, cross_check, format_table, run_calibration
+from shoal.toploc.calibrate import Plan, calibrate_policy, cross_check, format_table, measure_way, run_calibration
 from shoal.toploc.calibration import Calibration, load_calibration
 from shoal.toploc.chunks import STATISTICS, ChunkStats
 from shoal.toploc.prompts import Source, draw_requests
 from shoal.toploc.replay import replay_rollouts
-from shoal.toploc.variants import Way, list_ways, replay_way, run_way, use_threads
+from shoal.toploc.variants import Way, cast_models, list_ways, replay_way, run_way, use_threads
 
 SOURCE = Source(tokens=40, temperature=1.0, seed=0)
 
@@ -50,6 +52,12 @@ def test_the_command_writes_a_file_that_verification_reads(
     assert (calibration.rate, calibration.model, calibration.max_tokens) == (1e-3, str(folder), 512)
     assert shown.err.count("chunks,") == len(names)
     assert "toploc_mantissa   full" in shown.out and f"written to {out}" in shown.out
+
+
+def test_rollouts_run_to_their_limit_whether_the_model_ends_them_or_not(qwen: Policy) -> None:
+    sizes = [tuple(chunk.tokens for chunk in chunks) for chunks in measure_way(qwen, Way(name="x"), SOURCE, 40)]
+    assert len(sizes) == 40 and sizes.count((32, 8)) == 20
+    assert all(len(size) == 1 and size[0] < 32 for size in sizes if size != (32, 8))
 
 
 def test_a_calibration_can_be_repeated(qwen: Policy) -> None:
@@ -132,6 +140,17 @@ def test_mistakes_are_one_sentence(
     assert capsys.readouterr().err.startswith(f"shoal: {sentence}")
 
 
+def test_its_help_does_not_import_torch() -> None:
+    code = """
+import contextlib, io, sys
+from shoal.cli import main
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    main(["calibrate", "--help"])
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
 def test_a_missing_model_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "no/such/folder"]) == 2
     assert "there is no folder 'no/such/folder'" in capsys.readouterr().err
@@ -141,8 +160,8 @@ def test_held_out_alarms_are_counted_on_rollouts_the_fit_has_not_seen(calibratio
     """One rollout in a hundred with a wild chunk: the half without it raises the alarm for it."""
     calm = ChunkStats(tokens=32, **dict.fromkeys(STATISTICS, 0.0))
     short = replace(calm, tokens=4)
-    rollouts = [[calm, short] for _ in range(100)]
-    rollouts[10] = [replace(calm, logprob=5.0), short]
+    rollouts = [[calm], [short]] * 50
+    rollouts[10] = [replace(calm, logprob=5.0)]
     checked = cross_check(calibration, {"a": rollouts})
     assert (checked.heldout_alarms, checked.heldout_rollouts) == (1, 100)
     assert "1 of 100 held-out rollouts gave one, which proves at most 0.047" in format_table(checked)
@@ -202,8 +221,10 @@ def test_plain_decoding_writes_what_the_engine_writes(speaker: Policy) -> None:
 @pytest.mark.parametrize("way", list_ways("float32", threads=2, mixed=False), ids=lambda way: way.name)
 def test_no_variant_is_far_from_the_plain_replay(qwen: Policy, way: Way) -> None:
     requests = take(qwen, SOURCE, 6)
-    rollouts = run_way(way, qwen.model, requests, eos_id=qwen.eos_id, sink=lambda *args: None)
-    replays = replay_way(way, qwen.model, rollouts, eos_id=qwen.eos_id)
+    worker, verifier = cast_models(way, qwen.model)
+    assert (verifier.dtype == torch.float64) == (way.replay == "double") and worker.dtype == torch.float32
+    rollouts = run_way(way, worker, requests, eos_id=qwen.eos_id, sink=lambda *args: None)
+    replays = replay_way(way, verifier, rollouts, eos_id=qwen.eos_id)
     plain = replay_rollouts(qwen.model, rollouts, eos_id=qwen.eos_id)
     for rollout, expected in zip(rollouts, plain, strict=True):
         assert replays[rollout.id].hidden.dtype == torch.float32

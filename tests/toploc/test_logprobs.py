@@ -18,4 +18,4 @@ def test_what_is_no_log_prob_is_infinitely_far_off() -> None:
 
 
 def test_an_impossible_token_is_infinitely_far_off() -> None:
-    assert compare_logprobs(np.array([-1.0]), np.array([-np.inf])).tolist() == [np.inf]
+    assert compare_logprobs(np.array([-1.0, -np.inf]), np.array([-np.inf, -np.inf])).tolist() == [np.inf, np.inf]

@@ -68,9 +68,10 @@ def test_a_rollout_may_be_taken_while_others_go_on() -> None:
     assert builder.take("b") == build_proofs(second)
 
 
-def test_rows_are_copied_when_they_are_fed() -> None:
-    buffer = torch.empty(32, 64)
-    hidden = draw_normal(64, 64)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_rows_are_copied_when_they_are_fed(kind: torch.dtype) -> None:
+    buffer = torch.empty(32, 64, dtype=kind)
+    hidden = draw_normal(64, 64).to(kind)
     builder = ProofBuilder()
     for start in (0, 32):
         buffer.copy_(hidden[start : start + 32])
@@ -95,6 +96,17 @@ def test_a_taken_rollout_is_forgotten() -> None:
     assert builder.take("a") == []
     builder("a", 0, hidden[:5])
     assert builder.take("a") == build_proofs(hidden[:5])
+
+
+def test_many_rollouts_taken_together_get_the_proofs_of_each() -> None:
+    hiddens = {f"r{i}": draw_normal(20 + 3 * i, 64, seed=i) for i in range(30)}
+    builder = ProofBuilder()
+    for name, hidden in hiddens.items():
+        builder(name, 0, hidden)
+    names = [*reversed(hiddens), "never"]
+    assert builder.take_many(names) == [build_proofs(hiddens[name]) for name in names[:-1]] + [[]]
+    assert builder.take_many([]) == []
+    assert builder.take("r3") == []
 
 
 def test_a_dropped_rollout_leaves_nothing_to_take() -> None:
@@ -176,3 +188,10 @@ def test_float16_and_bfloat16_rows_are_fed_as_well() -> None:
         builder = ProofBuilder()
         feed_pieces(builder, "a", hidden.to(kind), [7, 7])
         assert builder.take("a") == build_proofs(hidden.to(kind))
+
+
+def test_strided_rows_are_fed_like_any_others() -> None:
+    hidden = draw_normal(40, 64)
+    builder = ProofBuilder()
+    feed_pieces(builder, "a", hidden.T.contiguous().T, [32])
+    assert builder.take("a") == build_proofs(hidden)

@@ -132,6 +132,14 @@ def test_nan_agrees_with_nan_of_any_pattern() -> None:
     assert (result.exp_mismatches, result.mant_err_mean, result.sign_mismatches) == (0, 0.0, 0)
 
 
+def test_a_nan_of_another_sign_in_a_proof_agrees_too() -> None:
+    """The published package commits to a NaN as it is; 0xFFC0 is what x86 makes of 0 / 0."""
+    hidden = torch.tensor([[float("nan"), 3.0, 2.0, 1.0]])
+    (proof,) = commit_values(np.arange(4)[None], np.array([[0xFFC0, 0x4040, 0x4000, 0x3F80]], dtype=np.uint16))
+    (result,) = verify_proofs(hidden, [proof])
+    assert (result.exp_mismatches, result.mant_err_mean, result.sign_mismatches) == (0, 0.0, 0)
+
+
 def test_a_prover_with_nans_does_not_agree_with_a_clean_verifier() -> None:
     hidden = draw_normal(32, 64)
     broken = hidden.clone()

@@ -17,7 +17,7 @@ from shoal.toploc.field import P, interpolate, to_canonical
 from shoal.toploc.proof import CHUNK_SIZE, TOPK, pack_proofs
 from shoal.toploc.select import Bits, States, check_sizes, group_chunks, read_bits, select_top, split_chunks
 
-BATCH = 64
+BATCH = 128
 """Chunks worked on at once: enough to hide the cost of calls, few enough for a core's cache."""
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from shoal.engine.base import CHUNK
 from shoal.errors import ConfigError
@@ -24,7 +25,7 @@ from shoal.toploc.prompts import Source, draw_requests
 from shoal.toploc.sequence import Evidence
 from shoal.toploc.stream import ProofBuilder
 from shoal.toploc.tail import bound_rate
-from shoal.toploc.variants import Way, list_ways, replay_way, run_way
+from shoal.toploc.variants import Way, cast_models, list_ways, replay_way, run_way
 from shoal.toploc.verify import verify_batch
 
 Note = Callable[[str], None]
@@ -32,6 +33,8 @@ LEAST_SAMPLES = 1000
 """Chunks below which groups are too small to say anything."""
 _BATCH = 64
 """Rollouts generated and replayed at a time."""
+_NEVER = -1
+"""An end token that no model writes: rollouts run to their limit, so that there are full chunks whatever the task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +93,12 @@ def calibrate_policy(policy: Policy, ways: Sequence[Way], plan: Plan, note: Note
 def measure_way(policy: Policy, way: Way, source: Source, num_chunks: int) -> list[list[ChunkStats]]:
     """Honest rollouts of one variant, as the statistics of their chunks; at least `num_chunks` in all."""
     requests = draw_requests(policy, source, way.name)
+    models = cast_models(way, policy.model)
     measured: list[list[ChunkStats]] = []
     count = 0
     while count < num_chunks:
         batch = [next(requests) for _ in range(min(_BATCH, num_chunks - count))]
-        rollouts = _measure_batch(policy, way, batch)
+        rollouts = _measure_batch(way, *models, batch, policy.eos_id)
         measured += rollouts
         count += sum(len(chunks) for chunks in rollouts)
     return measured
@@ -102,7 +106,7 @@ def measure_way(policy: Policy, way: Way, source: Source, num_chunks: int) -> li
 
 def cross_check(calibration: Calibration, samples: Samples) -> Calibration:
     """With the false alarms on each half of the rollouts under thresholds fitted to the other half."""
-    halves = [{name: rollouts[half::2] for name, rollouts in samples.items()} for half in (0, 1)]
+    halves = [{name: _take_half(rollouts, half) for name, rollouts in samples.items()} for half in (0, 1)]
     alarms = 0
     for known, unseen in (halves, halves[::-1]):
         full, short = fit_kinds(
@@ -163,14 +167,21 @@ def _measure_variants(
     return samples, variants
 
 
-def _measure_batch(policy: Policy, way: Way, requests: Sequence[Request]) -> list[list[ChunkStats]]:
+def _measure_batch(
+    way: Way, worker: PreTrainedModel, verifier: PreTrainedModel, requests: Sequence[Request], eos_id: int
+) -> list[list[ChunkStats]]:
     builder = ProofBuilder()
-    rollouts = run_way(way, policy.model, requests, eos_id=policy.eos_id, sink=builder)
-    replays = replay_way(way, policy.model, rollouts, eos_id=policy.eos_id)
+    rollouts = run_way(way, worker, requests, eos_id=_NEVER, sink=builder)
+    replays = replay_way(way, verifier, rollouts, eos_id=eos_id)
     proofs = [builder.take(rollout.id) for rollout in rollouts]
     results = verify_batch([replays[rollout.id].hidden for rollout in rollouts], proofs)
     pairs = zip(rollouts, results, strict=True)
     return [measure_chunks(rollout, replays[rollout.id], own) for rollout, own in pairs]
+
+
+def _take_half(rollouts: Sequence[Sequence[ChunkStats]], half: int) -> list[Sequence[ChunkStats]]:
+    """Every other pair: full and short rollouts may come in turns, and each half needs both."""
+    return [chunks for index, chunks in enumerate(rollouts) if index // 2 % 2 == half]
 
 
 def _raises_alarm(chunks: Sequence[ChunkStats], calibration: Calibration) -> bool:

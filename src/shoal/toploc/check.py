@@ -66,21 +66,22 @@ def check_rollouts(
     _check_limits(requests, calibration)
     asked = {request.id: request for request in requests}
     assert len(asked) == len(requests), "every request has an id of its own"
+    found: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        found.setdefault(rollout.id, []).append(rollout)
     reports: dict[str, Report] = {}
     admitted: list[Rollout] = []
     for request in requests:
         try:
-            admitted.append(_admit_one(model, request, [rollout for rollout in rollouts if rollout.id == request.id]))
+            admitted.append(_admit_one(model, request, found.get(request.id, [])))
         except RolloutError as error:
             reports[request.id] = _refuse_rollout(request.id, str(error))
     replays = replay_rollouts(model, admitted, eos_id=eos_id, shape=not seeded)
-    given = [tuple(proofs.get(rollout.id, ())) for rollout in admitted]
-    results = verify_batch([replay.hidden for replay in replays], given)
+    results = verify_batch([replay.hidden for replay in replays], [proofs.get(rollout.id, ()) for rollout in admitted])
     for rollout, replay, own in zip(admitted, replays, results, strict=True):
         judge = Judge(calibration=calibration, eos_id=eos_id, max_tokens=asked[rollout.id].max_tokens, seeded=seeded)
         reports[rollout.id] = judge.judge_rollout(rollout, replay, own)
-    strays = dict.fromkeys(rollout.id for rollout in rollouts if rollout.id not in asked)
-    unasked = [_refuse_rollout(name, "id: nobody asked for it") for name in strays]
+    unasked = [_refuse_rollout(name, "id: nobody asked for it") for name in found if name not in asked]
     return [reports[request.id] for request in requests] + unasked
 
 

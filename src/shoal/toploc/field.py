@@ -77,6 +77,7 @@ class Vandermonde:
 
     def __init__(self, points: Elements, k: int) -> None:
         self._k = k
+        points = reduce(points.copy())
         self._low = list_powers(points, SHORT)  # (16, B, n)
         step = reduce(self._low[-1] * points)
         self._high = list_powers(step, -(-k // SHORT))  # (k / 16, B, n)
@@ -119,8 +120,8 @@ def expand_roots(points: Elements) -> Elements:
 def interpolate(points: Elements, values: Elements) -> Elements:
     """Coefficients (B, k) of the polynomials of degree < k through k points each, all distinct within a chunk.
 
-    With M = product of (x - x_i) and w_i = y_i / M'(x_i), Lagrange's P = sum of w_i M / (x - x_i). Dividing by
-    x - x_i is multiplying by the series 1/x + x_i/x^2 + x_i^2/x^3 + ..., so P is the polynomial part of M times
+    With M = product of (x - x_i) and w_i = y_i / M'(x_i), Lagrange's F = sum of w_i M / (x - x_i). Dividing by
+    x - x_i is multiplying by the series 1/x + x_i/x^2 + x_i^2/x^3 + ..., so F is the polynomial part of M times
     S_0/x + S_1/x^2 + ..., where S_j is the sum of w_i x_i^j.
     """
     k = points.shape[1]

@@ -5,10 +5,10 @@ Three methods, and the result says which one it came from:
 - `order`: the (j+1)-th largest of n samples, with the largest j for which P(Binomial(n, rate) <= j) <= 1 -
   confidence. It assumes nothing but that samples are drawn alike and apart. The smallest n it works for is ln(1 -
   confidence) / ln(1 - rate), about 3 / rate at 95 %.
-- `tail`: below that n a generalised Pareto tail is laid through the largest tenth, with its mean excess at the upper end
-  of a confidence interval and a shape that is never lighter than exponential. This is an extrapolation: it holds if the
-  tail goes on as it began. The tests simulate how it errs: for tails up to exponential not at all, for log-normal and
-  Pareto ones it may be exceeded several times as often as stated.
+- `tail`: below that n a generalised Pareto tail is laid through the largest tenth, with its mean excess at the upper
+  end of a confidence interval and a shape that is never lighter than exponential. This is an extrapolation: it holds
+  if the tail goes on as it began. The tests simulate how it errs: for tails up to exponential not at all, for
+  log-normal and Pareto ones it may be exceeded several times as often as stated.
 - `margin`: where too few samples stand out to fit anything, twice the largest. No rate is claimed by theory.
 
 A `floor` is what rounding on another machine may add to a statistic that is zero or nearly so here; where it is

@@ -63,11 +63,16 @@ def list_ways(dtype: str, *, threads: int, mixed: bool) -> list[Way]:
     return ways
 
 
+def cast_models(way: Way, model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The worker's model and the verifier's."""
+    worker = copy.deepcopy(model).to(getattr(torch, way.dtype)) if way.dtype else model
+    return worker, copy.deepcopy(model).double() if way.replay == "double" else model
+
+
 def run_way(
-    way: Way, model: PreTrainedModel, requests: Sequence[Request], *, eos_id: int, sink: HiddenSink
+    way: Way, worker: PreTrainedModel, requests: Sequence[Request], *, eos_id: int, sink: HiddenSink
 ) -> list[Rollout]:
     """Generate the requests in this way; the sink gets the states."""
-    worker = model if not way.dtype else copy.deepcopy(model).to(getattr(torch, way.dtype))
     with use_threads(way.threads):
         if way.source == "plain":
             return _decode_plain(worker, requests, batch=way.batch, eos_id=eos_id, sink=sink)
@@ -83,15 +88,14 @@ def run_way(
         return rollouts
 
 
-def replay_way(way: Way, model: PreTrainedModel, rollouts: Sequence[Rollout], *, eos_id: int) -> dict[str, Replay]:
+def replay_way(way: Way, verifier: PreTrainedModel, rollouts: Sequence[Rollout], *, eos_id: int) -> dict[str, Replay]:
     """Replays by rollout id, computed in this way."""
     if way.replay == "alone":
-        replays = [replay_rollouts(model, [rollout], eos_id=eos_id)[0] for rollout in rollouts]
-    elif way.replay == "double":
-        wide = replay_rollouts(copy.deepcopy(model).double(), rollouts, eos_id=eos_id)
-        replays = [replace(replay, hidden=replay.hidden.float()) for replay in wide]
+        replays = [replay_rollouts(verifier, [rollout], eos_id=eos_id)[0] for rollout in rollouts]
     else:
-        replays = replay_rollouts(model, rollouts, eos_id=eos_id)
+        replays = replay_rollouts(verifier, rollouts, eos_id=eos_id)
+    if way.replay == "double":  # proofs are of float32 and shorter
+        replays = [replace(replay, hidden=replay.hidden.float()) for replay in replays]
     return {rollout.id: replay for rollout, replay in zip(rollouts, replays, strict=True)}
 
 

@@ -6,8 +6,8 @@ pattern that the prover claims there:
 - exponents equal: the mantissas differ by 0 .. 127, of which mean and median are taken, and the signs may differ.
   -0.0 and 0.0 agree. NaN agrees with NaN.
 Elsewhere an honest polynomial is as good as random. At `OUTSIDE` positions spread over the rest of the chunk, those are
-counted at which it shows an exponent as large as the top values have: by chance few (`outside_hits` below), all for a
-polynomial that says the same everywhere.
+counted at which it shows an exponent that the top values have: one in a hundred by chance, all for a polynomial that
+says the same everywhere.
 
 A result with a fault has failed, whatever its numbers are; numbers that could not be measured are the worst there are.
 """
