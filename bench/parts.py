@@ -58,7 +58,7 @@ def _plain(batch: int) -> Way:
 
 def list_parts(quick: bool) -> list[Part]:
     """What is measured, the dearest first."""
-    many = 64 if quick else 384
+    many = 48 if quick else 384
     some = 16 if quick else 64
     sources = (
         Source(Way(name="256 slots", batch=256), many, {"packed": many, "alone": many // 2}),
@@ -68,9 +68,13 @@ def list_parts(quick: bool) -> list[Part]:
         Source(Way(name="2 threads", threads=2), some, {"packed": some, "2 threads": some}),
     )
     exact = (replace(sources[0], replays={**sources[0].replays, "float64": many // 2}), *sources[1:])
-    short = tuple(replace(s, rollouts=s.rollouts * 8, replays={k: v * 8 for k, v in s.replays.items()}) for s in exact)
+    times = 4 if quick else 8
+    short = tuple(
+        replace(s, rollouts=s.rollouts * times, replays={replay: num * times for replay, num in s.replays.items()})
+        for s in exact
+    )
     parts = [
-        Part("text", "float32", exact, 32 if quick else 64, 512),
+        Part("text", "float32", exact, 24 if quick else 64, 192 if quick else 512),
         Part("sort", "float32", short, 64 if quick else 512, 13),
     ]
     if not quick:

@@ -16,7 +16,7 @@ from shoal.cli import main
 from shoal.engine.torch import TorchEngine
 from shoal.errors import ConfigError
 from shoal.policy.model import Policy, save_policy
-from shoal.rollout import Request
+from shoal.rollout import Finish, Request
 from shoal.toploc import calibrate, probe
 from shoal.toploc.calibrate import Plan, calibrate_policy, cross_check, format_table, measure_way, run_calibration
 from shoal.toploc.calibration import Calibration, load_calibration
@@ -196,6 +196,8 @@ def test_prompts_come_from_a_task_or_a_file(qwen: Policy, tmp_path: Path) -> Non
 
 def test_plain_decoding_writes_what_the_engine_writes(speaker: Policy) -> None:
     requests = take(speaker, SOURCE, 14)
+    endless = run_way(Way(name="x"), speaker.model, requests, eos_id=-1, sink=lambda *args: None)
+    common = int(np.bincount(np.concatenate([rollout.token_ids for rollout in endless])).argmax())
     states: dict[str, dict[str, list[torch.Tensor]]] = {"engine": {}, "plain": {}}
     texts = {}
     for source in ("engine", "plain"):
@@ -206,8 +208,9 @@ def test_plain_decoding_writes_what_the_engine_writes(speaker: Policy) -> None:
             own.append(hidden.clone())
 
         way = Way(name="x", source=source, batch=4)  # type: ignore[arg-type]
-        rollouts = run_way(way, speaker.model, requests, eos_id=speaker.eos_id, sink=keep)
+        rollouts = run_way(way, speaker.model, requests, eos_id=common, sink=keep)
         texts[source] = {rollout.id: rollout for rollout in rollouts}
+    assert {rollout.finish for rollout in rollouts} == {Finish.STOP, Finish.LENGTH}
     assert texts["engine"].keys() == texts["plain"].keys() == {request.id for request in requests}
     for name, rollout in texts["engine"].items():
         other = texts["plain"][name]

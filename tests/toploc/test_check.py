@@ -12,9 +12,11 @@ import torch
 from shoal.errors import ConfigError
 from shoal.policy.model import Policy
 from shoal.rollout import Finish, Request, Rollout, VersionRange
+from shoal.toploc import verify_proofs
 from shoal.toploc.calibration import Calibration
-from shoal.toploc.check import Report, check_rollouts, weigh_reports
+from shoal.toploc.check import Judge, Report, check_rollouts, weigh_reports
 from shoal.toploc.finding import Check, rank_finding
+from shoal.toploc.replay import replay_rollouts
 
 RATE = 1e-4
 
@@ -189,6 +191,13 @@ def test_a_cut_without_an_end_is_seen(check, launder, honest) -> None:
     assert failures(check(launder(cut)))[Check.ENDING] == 16
 
 
+def test_another_seed_is_invisible_without_seeds(
+    check, work, speaker: Policy, requests_16: list[Request], calibration: Calibration
+) -> None:
+    reports = check(work(speaker.model, [replace(r, seed=r.seed ^ 1) for r in requests_16], requests_16), seeded=False)
+    assert failures(reports) == {} and not weigh_reports(reports, calibration).judge(RATE).failed
+
+
 def test_the_proof_of_another_rollout_is_seen(check, honest) -> None:
     ids = [rollout.id for rollout in honest.rollouts]
     swapped = {name: honest.proofs[other] for name, other in zip(ids, ids[1:] + ids[:1], strict=True)}
@@ -232,11 +241,11 @@ def test_shifted_log_probs_are_seen_though_each_shift_is_allowed(check, honest, 
 def test_numbers_that_are_no_log_probs_are_seen(check, honest, value: float) -> None:
     rollouts = list(honest.rollouts)
     logprobs = rollouts[3].logprobs.copy()
-    logprobs[7] = value
+    logprobs[37] = value
     rollouts[3] = replace(rollouts[3], logprobs=logprobs)
     reports = check(replace(honest, rollouts=rollouts))
     assert [bool(report.failed) for report in reports] == [index == 3 for index in range(16)]
-    assert {finding.check: finding.where for finding in reports[3].failed}[Check.LOGPROB] == "token 7"
+    assert {finding.check: finding.where for finding in reports[3].failed}[Check.LOGPROB] == "token 37"
 
 
 @pytest.mark.parametrize(
@@ -266,6 +275,20 @@ def test_a_constant_proof_is_seen(check, honest) -> None:
     constant = bytes([0xFF, 0xD9]) + (0x4080).to_bytes(2) + bytes(252) + (1).to_bytes(2)  # 4.0, and x^127
     proofs = {name: [constant] * len(own) for name, own in honest.proofs.items()}
     assert caught(check(replace(honest, proofs=proofs))) == 16
+
+
+def test_a_few_top_like_places_are_chance_or_values_that_changed_places(
+    speaker: Policy, honest, calibration: Calibration
+) -> None:
+    rollout = honest.rollouts[0]
+    (replay,) = replay_rollouts(speaker.model, [rollout], eos_id=1)
+    results = verify_proofs(replay.hidden, honest.proofs[rollout.id])
+    judge = Judge(calibration=calibration, eos_id=1, max_tokens=96)
+    for hits, mismatches, failed in ((3, 0, False), (16, 0, True), (16, 10, False), (32, 10, True)):
+        results[1] = replace(results[1], outside_hits=hits, outside_points=32, exp_mismatches=mismatches)
+        report = judge.judge_rollout(rollout, replay, results)
+        (finding,) = [finding for finding in report.findings if finding.check is Check.OUTSIDE]
+        assert finding.failed is failed and (not failed or finding.where == "chunk 1")
 
 
 @pytest.mark.parametrize(

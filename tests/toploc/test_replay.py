@@ -123,8 +123,12 @@ def test_an_honest_rollout_is_admitted_with_arrays_of_our_own(qwen: Policy, hone
     wide = replace(honest, token_ids=honest.token_ids.astype(np.int64), logprobs=honest.logprobs.astype(np.float64))
     admitted = admit_rollout(wide, REQUEST, qwen.model)
     assert admitted.token_ids.dtype == np.int32 and admitted.logprobs.dtype == np.float32
-    wide.token_ids[0] = 10**9
-    np.testing.assert_array_equal(admitted.token_ids, honest.token_ids)
+    same = replace(honest, token_ids=honest.token_ids.copy(), logprobs=honest.logprobs.copy())
+    again = admit_rollout(same, REQUEST, qwen.model)
+    for given, own in ((wide, admitted), (same, again)):
+        given.token_ids[0], given.logprobs[0] = 10**9, 5.0  # the peer changes its mind
+        np.testing.assert_array_equal(own.token_ids, honest.token_ids)
+        np.testing.assert_array_equal(own.logprobs, honest.logprobs)
 
 
 Change = Callable[[Rollout], dict[str, object]]

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.toploc.shape import TAILS, TILTS, check_shape, measure_masses, measure_tilts, trace_choices
+from shoal.toploc.wealth import average_wealth
 
 BETS = len(TILTS) + len(TAILS)
 
@@ -76,6 +77,16 @@ def test_other_choices_alarm(name: str, tokens: int) -> None:
     else:
         chosen = draw(language(rng, tokens), rng)
     assert check_shape(trace(probs, chosen), 1e-5).failed
+
+
+def test_honest_tokens_afterwards_do_not_wash_a_start_clean() -> None:
+    rng = np.random.default_rng(2)
+    probs = language(rng, 900)
+    tokens = draw(probs, rng)
+    tokens[:60] = draw(language(rng, 60), rng)
+    finding = check_shape(trace(probs, tokens), 1e-5)
+    assert finding.failed and int(finding.where.removeprefix("token ")) < 100
+    assert average_wealth(trace(probs, tokens))[-1] < finding.statistic - 10
 
 
 def test_an_impossible_token_is_no_crash() -> None:

@@ -41,6 +41,7 @@ def test_the_end_token_or_the_limit_ends_a_rollout(tokens: list[int], finish: Fi
         ([7, 7, 7], Finish.LENGTH, "token 2, neither"),
         ([7, EOS, 7, 7], Finish.LENGTH, "token 1, an end token before"),
         ([EOS, 7, EOS], Finish.STOP, "token 0, an end token before"),
+        ([7, EOS, EOS], Finish.STOP, "token 1, an end token before"),
         ([7, 7, EOS], Finish.LENGTH, "finish"),
         ([7, 7, 7, 7], Finish.STOP, "finish"),
     ],

@@ -22,7 +22,7 @@ from shoal.seeds import token_uniforms
 from shoal.toploc.sampling import measure_distances
 from shoal.toploc.shape import measure_masses, measure_tilts
 
-PACK_TOKENS = 4096
+PACK_TOKENS = 2048
 SLICE_ELEMENTS = 2**23
 """Logits computed at a time: 32 MB in float32, and twice that for their sums."""
 

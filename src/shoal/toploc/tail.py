@@ -19,6 +19,7 @@ which the chosen threshold is exceeded (Clopper-Pearson).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Literal
 
@@ -65,6 +66,7 @@ def bound_rate(hits: int, trials: int, confidence: float) -> float:
     return high
 
 
+@lru_cache(maxsize=256)
 def bound_hits(trials: int, chance: float, rate: float) -> int:
     """The most hits of `trials`, each with `chance`, that are exceeded with probability `rate` or less."""
     left = 1.0
