@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from altered import add_adapter, drop_layers, map_linears, round_channels, round_groups, step_back
 from models import load_subject
-from shoal.engine.sampler import choose_tokens
+from shoal.engine.choice import choose_tokens
 from shoal.rollout import Request
 from shoal.seeds import derive_seed, token_uniforms
 from stage import GROUP, Stage, Work

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHES = ("engine", "trl", "learning", "clipping", "staleness", "filter")
+BENCHES = ("engine", "trl", "learning", "clipping", "staleness", "filter", "toploc", "forgery", "separation")
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import shoal.engine.torch as engine_module
 from models import Subject
-from shoal.engine.sampler import choose_tokens
+from shoal.engine.choice import choose_tokens
 from shoal.engine.torch import TorchEngine
 from shoal.rollout import Request, Rollout, VersionRange
 from shoal.seeds import derive_seed

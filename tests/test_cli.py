@@ -207,7 +207,7 @@ def test_an_interrupt_is_one_line_and_exit_code_130(
 
     monkeypatch.setattr(sys.modules["shoal.train"], "run_training", interrupt)
     assert main(["train"]) == 130
-    assert capsys.readouterr().err == "\nshoal: interrupted; the same command goes on from the last checkpoint\n"
+    assert capsys.readouterr().err == "\nshoal: interrupted; a run or warm-up goes on from its last checkpoint\n"
 
 
 def test_our_own_bugs_are_not_dressed_up_as_mistakes(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:

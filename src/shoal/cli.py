@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"shoal: {error}", file=sys.stderr)
         return EXIT_DISK
     except KeyboardInterrupt:
-        print("\nshoal: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("\nshoal: interrupted; a run or warm-up goes on from its last checkpoint", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The interpreter flushes stdout once more at its end; give it something to flush to.
@@ -200,8 +200,9 @@ def _run_eval(args: argparse.Namespace) -> int:
 
 
 def _run_calibrate(args: argparse.Namespace) -> int:
-    if not args.out.parent.is_dir():
-        raise ConfigError(f"{args.out}: cannot be written, there is no folder {args.out.parent}")
+    from shoal.files import check_output
+
+    check_output(args.out)
     from shoal.disk import guard_disk
     from shoal.toploc.calibrate import Plan, format_table, run_calibration
     from shoal.toploc.prompts import Source

@@ -9,7 +9,7 @@ import torch
 import shoal.engine.torch as engine_module
 from altered import drop_layers, map_linears, round_channels, round_groups, step_back
 from attacks import ATTACKS, claim_tokens, keep_nucleus, plan_uniforms
-from shoal.engine.sampler import choose_tokens
+from shoal.engine.choice import choose_tokens
 from shoal.rollout import Finish
 from shoal.toploc.replay import replay_rollouts
 from stage import GROUP, Stage

@@ -342,7 +342,7 @@ def test_an_interrupt_exits_with_130_and_the_run_resumes(tmp_path: Path) -> None
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
-    assert errors == "\nshoal: interrupted; the same command goes on from the last checkpoint\n"
+    assert errors == "\nshoal: interrupted; a run or warm-up goes on from its last checkpoint\n"
     steps = f"steps={list_checkpoints(run / 'checkpoints')[-1][0] + 1}"
     train(tmp_path / "a", steps)
     assert_same_run(run, train(tmp_path / "b", steps))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.base import CHUNK
-from shoal.engine.sampler import choose_tokens
+from shoal.engine.choice import choose_tokens
 from shoal.engine.torch import TorchEngine
 from shoal.errors import ConfigError
 from shoal.learner.logprobs import score_tokens

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.engine.sampler import choose_tokens
+from shoal.engine.choice import choose_tokens
 from shoal.toploc.sampling import measure_distances
 
 PROBS = torch.tensor([0.5, 0.3, 0.2])

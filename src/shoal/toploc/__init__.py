@@ -11,27 +11,42 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.toploc.build import build_batch, build_proofs
+    from shoal.toploc.calibration import Calibration, load_calibration
+    from shoal.toploc.check import Report, check_rollouts
+    from shoal.toploc.finding import Check, Finding
     from shoal.toploc.proof import CHUNK_SIZE, TOPK, Fault, decode_proofs, encode_proofs
+    from shoal.toploc.sequence import Evidence
     from shoal.toploc.stream import ProofBuilder
     from shoal.toploc.verify import ChunkResult, verify_batch, verify_proofs
 
 __all__ = [
     "CHUNK_SIZE",
     "TOPK",
+    "Calibration",
+    "Check",
     "ChunkResult",
+    "Evidence",
     "Fault",
+    "Finding",
     "ProofBuilder",
+    "Report",
     "build_batch",
     "build_proofs",
+    "check_rollouts",
     "decode_proofs",
     "encode_proofs",
+    "load_calibration",
     "verify_batch",
     "verify_proofs",
 ]
 
 _HOMES = {
     "build": ("build_batch", "build_proofs"),
+    "calibration": ("Calibration", "load_calibration"),
+    "check": ("Report", "check_rollouts"),
+    "finding": ("Check", "Finding"),
     "proof": ("CHUNK_SIZE", "TOPK", "Fault", "decode_proofs", "encode_proofs"),
+    "sequence": ("Evidence",),
     "stream": ("ProofBuilder",),
     "verify": ("ChunkResult", "verify_batch", "verify_proofs"),
 }

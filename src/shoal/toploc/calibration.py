@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from shoal.config import Settings
 from shoal.errors import ConfigError
-from shoal.files import write_atomic
+from shoal.files import write_output
 from shoal.toploc.chunks import ChunkStats
 from shoal.toploc.finding import Check
 from shoal.toploc.sequence import CALIBRATED, Bet, BetTable, Stream
@@ -127,7 +127,7 @@ class Calibration(Settings):
         return (self.full if chunk.is_full else self.short).limits[check].threshold
 
     def save(self, path: Path) -> None:
-        write_atomic(path, (self.model_dump_json(indent=2) + "\n").encode())
+        write_output(path, (self.model_dump_json(indent=2) + "\n").encode())
 
 
 def load_calibration(path: Path, model: PreTrainedModel | None = None) -> Calibration:

@@ -1,6 +1,6 @@
 """The seeded-sampling check: how far the uniform of a token lies outside the token's interval.
 
-An honest sampler chose the smallest j with CDF_j > u (engine/sampler.py), so u lies in [CDF_{j-1}, CDF_j). Under the
+An honest sampler chose the smallest j with CDF_j > u (engine/choice.py), so u lies in [CDF_{j-1}, CDF_j). Under the
 verifier's own distribution it still does, or it lies a hair outside, where rounding moved an edge across it. Any
 other way of choosing the token leaves it as far outside as there is probability between: a token of another model,
 another temperature, another seed, an edited text.

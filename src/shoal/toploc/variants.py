@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from shoal.engine.base import CHUNK, HiddenSink
-from shoal.engine.sampler import choose_tokens
+from shoal.engine.choice import choose_tokens
 from shoal.engine.torch import TorchEngine
 from shoal.rollout import Finish, Request, Rollout, VersionRange
 from shoal.seeds import uniform_rows

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.engine.sampler import choose_tokens
+from shoal.engine.choice import choose_tokens
 from shoal.seeds import token_uniforms
 
 INF = float("inf")
