@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from shoal.engine.base import CHUNK, HiddenSink
 from shoal.engine.cache import SlotCache
+from shoal.engine.choice import choose_tokens
 from shoal.engine.prefix import Tokens, compute_prefixes
 from shoal.engine.rows import measure_rows
-from shoal.engine.choice import choose_tokens
 from shoal.engine.slots import SlotTable
 from shoal.errors import ConfigError
 from shoal.policy.decoder import compute_logits, fuse_layers, is_lean, run_decoder
