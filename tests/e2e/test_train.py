@@ -42,9 +42,10 @@ def train(out: Path, *overrides: str) -> Path:
 
 
 def start(*args: str) -> "subprocess.Popen[str]":
-    """A process of its own."""
+    """A process of its own, which hears Ctrl-C even where these tests run in the background and do not."""
+    hears = "import os, signal, sys; signal.signal(2, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     return subprocess.Popen(
-        [sys.executable, *args],
+        [sys.executable, "-c", hears, sys.executable, *args],
         env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -340,7 +341,10 @@ def test_an_interrupt_exits_with_130_and_the_run_resumes(tmp_path: Path) -> None
     process = start_training(tmp_path / "a", "steps=1000000")
     await_step(process, run, 3)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=PATIENCE_S)
+    try:
+        _, errors = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert errors == "\nshoal: interrupted; a run or warm-up goes on from its last checkpoint\n"
     steps = f"steps={list_checkpoints(run / 'checkpoints')[-1][0] + 1}"
