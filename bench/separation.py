@@ -8,8 +8,9 @@ rollouts are judged. What was measured is kept under bench/out/separation; --fre
 
 Figures, per model and dtype:
     caught_*    share of submissions caught, all checks together, of the attack that is caught least
-    alarms_*    honest submissions of 16 rollouts that were accused
-    chunks_*    honest chunks behind that
+    seen_*      share of the attacks of which at least 99 % of submissions are caught
+    alarms_*    honest chunks that were accused, under thresholds of which they were no part
+    chunks_*    honest chunks in all
 """
 
 import argparse
@@ -48,6 +49,8 @@ from shoal.toploc.probe import probe_dtype
 
 RATE = 1e-4
 """False alarms per submission of 16 rollouts, all checks together."""
+AIM = 0.99
+"""Share of submissions of an attack that should be caught."""
 DIFFER = "differ"
 """Share of submissions of an attack that are not what honest work on the same requests is."""
 CONFIDENCE = 0.95
@@ -91,7 +94,8 @@ def judge_part(part: Part) -> Outcome:
     rows = {name: _judge_attack(records, judge, eos_id) for name, records in files.items()}
     chunks = sum(record.num_chunks for half in halves for records in half.values() for record in records)
     least = min(rates["all"][-1] for rates in rows.values())
-    figures = {"caught": least, "alarms": float(alarms["all"][-1]), "chunks": float(chunks)}
+    seen = sum(rates["all"][-1] >= AIM for rates in rows.values()) / len(rows)
+    figures = {"caught": least, "seen": seen, "alarms": float(alarms["all"][0]), "chunks": float(chunks)}
     return Outcome(part, _format_part(part, rows, alarms, trials, halves, judge), figures)
 
 
