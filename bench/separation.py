@@ -222,7 +222,7 @@ def draw_picture(parts: Sequence[Part]) -> None:
         honest = list_stats(record for half in halves for own in half.values() for record in own)
         named = {"honest": honest}
         named |= {a.name: list_stats(load_records(attack_path(part, a))) for a in reversed(attacks_of(part))}
-        calibration = fit_thresholds(part, halves[0])
+        calibration = fit_thresholds(part, {name: [*halves[0][name], *halves[1][name]] for name in halves[0]})
         for axis, (check, title) in zip(row, columns.items(), strict=True):
             _draw_ranges(axis, named, check, calibration.full.limits[check].threshold)
             axis.set_title(f"{part.subject}, {part.dtype}: {title}", fontsize=9)

@@ -76,7 +76,8 @@ def _read_lines(path: Path) -> list[str]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({getattr(error, "strerror", None) or "it is not UTF-8 text"})") from error
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read ({reason})") from error
     if not lines:
         raise ConfigError(f"{path}: has no prompts, one per line")
     return lines
