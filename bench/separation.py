@@ -178,7 +178,15 @@ def _format_part(
     calibration: Calibration,
 ) -> str:
     sizes = " / ".join([*map(str, WINDOWS), f"{SUBMISSION} rollouts"])
-    lines = [f"### {part.subject}, {part.dtype}", "", f"Caught in %, by tokens checked: {sizes}.", ""]
+    decoded = sum(source.rollouts for source in part.sources)
+    drawn = f"{_DRAWS} draws of {SUBMISSION} of them" if part.rollouts > SUBMISSION else "all of them, once"
+    lines = [
+        f"### {part.subject}, {part.dtype}",
+        "",
+        f"Caught in %, by tokens checked: {sizes}. {part.rollouts} rollouts of at most {part.tokens} tokens per "
+        f"attack; submissions are {drawn}. {decoded} honest rollouts were decoded, and most replayed in several ways.",
+        "",
+    ]
     columns = (DIFFER, *FAMILIES)
     lines += [f"| attack | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for name, rates in rows.items():
