@@ -20,6 +20,7 @@ def test_patterns_are_compared_field_by_field() -> None:
     own = np.array([0x4000, 0x4010, 0x4020, 0x3F80], dtype=np.uint16)
     claimed = np.array([0x4000, 0x4012, 0xC028, 0x4080], dtype=np.uint16)
     assert compare_patterns(claimed, own) == (1, 10 / 3, 2.0, 1)
+    assert compare_patterns(own ^ np.uint16(0x8000), own) == (0, 0.0, 0.0, 4)
 
 
 def test_the_picked_pattern_has_the_commonest_exponent_and_its_median_mantissa() -> None:

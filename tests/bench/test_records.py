@@ -17,11 +17,12 @@ from records import (
     replay_attack,
     save_records,
 )
-from separation import fit_thresholds
+from separation import fit_thresholds, list_stats
 from shoal.rollout import Finish
 from shoal.toploc.calibration import Calibration
 from shoal.toploc.check import check_rollouts
 from shoal.toploc.finding import Check
+from shoal.toploc.sequence import Stream
 from stage import Stage
 
 
@@ -79,6 +80,22 @@ def test_a_record_fails_what_the_check_of_its_submission_fails(
         assert ("sampling" in verdict.failed) == (Check.SAMPLING in failed)
         assert ("logprob" in verdict.failed) == (Check.LOGPROB in failed)
     assert "all" in judge_submission(verdicts, calibration)
+
+
+def test_a_small_excess_in_every_chunk_shows_in_the_submission_alone(
+    records: list[Record], calibration: Calibration, stage: Stage
+) -> None:
+    kinds = {}
+    for name, whole in (("full", True), ("short", False)):
+        kind = getattr(calibration, name)
+        bet = kind.bets[Stream.LOGPROB]
+        values = np.array([chunk.logprob_mean for chunk in list_stats(records) if chunk.is_full == whole])
+        low = bet.model_copy(update={"mean": float(bet.scale(values).mean()) / 4})
+        kinds[name] = kind.model_copy(update={"bets": {**kind.bets, Stream.LOGPROB: low}})
+    strict = calibration.model_copy(update=kinds)
+    verdicts = [judge_record(record, strict, stage.eos_id) for record in records]
+    assert not any(verdict.failed for verdict in verdicts)
+    assert judge_submission(verdicts, strict) == {"sequence", "all"}
 
 
 def test_work_with_honest_tokens_is_no_other_choice(records: list[Record], stage: Stage) -> None:
