@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,6 @@ import pytest
 from shoal.cli import main
 from shoal.config import load_config
 from shoal.console import PASS_RATE, REWARD, TOKENS_RATE
-from shoal.errors import ConfigError
 from shoal.eval import draw_tasks
 from shoal.files import hash_file
 from shoal.learner.checkpoint import find_newest, list_checkpoints, read_state
@@ -26,7 +24,6 @@ from shoal.report import read_metrics
 from shoal.rollout import Group
 from shoal.tasks.registry import load_family
 from shoal.tasks.split import Split, split_task
-from shoal.train import run_training
 
 TINY = Path(__file__).parents[1] / "tiny.toml"
 SOURCE = Path(__file__).parents[2] / "src"
@@ -372,30 +369,3 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_lost(tmp_path: Path) -> None
     assert (list_checkpoints(run / "checkpoints")[-1][0], hash_weights(run)) == (2, before)
     train(tmp_path / "a", "steps=4")
     assert_same_run(run, train(tmp_path / "b", "steps=4"), evaluations=False)
-
-
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        ("tasks.name=swim", "tasks.name"),
-        ("policy.path=no/such/place", "policy.path: there is no folder 'no/such/place'"),
-        ("policy.dtype=bfloat16", "policy.dtype: training needs float32"),
-        ("engine.max_tokens=510", "engine.max_tokens: must be at most"),
-        ("eval.tasks=100000", "distinct held-out tasks"),
-    ],
-)
-def test_a_mistake_is_found_before_anything_is_moved(tmp_path: Path, override: str, reason: str) -> None:
-    run = train(tmp_path, "steps=1")
-    kept = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(ConfigError, match=re.escape(reason)):
-        run_training(load_config(TINY, [f"out={tmp_path}", "seed=1", override]), fresh=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == kept
-    assert (tmp_path / "latest").resolve() == run.resolve()
-
-
-def test_a_policy_may_be_named_through_the_latest_run(tmp_path: Path) -> None:
-    run = train(tmp_path, "steps=1")
-    folder = "latest/checkpoints/step-000001/policy"
-    run_training(load_config(TINY, [f"out={tmp_path}", "steps=0", "name=second", f"policy.path={tmp_path / folder}"]))
-    second = load_config(tmp_path / "second-seed0" / "config.toml")
-    assert second.policy.path == str((run / folder.removeprefix("latest/")).resolve())
