@@ -9,7 +9,7 @@ import pytest
 from shoal.toploc.calibration import LIMITED, SHARES
 from shoal.toploc.chunks import STATISTICS, ChunkStats
 from shoal.toploc.finding import Check
-from shoal.toploc.fit import FLOORS, MEAN_FLOORS, fit_kinds
+from shoal.toploc.fit import FLOORS, LEVEL_FLOORS, LEVELS, SLACK, fit_kinds
 from shoal.toploc.sequence import CALIBRATED, Stream
 
 QUIET = ChunkStats(tokens=32, **dict.fromkeys(STATISTICS, 0.0))
@@ -63,15 +63,17 @@ def test_a_limit_tells_what_was_measured(samples) -> None:
     assert limit.num_samples == 1200 and limit.method == "tail"
     assert limit.quantiles["1"] == values.max() < limit.threshold
     assert limit.quantiles["0.5"] == pytest.approx(np.median(values), rel=0.01)
-    assert limit.proven == pytest.approx(-math.log((0.05 / 2) / (6 + 6 * 3)) / 1200, rel=0.01)
+    assert limit.proven == pytest.approx(-math.log((0.05 / 2) / (6 + 6 * 4 * 3)) / 1200, rel=0.01)
 
 
-def test_the_mean_of_a_bet_is_that_of_the_loudest_group(samples) -> None:
-    bet = fit(samples)[0].bets[Stream.MANTISSA]
+def test_the_chance_of_a_bet_is_that_of_the_loudest_group(samples) -> None:
     loud = np.array([chunks[0].mantissa for chunks in samples["loud"]])
     pooled = np.concatenate([loud, [chunks[0].mantissa for chunks in samples["calm"]]])
-    assert bet.mean > bet.scale(loud).mean() > bet.scale(pooled).mean()
-    assert bet.mean < 1.5 * bet.scale(loud).mean()
+    levels = fit(samples)[0].bets[Stream.MANTISSA].levels
+    for level, share in zip(levels, LEVELS, strict=True):
+        assert level.value == np.quantile(pooled, share, method="higher")
+        assert level.chance > SLACK * (loud > level.value).mean() >= (pooled > level.value).mean()
+    assert levels[0].chance < 1.5 * (loud > levels[0].value).mean()
 
 
 def test_sizes_of_short_chunks_are_groups_too() -> None:
@@ -80,8 +82,8 @@ def test_sizes_of_short_chunks_are_groups_too() -> None:
     loud = [[full, replace(short, mantissa=5 * short.mantissa) if short.tokens == 1 else short] for full, short in calm]
     plain, mixed = fit({"a": calm})[1].bets[Stream.MANTISSA], fit({"a": loud})[1].bets[Stream.MANTISSA]
     ones = np.array([short.mantissa for _, short in loud if short.tokens == 1])
-    assert mixed.mean >= mixed.scale(ones).mean()
-    assert mixed.mean * mixed.high > 2 * plain.mean * plain.high
+    assert all(level.chance >= (ones > level.value).mean() for level in mixed.levels)
+    assert mixed.levels[1].chance > 1.2 * plain.levels[1].chance
 
 
 def test_silence_gives_floors() -> None:
@@ -89,18 +91,18 @@ def test_silence_gives_floors() -> None:
     for kind in fit(silent):
         assert {check: limit.threshold for check, limit in kind.limits.items()} == FLOORS
         for stream, bet in kind.bets.items():
-            floor = bet.scale(np.array([MEAN_FLOORS[stream]]))[0]
-            assert floor <= bet.mean < 1
+            assert {level.value for level in bet.levels} == {LEVEL_FLOORS[stream]}
+            assert all(0 < level.chance < 0.1 for level in bet.levels)
 
 
-def test_a_signed_stream_is_scaled_to_both_sides() -> None:
+def test_a_signed_stream_is_bet_on_from_both_sides() -> None:
     rng = np.random.default_rng(0)
-    rollouts = [[replace(QUIET, bias=float(rng.normal(0, 0.01)), logprob=0.1)] for _ in range(800)]
+    rollouts = [[replace(QUIET, bias=float(rng.normal(0.01, 0.01)), logprob=0.1)] for _ in range(800)]
     short = [[replace(chunks[0], tokens=5)] for chunks in rollouts]
-    full, _ = fit({"a": rollouts + short})
-    for stream in (Stream.ABOVE, Stream.BELOW):
-        bet = full.bets[stream]
-        assert bet.low == -bet.high and 0.5 < bet.mean < 0.6
+    bets = fit({"a": rollouts + short})[0].bets
+    assert bets[Stream.ABOVE].levels[0].value == pytest.approx(0.01, abs=0.001)
+    assert bets[Stream.BELOW].levels[0].value == LEVEL_FLOORS[Stream.BELOW]
+    assert bets[Stream.BELOW].levels[1].value == pytest.approx(0.01 * (1.2816 - 1), abs=0.002)
 
 
 def test_samples_of_one_kind_alone_are_refused() -> None:

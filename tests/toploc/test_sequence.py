@@ -9,10 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.toploc.chunks import STATISTICS, ChunkStats
-from shoal.toploc.sequence import CALIBRATED, Bet, Evidence, Stream, bound_mean
+from shoal.toploc.sequence import CALIBRATED, Bet, Evidence, Level, Stream
 
 QUIET = ChunkStats(tokens=32, **dict.fromkeys(STATISTICS, 0.0))
-UNIT = {stream: Bet(low=-1.0 if "bias" in stream else 0.0, high=1.0, mean=0.5) for stream in CALIBRATED}
+CHANCES = (0.5, 0.1, 0.01, 0.001)
+UNIFORM = Bet(levels=tuple(Level(value=1 - chance, chance=chance) for chance in CHANCES))
+"""What honest statistics are that are uniform in [0, 1]."""
+UNIT = dict.fromkeys(CALIBRATED, UNIFORM)
 BETS = {True: UNIT, False: UNIT}
 FIELDS = ("exponent", "mantissa", "distance_mean", "logprob_mean", "bias")
 
@@ -25,31 +28,37 @@ def watch(values: np.ndarray, field: str = "mantissa") -> Evidence:
     return evidence
 
 
-@pytest.mark.parametrize("kind", ["coin", "uniform", "rare"])
+@pytest.mark.parametrize("kind", ["uniform", "coin", "rare"])
 def test_honest_evidence_rarely_ever_reaches_its_bound(kind: str) -> None:
     """Honest nodes at the very edge, each watched after every chunk of 20 rollouts: Ville's inequality.
 
-    All streams sit at their allowed mean, which is as bad as honest work can be.
+    All streams exceed their levels as often as is allowed, which is as bad as honest work can be.
     """
     rng = np.random.default_rng(7)
     draw = {
-        "coin": lambda size: (rng.random(size) < 0.5).astype(float),
         "uniform": rng.random,
-        "rare": lambda size: np.where(rng.random(size) < 0.05, 1.0, 0.45 / 0.95),
+        "coin": lambda size: np.where(rng.random(size) < 0.5, 0.7, 0.0),
+        "rare": lambda size: np.where(rng.random(size) < 0.001, 1.0, 0.0),
     }[kind]
     alarms = 0
-    for _ in range(50):
+    for _ in range(60):
         evidence = Evidence()
         for rollout in draw((20, 3, 5)):
-            rows = [dict(zip(FIELDS, (*row[:4], 2 * row[4] - 1), strict=True)) for row in rollout.tolist()]
+            rows = [dict(zip(FIELDS, row, strict=True)) for row in rollout.tolist()]
             evidence = evidence.extend([replace(QUIET, **row) for row in rows], BETS)
         alarms += evidence.judge(0.1).failed
-    assert alarms <= 0.1 * 50
+    assert alarms <= 0.1 * 60
+
+
+def test_rare_large_values_show_where_the_middle_is_honest() -> None:
+    values = np.full((40, 4), 0.3)
+    values[::4, 0] = 0.9995
+    assert watch(values).judge(1e-4).failed
 
 
 def test_a_small_excess_shows_in_the_mean_of_many() -> None:
     rng = np.random.default_rng(0)
-    noisy = np.clip(rng.normal(0.65, 0.15, (60, 4)), 0, 1)
+    noisy = rng.random((60, 4)) ** 0.5  # above the honest median in three of four chunks
     assert not watch(noisy[:1]).judge(1e-4).failed
     finding = watch(noisy).judge(1e-4)
     assert finding.failed and finding.where == "mantissa, 240 chunks"
@@ -80,10 +89,11 @@ def test_a_long_honest_past_does_not_hide_a_cheat() -> None:
 
 def test_the_fresh_stakes_never_exceed_one() -> None:
     """With odds that stand still all money that was ever staked is there: it must stay below 1 for ever."""
-    values = dict(zip(FIELDS, (0.5, 0.5, 0.5, 0.5, 0.0), strict=True))
+    still = Bet(levels=(Level(value=0.5, chance=1 - 1e-12),) * 4)
+    bets = {kind: dict.fromkeys(CALIBRATED, still) for kind in (True, False)}
     evidence = Evidence()
     for _ in range(1000):
-        evidence = evidence.extend([replace(QUIET, **values)], BETS)
+        evidence = evidence.extend([replace(QUIET, **dict.fromkeys(FIELDS, 1.0))], bets)
     assert max(max(logs) for logs in evidence.wealth.values()) < 0
     assert evidence.peak == 0.0
 
@@ -99,7 +109,7 @@ def test_exact_odds_are_counted_at_chunk_ends_with_everything_else() -> None:
 
 
 def test_short_chunks_have_bets_of_their_own() -> None:
-    lenient = {stream: bet.model_copy(update={"mean": 0.99}) for stream, bet in UNIT.items()}
+    lenient = dict.fromkeys(CALIBRATED, Bet(levels=(Level(value=0.5, chance=0.99),) * 4))
     loud = [replace(QUIET, mantissa=1.0, tokens=tokens) for tokens in [5] * 40]
     assert not Evidence().extend(loud, {True: UNIT, False: lenient}).judge(1e-4).failed
     assert Evidence().extend(loud, {True: lenient, False: UNIT}).judge(1e-4).failed
@@ -113,8 +123,8 @@ def test_what_is_not_a_number_counts_as_the_worst(value: float) -> None:
 def test_evidence_is_stored_and_goes_on_from_there() -> None:
     first = watch(np.random.default_rng(0).random((5, 3)))
     stored = Evidence.from_json(first.to_json())
-    assert stored == first and len(first.to_json()) < 1000
-    more = [replace(QUIET, mantissa=0.9)]
+    assert stored == first and len(first.to_json()) < 3000
+    more = [replace(QUIET, mantissa=0.95)]
     assert stored.extend(more, BETS) == first.extend(more, BETS)
 
 
@@ -131,22 +141,6 @@ def test_the_order_of_evidence_of_one_rollout_leaves_its_sum(seed: int) -> None:
         np.testing.assert_allclose(forward[stream], backward[stream], atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["zeros", "uniform", "coin", "lump"])
-def test_the_bound_of_a_mean_holds_at_its_confidence_and_shrinks(kind: str) -> None:
-    rng = np.random.default_rng(0)
-    draw = {
-        "zeros": np.zeros,
-        "uniform": rng.random,
-        "coin": lambda n: (rng.random(n) < 0.02).astype(float),
-        "lump": lambda n: np.where(rng.random(n) < 0.1, 0.9, 0.1),
-    }[kind]
-    mean = {"zeros": 0.0, "uniform": 0.5, "coin": 0.02, "lump": 0.18}[kind]
-    bounds = [bound_mean(draw(200), 0.9) for _ in range(100)]
-    assert sum(bound < mean for bound in bounds) <= 10
-    assert bound_mean(draw(5000), 0.9) < mean + 0.03
-    assert bound_mean(draw(2), 0.999) > 0.9
-
-
-def test_a_bet_scales_and_clips() -> None:
-    bet = Bet(low=-2.0, high=2.0, mean=0.5)
-    assert bet.scale(np.array([-5.0, -2.0, 0.0, 1.0, 9.0])).tolist() == [0.0, 0.0, 0.5, 0.75, 1.0]
+def test_a_bet_pays_what_its_chance_is_worth_and_at_the_level_nothing() -> None:
+    odds = UNIFORM.odds(np.array([0.5, 0.6, 0.9901, 1.0]))
+    assert odds.round(6).tolist() == [[0, 0, 0, 0], [2, 0, 0, 0], [2, 10, 100, 0], [2, 10, 100, 1000]]

@@ -34,10 +34,10 @@ def test_order_statistics_hold_at_their_confidence() -> None:
 
 @pytest.mark.parametrize(
     ("name", "least"),
-    [("exponential", 0.95), ("gamma", 0.95), ("gaussian", 1.0), ("uniform", 1.0), ("log-normal", 0.5), ("pareto", 0.4)],
+    [("exponential", 0.99), ("gamma", 0.99), ("gaussian", 1.0), ("uniform", 1.0), ("log-normal", 0.0), ("pareto", 0.0)],
 )
 def test_the_extrapolated_tail_holds_up_to_exponential_tails(name: str, least: float) -> None:
-    """Of 60 fits to 1,500 samples, the share that keeps the rate 1e-6; heavier tails are kept in about half."""
+    """Of 60 fits to 1,500 samples, the share that keeps the rate 1e-6; heavier tails break it a hundredfold."""
     rng = np.random.default_rng(1)
     normal = NormalDist()
     kinds: dict[str, tuple[Callable[[], np.ndarray], Callable[[float], float]]] = {
@@ -53,7 +53,19 @@ def test_the_extrapolated_tail_holds_up_to_exponential_tails(name: str, least: f
     assert {fit.method for fit in fits} == {"tail"}
     rates = [survive(fit.value) for fit in fits]
     assert sum(rate <= 1e-6 for rate in rates) >= least * 60
-    assert max(rates) < 1e-3, "even where it errs it is far out in the tail"
+    assert max(rates) < 2e-4, "even where it errs it is far out in the tail"
+
+
+def test_a_light_tail_is_not_taken_for_a_heavy_one() -> None:
+    """10,000 Gaussian samples: 5.6 standard deviations is the truth at 2e-8, and no more than 9 are allowed."""
+    samples = 1 + 0.1 * np.random.default_rng(0).normal(size=10_000)
+    assert 1.56 < pick_threshold(samples, 2e-8, 0.99).value < 1.9
+
+
+def test_fewer_samples_give_a_wider_threshold() -> None:
+    samples = np.random.default_rng(0).exponential(size=20_000)
+    values = [pick_threshold(samples[:num], 1e-6, 0.95).value for num in (300, 2000, 20_000)]
+    assert values == sorted(values, reverse=True) and values[-1] < 18 < 25 < values[0]
 
 
 def test_zeros_give_zero_or_the_floor() -> None:
@@ -74,6 +86,8 @@ def test_whole_numbers_are_no_problem() -> None:
     counts = np.random.default_rng(0).poisson(2.0, 2000)
     threshold = pick_threshold(counts, 1e-6, 0.95)
     assert threshold.method == "tail" and counts.max() < threshold.value < 40
+    rare = np.random.default_rng(0).poisson(0.02, 5000)
+    assert pick_threshold(rare, 1e-6, 0.95).value < 10
 
 
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=200), st.floats(1e-9, 0.5), st.floats(0.5, 0.999))

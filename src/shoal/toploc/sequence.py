@@ -1,8 +1,8 @@
 """Evidence that grows chunk by chunk, over a rollout or over all that a node ever sent, and may be looked at any time.
 
-A deviation too small for one chunk shows in the mean of many. For a statistic x of a chunk, clipped to [low, high]
-and scaled to y in [0, 1], let m be the calibrated upper bound of the honest mean of y. Whoever bets a share f of
-their wealth that y exceeds m has
+A deviation too small for one chunk shows in how often many are larger than honest ones. For a statistic x of a chunk
+and a level c, let y = 1 if x > c and 0 else, and m the calibrated upper bound of how often that happens to honest
+chunks. Whoever bets a share f of their wealth that it happens more often has
 
     W_f <- W_f (1 + f (y / m - 1)),    0 < f < 1.
 
@@ -13,13 +13,14 @@ all bets then has an expectation of at most 1 at any time, and by Ville's inequa
 
     P(the mean ever reaches 1 / a) <= a
 
-however long one watches and whenever one stops. Nothing is assumed of the distribution of y beyond its mean, so
-neither its tail nor the independence of chunks matters: only that an honest node's mean, given what came before,
-stays below m. A node whose every rollout is on prompts noisier than those of the calibration would break that.
+however long one watches and whenever one stops. Neither the tail of x nor the independence of chunks matters: only that
+an honest node's chance to exceed c, given what came before, stays below m. A node whose every rollout is on prompts
+noisier than those of the calibration would break that.
 
-Power: a node whose mean is (1 + d) m gains about ln(1 + d) per chunk when its statistic varies little, and d^2 / 2
-over the squared coefficient of variation when it varies much. One that begins to cheat at rollout r is noticed ln(1 /
-s_r) later, which is 8 nats after 100 honest rollouts and 14 after 10,000.
+Power: levels are quantiles of honest chunks from the median up, so a shift of the whole distribution shows at the low
+ones and rare large values at the high ones. A node that exceeds a level with chance p gains up to p ln(p / m) + (1 -
+p) ln((1 - p) / (1 - m)) per chunk. One that begins to cheat at rollout r is noticed ln(1 / s_r) later, which is 8 nats
+after 100 honest rollouts and 14 after 10,000.
 """
 
 import json
@@ -38,13 +39,13 @@ from shoal.toploc.finding import Check, Finding
 from shoal.toploc.wealth import average_wealth
 
 FRACTIONS = (0.05, 0.2, 0.5, 0.9)
-_BOUND_FRACTIONS = (0.05, 0.2, 0.5, 0.9, 0.99)
+NUM_LEVELS = 4
 _STAKE_SUM = 2.11
 """More than the sum of 1 / (n ln(n)^2) over n = 2, 3, ..."""
 
 
 class Stream(StrEnum):
-    """What is bet on. The first six are statistics of chunks against their honest mean, the last two exact odds."""
+    """What is bet on. The first six are statistics of chunks against honest ones, the last two exact odds."""
 
     EXPONENT = "exponent"
     MANTISSA = "mantissa"
@@ -59,17 +60,22 @@ class Stream(StrEnum):
 CALIBRATED: tuple[Stream, ...] = tuple(stream for stream in Stream if stream not in (Stream.HAZARD, Stream.SHAPE))
 
 
+class Level(Settings):
+    """A value, and the most often that an honest node's chunks exceed it."""
+
+    value: float
+    chance: float = Field(gt=0.0, lt=1.0)
+
+
 class Bet(Settings):
-    """How a stream's statistic becomes y, and the most that y is on average for an honest node."""
+    """The levels of one stream."""
 
-    low: float
-    high: float
-    mean: float = Field(gt=0.0, lt=1.0)
+    levels: tuple[Level, ...] = Field(min_length=NUM_LEVELS, max_length=NUM_LEVELS)
 
-    def scale(self, values: np.ndarray) -> np.ndarray:
-        """y; what is not a number counts as the worst."""
-        known = np.where(np.isnan(values), np.inf, values)
-        return np.clip((known - self.low) / (self.high - self.low), 0.0, 1.0)
+    def odds(self, values: np.ndarray) -> np.ndarray:
+        """y / m, (chunks, levels); what is not a number counts as the worst."""
+        exceeds = ~(values[:, None] <= np.array([level.value for level in self.levels]))
+        return exceeds / np.array([level.chance for level in self.levels])
 
 
 BetTable = Mapping[bool, Mapping[Stream, Bet]]
@@ -141,29 +147,12 @@ def read_stream(stats: Mapping[str, np.ndarray], stream: Stream) -> np.ndarray:
     return stats[stream.value]
 
 
-def bound_mean(values: np.ndarray, confidence: float) -> float:
-    """Upper confidence limit of the mean of values in [0, 1], by betting that the mean is below it.
-
-    If the mean is m or more, money that is bet on y < m, W_f <- W_f (1 + f (m - y) / (1 - m)), cannot grow in
-    expectation. The limit is the smallest m that is refuted at this confidence (Waudby-Smith and Ramdas, arXiv
-    2010.09686).
-    """
-    goal = -math.log(1 - confidence)
-    low, high = float(values.mean()), 1.0
-    for _ in range(40):
-        mean = (low + high) / 2
-        wealth = np.log1p(np.outer(_BOUND_FRACTIONS, (mean - values) / (1 - mean))).sum(axis=1)
-        refuted = float(average_wealth(wealth)) >= goal
-        low, high = (low, mean) if refuted else (mean, high)
-    return high
-
-
 def _trace_bet(values: np.ndarray, full: np.ndarray, bets: BetTable, stream: Stream) -> np.ndarray:
-    """Log wealth (chunks, fractions) of one unit staked before the first chunk."""
-    long, short = (bets[kind][stream] for kind in (True, False))
-    odds = np.where(full, long.scale(values) / long.mean, short.scale(values) / short.mean)
-    path: np.ndarray = np.log1p(np.array(FRACTIONS) * (odds[:, None] - 1.0)).cumsum(axis=0)
-    return path
+    """Log wealth (chunks, levels x fractions) of one unit staked before the first chunk."""
+    long, short = (bets[kind][stream].odds(values) for kind in (True, False))
+    odds = np.where(full[:, None], long, short)[:, :, None]
+    gains = np.log1p(np.array(FRACTIONS) * (odds - 1.0)).cumsum(axis=0)
+    return gains.reshape(len(values), -1)
 
 
 def _log_stake(rollout: int) -> float:

@@ -5,11 +5,17 @@ Three methods, and the result says which one it came from:
 - `order`: the (j+1)-th largest of n samples, with the largest j for which P(Binomial(n, rate) <= j) <= 1 -
   confidence. It assumes nothing but that samples are drawn alike and apart. The smallest n it works for is ln(1 -
   confidence) / ln(1 - rate), about 3 / rate at 95 %.
-- `tail`: below that n a generalised Pareto tail is laid through the largest tenth, with its mean excess at the upper
-  end of a confidence interval and a shape that is never lighter than exponential. This is an extrapolation: it holds
-  if the tail goes on as it began. The tests simulate how it errs: for tails up to exponential not at all, for
-  log-normal and Pareto ones it may be exceeded several times as often as stated.
-- `margin`: where too few samples stand out to fit anything, twice the largest. No rate is claimed by theory.
+- `tail`: below that n, a ray on the paper of the logarithm. Let S(x) be the share of samples beyond x, b the value that
+  a tenth exceed. If the tail beyond b is nowhere heavier on average than an exponential one, ln(S(b) / S(x)) / (x - b)
+  does not fall with x, so any x whose S(x) is bounded bounds all that lies further out:
+
+      threshold <= b + (x - b) ln(S(b) / rate) / ln(S(b) / S(x)),        S(x) < S(b)
+
+  Each of the largest samples gives such a bound (Clopper-Pearson for its S, at a confidence that they share), and the
+  least is taken: about two and a half times the largest excess for 10,000 samples, more for fewer. This is an
+  extrapolation. The tests simulate how it errs: for tails up to exponential not at all, for log-normal and Pareto ones
+  the rate may be exceeded a hundredfold.
+- `margin`: where too few samples stand out for that, twice the largest. No rate is claimed by theory.
 
 A `floor` is what rounding on another machine may add to a statistic that is zero or nearly so here; where it is
 larger it wins. `proven` is what the samples show without any extrapolation: the upper confidence limit of the rate at
@@ -20,17 +26,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
 
 Method = Literal["order", "tail", "margin", "floor"]
 MARGIN = 2.0
-MIN_TAIL = 20
-"""Exceedances from which a tail is fitted."""
 _TAIL_SHARE = 0.1
-_MAX_SHAPE = 0.5
+_RANKS = (0, 1, 3, 7, 15, 31, 63, 127)
+"""Which of the largest samples are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +59,19 @@ def pick_threshold(
     return Threshold(value, method, bound_rate(int((falling > value).sum()), len(falling), confidence))
 
 
+@lru_cache(maxsize=4096)
 def bound_rate(hits: int, trials: int, confidence: float) -> float:
     """Upper confidence limit of a rate of which `hits` were seen in `trials` (Clopper-Pearson, one-sided)."""
     if hits >= trials:
         return 1.0
+    counts = np.arange(hits + 1)
+    chooses = _log_factorials(trials)[-1] - _log_factorials(trials)[counts] - _log_factorials(trials)[trials - counts]
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _binomial_cdf(hits, trials, middle) > 1 - confidence else (low, middle)
+        likely = chooses + counts * math.log(middle) + (trials - counts) * math.log1p(-middle)
+        refuted = np.exp(likely).sum() <= 1 - confidence
+        low, high = (low, middle) if refuted else (middle, high)
     return high
 
 
@@ -81,12 +90,10 @@ def _pick_value(falling: np.ndarray, rate: float, confidence: float) -> tuple[fl
     rank = _find_rank(len(falling), rate, confidence)
     if rank is not None:
         return float(falling[rank]), "order"
-    base = float(falling[min(len(falling) - 1, max(MIN_TAIL, int(_TAIL_SHARE * len(falling))))])
-    excess = falling[falling > base] - base
-    share = len(excess) / len(falling)
-    if len(excess) < MIN_TAIL or share <= rate:
+    rays = _draw_rays(falling, rate, confidence)
+    if not rays:
         return MARGIN * max(0.0, float(falling[0])), "margin"
-    return base + _extrapolate(excess, math.log(share / rate), confidence), "tail"
+    return max(min(rays), float(falling[0])), "tail"
 
 
 def _find_rank(trials: int, rate: float, confidence: float) -> int | None:
@@ -101,22 +108,24 @@ def _find_rank(trials: int, rate: float, confidence: float) -> int | None:
     return rank
 
 
-def _extrapolate(excess: np.ndarray, log_ratio: float, confidence: float) -> float:
-    """Quantile that is exp(log_ratio) times rarer than exceeding 0, from the excesses in falling order.
+def _draw_rays(falling: np.ndarray, rate: float, confidence: float) -> list[float]:
+    """Bounds of the quantile from each of the largest samples that stands out from the base."""
+    num = len(falling)
+    base = float(falling[min(num - 1, int(_TAIL_SHARE * num))])
+    sure = 1 - (1 - confidence) / (len(_RANKS) + 1)
+    share = 1 - bound_rate(num - int((falling > base).sum()), num, sure)  # from below, which is the safe side
+    rays = []
+    for value in falling[[rank for rank in _RANKS if rank < num]].tolist():
+        beyond = bound_rate(int((falling > value).sum()), num, sure)
+        if value > base and rate < beyond < share / 2:
+            rays.append(base + (value - base) * math.log(share / rate) / math.log(share / beyond))
+    return rays
 
-    The shape of the generalised Pareto tail is that of the probability-weighted moments (Hosking and Wallis 1987).
-    """
-    num = len(excess)
-    ranks = (np.arange(num) + 0.65) / num  # share of larger ones
-    first, second = float(excess.mean()), float((ranks * excess).mean())
-    spread = first - 2 * second
-    shape = min(max(0.0, 2 - first / spread), _MAX_SHAPE) if spread > 0 else 0.0
-    scale = first * (1 + NormalDist().inv_cdf(confidence) / math.sqrt(num)) * (1 - shape)
-    return scale * (math.expm1(shape * log_ratio) / shape if shape > 0 else log_ratio)
 
-
-def _binomial_cdf(hits: int, trials: int, rate: float) -> float:
-    return math.fsum(math.exp(_log_binomial(k, trials, rate)) for k in range(hits + 1))
+@lru_cache(maxsize=8)
+def _log_factorials(largest: int) -> np.ndarray:
+    """ln 0!, ln 1!, ..."""
+    return np.concatenate([[0.0], np.log(np.arange(1, largest + 1)).cumsum()])
 
 
 def _log_binomial(hits: int, trials: int, rate: float) -> float:
