@@ -1,4 +1,4 @@
-"""Segments side by side: positions, and attention equal to a plain masked softmax over all pairs."""
+"""Segments side by side: positions, and attention equal to a plain masked softmax over all pairs, in strips too."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.policy.layout import PackedAttention, Segment, positions_of
+from shoal.policy.strips import LONG, STRIP, StripAttention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -113,3 +114,57 @@ def test_positions_start_anew_and_go_on_behind_a_prefix() -> None:
 def test_a_prefix_of_a_prefix_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="no prefix of its own"):
         PackedAttention([Segment(0, 3), Segment(3, 5, 0), Segment(5, 7, 1)])
+
+
+edges = st.sampled_from([LONG - 1, LONG, LONG + 1, LONG + STRIP, LONG + STRIP + 5])
+long_shapes = st.lists(st.tuples(edges | st.integers(1, 30), st.none() | st.integers(0, 3)), min_size=1, max_size=5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(shape=long_shapes)
+@torch.no_grad()
+def test_long_and_short_segments_side_by_side_are_the_masked_softmax(shape: list[tuple[int, int | None]]) -> None:
+    segments = build_segments(shape)
+    inputs = draw_inputs(segments[-1].end)
+    ours, theirs = PackedAttention(segments, strips=True)(0, *inputs), attend_naively(segments, *inputs)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("gap", [0, 7])
+@torch.no_grad()
+def test_a_prefix_may_stand_right_before_a_segment_or_elsewhere(gap: int) -> None:
+    start = 20 + gap
+    segments = [Segment(0, 20), *([Segment(20, start)] if gap else []), Segment(start, start + 2 * STRIP, 0)]
+    q, k, v = draw_inputs(start + 2 * STRIP)
+    part = StripAttention(start, start + 2 * STRIP, slice(0, 20))
+    expected = attend_naively(segments, q, k, v)[start:]
+    torch.testing.assert_close(part.attend(q, k, v), expected, atol=1e-5, rtol=1e-5)
+    assert part.flat_q.tolist() == list(range(start, start + 2 * STRIP))
+
+
+@torch.no_grad()
+def test_a_later_token_changes_nothing_before_it() -> None:
+    q, k, v = draw_inputs(3 * STRIP, torch.float32)
+    part = StripAttention(0, 3 * STRIP, slice(0, 0))
+    before = part.attend(q, k, v)
+    for at in (STRIP - 1, STRIP, 2 * STRIP + 9):
+        changed = [x.detach().clone() for x in (q, k, v)]
+        for x in changed:
+            x[at] = 1e4
+        assert torch.equal(part.attend(*changed)[:at], before[:at])
+
+
+@torch.no_grad()
+def test_strips_keep_the_dtype_they_are_given() -> None:
+    inputs = draw_inputs(STRIP + 9)
+    part = StripAttention(0, STRIP + 9, slice(0, 0))
+    wide = part.attend(*inputs)
+    q, k, v = (x.float() for x in inputs)
+    narrow = part.attend(q, k, v)
+    assert narrow.dtype == torch.float32 and wide.dtype == torch.float64
+    torch.testing.assert_close(narrow.double(), wide, atol=1e-5, rtol=1e-5)
+
+
+def test_strips_and_even_pieces_exclude_each_other() -> None:
+    with pytest.raises(AssertionError, match="keep a segment's bits"):
+        PackedAttention([Segment(0, 3)], even=True, strips=True)

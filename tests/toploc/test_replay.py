@@ -11,7 +11,9 @@ from torch import Tensor
 
 from shoal.engine.torch import TorchEngine
 from shoal.policy.model import Policy
-from shoal.rollout import Request, Rollout, VersionRange
+from shoal.policy.strips import LONG
+from shoal.rollout import Finish, Request, Rollout, VersionRange
+from shoal.seeds import token_uniforms
 from shoal.toploc import replay as module
 from shoal.toploc.replay import RolloutError, admit_rollout, join_replays, replay_rollouts
 
@@ -71,6 +73,40 @@ def test_packs_and_slices_do_not_matter(
         torch.testing.assert_close(one.hidden, other.hidden, atol=1e-5, rtol=1e-4)
         for field in ("logprobs", "distances", "eos_probs", "tilts", "masses"):
             np.testing.assert_allclose(getattr(one, field), getattr(other, field), atol=1e-5)
+
+
+def test_long_rollouts_that_share_a_prompt_replay_as_alone(qwen: Policy) -> None:
+    """Longer than a strip of attention, behind a prompt that stands next to the first of them only."""
+    rng = np.random.default_rng(0)
+    vocabulary = qwen.model.config.vocab_size
+    rollouts = [
+        Rollout(
+            id=str(length),
+            prompt_ids=np.arange(3, 12, dtype=np.int32),
+            token_ids=rng.integers(0, vocabulary, length).astype(np.int32),
+            logprobs=np.zeros(length, dtype=np.float32),
+            finish=Finish.LENGTH,
+            versions=(VersionRange(0, 0, length),),
+            temperature=1.0,
+            seed=2**64 - length,
+        )
+        for length in (LONG, LONG + 1, LONG + 70)
+    ]
+    for rollout, replay in zip(rollouts, replay_rollouts(qwen.model, rollouts, eos_id=1), strict=True):
+        whole = torch.from_numpy(np.concatenate((rollout.prompt_ids, rollout.token_ids))).long()
+        with torch.no_grad():
+            logits = qwen.model(input_ids=whole[None]).logits[0, len(rollout.prompt_ids) - 1 : -1]
+        own = logits.log_softmax(-1).gather(1, whole[len(rollout.prompt_ids) :, None])[:, 0]
+        np.testing.assert_allclose(replay.logprobs, own, atol=1e-5)
+        (alone,) = replay_rollouts(qwen.model, [rollout], eos_id=1)
+        np.testing.assert_allclose(replay.distances, alone.distances, atol=1e-6)
+
+
+def test_every_token_is_compared_with_the_uniform_of_its_place(generated) -> None:
+    """Uniforms of a pack's rollouts are drawn together, and are those of each."""
+    _, rollouts, _ = generated
+    alone = [token_uniforms(rollout.seed, 0, rollout.num_tokens) for rollout in rollouts]
+    assert np.array_equal(module._draw_uniforms(rollouts), np.concatenate(alone))
 
 
 def test_logits_are_computed_in_bounded_slices(qwen: Policy, generated, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,8 +75,20 @@ def test_a_constant_chunk_gives_its_first_indices() -> None:
 
 def test_zeros_at_the_end_of_a_tile_are_never_chosen() -> None:
     """A long and a short chunk share a tile, and the short one is all zeros itself."""
-    indices, _ = select_top([np.zeros(130, dtype=np.int16), np.arange(9000, dtype=np.int16)], 128)
-    assert indices[0].tolist() == list(range(128))
+    for longest in (5000, 9000):  # ranked whole, and searched for candidates
+        indices, _ = select_top([np.zeros(130, dtype=np.int16), np.arange(longest, dtype=np.int16)], 128)
+        assert indices[0].tolist() == list(range(128))
+
+
+@pytest.mark.parametrize("spread", [3, 40_000])
+def test_small_and_large_chunks_are_ranked_alike(spread: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two ways to rank agree on ties, NaNs, signs and chunks of mixed lengths."""
+    rng = np.random.default_rng(spread)
+    chunks = [rng.integers(-spread, spread, size).clip(-32768, 32767).astype(np.int16) for size in (300, 4096, 129)]
+    ranked = select_top(chunks, 128)
+    monkeypatch.setattr(select, "SMALL_VALUES", 0)
+    searched = select_top(chunks, 128)
+    assert all(np.array_equal(one, other) for one, other in zip(ranked, searched, strict=True))
 
 
 def test_the_choice_does_not_depend_on_batch_or_tile(monkeypatch: pytest.MonkeyPatch) -> None:

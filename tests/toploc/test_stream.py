@@ -68,13 +68,14 @@ def test_a_rollout_may_be_taken_while_others_go_on() -> None:
     assert builder.take("b") == build_proofs(second)
 
 
+@pytest.mark.parametrize("rows", [32, 16])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_rows_are_copied_when_they_are_fed(kind: torch.dtype) -> None:
-    buffer = torch.empty(32, 64, dtype=kind)
+def test_rows_are_copied_when_they_are_fed(kind: torch.dtype, rows: int) -> None:
+    buffer = torch.empty(rows, 64, dtype=kind)
     hidden = draw_normal(64, 64).to(kind)
     builder = ProofBuilder()
-    for start in (0, 32):
-        buffer.copy_(hidden[start : start + 32])
+    for start in range(0, 64, rows):
+        buffer.copy_(hidden[start : start + rows])
         builder("a", start, buffer)
     buffer.zero_()
     assert builder.take("a") == build_proofs(hidden)
@@ -126,8 +127,36 @@ def test_full_chunks_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = ProofBuilder()
     for start in range(0, 32 * 50, 32):
         builder("a", start, draw_normal(32, 256))  # 16 kB of patterns each
-        assert sum(chunk.nbytes for _, chunk in builder._full) < 100_000
+        assert builder._buffer.nbytes < 100_000
     assert len(builder.take("a")) == 50
+
+
+def test_a_chunk_that_is_larger_than_what_may_wait_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "WAITING_BYTES", 1000)
+    hidden = draw_normal(70, 64)
+    builder = ProofBuilder()
+    builder("a", 0, hidden)
+    assert len(builder._buffer) == 1
+    assert builder.take("a") == build_proofs(hidden)
+
+
+def test_rollouts_of_different_widths_share_a_builder() -> None:
+    hiddens = {f"r{i}": draw_normal(70, width, seed=i) for i, width in enumerate((64, 16, 64, 200))}
+    builder = ProofBuilder()
+    for start in range(0, 70, 20):
+        for name, hidden in hiddens.items():
+            builder(name, start, hidden[start : start + 20])
+    assert {name: builder.take(name) for name in hiddens} == {name: build_proofs(h) for name, h in hiddens.items()}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_rows_may_be_fed_inside_and_outside_of_inference_mode(first: bool) -> None:
+    hidden = draw_normal(96, 64).requires_grad_()
+    builder = ProofBuilder()
+    for index in range(3):
+        with torch.inference_mode(first == (index % 2 == 0)):
+            builder("a", 32 * index, hidden[32 * index : 32 * index + 32])
+    assert builder.take("a") == build_proofs(hidden)
 
 
 def test_other_sizes_than_the_published_are_possible() -> None:

@@ -68,18 +68,21 @@ def build_samples(groups: Sequence[Group], kind: AdvantageKind) -> list[Sample]:
     return samples
 
 
-def build_packs(samples: Sequence[Sample], max_tokens: int) -> list[Pack]:
-    """Micro-batches of at most `max_tokens` input tokens; a longer sample has one to itself."""
+def build_packs(samples: Sequence[Sample], max_tokens: int, *, strips: bool = False) -> list[Pack]:
+    """Micro-batches of at most `max_tokens` input tokens; a longer sample has one to itself.
+
+    `strips` makes attention cheaper where no gradient is wanted, see policy/layout.py.
+    """
     bins = pack_samples(
         [sample.rollout.num_tokens for sample in samples],
         [len(sample.rollout.prompt_ids) for sample in samples],
         [sample.group for sample in samples],
         max_tokens,
     )
-    return [_build_pack([samples[index] for index in sorted(members)]) for members in bins]
+    return [_build_pack([samples[index] for index in sorted(members)], strips) for members in bins]
 
 
-def _build_pack(samples: Sequence[Sample]) -> Pack:
+def _build_pack(samples: Sequence[Sample], strips: bool) -> Pack:
     flat: list[np.ndarray] = []
     segments: list[Segment] = []
     rows: list[Tensor] = []
@@ -109,7 +112,7 @@ def _build_pack(samples: Sequence[Sample]) -> Pack:
         samples=tuple(samples),
         token_ids=torch.from_numpy(np.concatenate(flat)).long(),
         positions=positions_of(segments),
-        attention=PackedAttention(segments),
+        attention=PackedAttention(segments, strips=strips),
         rows=torch.cat(rows),
         targets=torch.from_numpy(np.concatenate([sample.rollout.token_ids for sample in samples])).long(),
         segment=segment,

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.policy.strips import LONG, StripAttention
+
 _LONG = 512
 """Keys from which the fused attention kernel, which never writes the scores to memory, beats three plain operators."""
 _ROUND = 8
@@ -39,18 +41,24 @@ class Segment:
 
 
 class PackedAttention:
-    """Causal attention within each segment and over its prefix; an `Attend` for packed batches."""
+    """Causal attention within each segment and over its prefix; an `Attend` for packed batches.
 
-    def __init__(self, segments: Sequence[Segment], *, even: bool = False) -> None:
+    With `strips`, for use without gradients, long segments are computed alone, in strips, see policy/strips.py.
+    """
+
+    def __init__(self, segments: Sequence[Segment], *, even: bool = False, strips: bool = False) -> None:
         prefixes = (segments[segment.prefix] for segment in segments if segment.prefix is not None)
         assert all(prefix.prefix is None for prefix in prefixes), "a prefix has no prefix of its own"
-        self._buckets = [_Bucket(segments, members, even) for members in _bucket_segments(segments)]
-        order = torch.cat([bucket.flat_q for bucket in self._buckets])
+        assert not (even and strips), "strips do not keep a segment's bits"
+        long = [index for index, segment in enumerate(segments) if strips and segment.length >= LONG]
+        self._parts: list[_Bucket | StripAttention] = [_cut_strips(segments, index) for index in long]
+        self._parts += [_Bucket(segments, members, even) for members in _bucket_segments(segments, set(long))]
+        order = torch.cat([part.flat_q for part in self._parts])
         self._inverse = torch.empty(len(order), dtype=torch.long)
         self._inverse[order] = torch.arange(len(order))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mixed = torch.cat([bucket.attend(q, k, v) for bucket in self._buckets])
+        mixed = torch.cat([part.attend(q, k, v) for part in self._parts])
         return mixed.index_select(0, self._inverse)
 
 
@@ -63,9 +71,19 @@ def positions_of(segments: Sequence[Segment]) -> Tensor:
     return torch.cat(parts)
 
 
-def _bucket_segments(segments: Sequence[Segment]) -> list[list[int]]:
+def _cut_strips(segments: Sequence[Segment], index: int) -> StripAttention:
+    segment = segments[index]
+    prefix = None if segment.prefix is None else segments[segment.prefix]
+    span = slice(segment.start, segment.start) if prefix is None else slice(prefix.start, prefix.end)
+    return StripAttention(segment.start, segment.end, span)
+
+
+def _bucket_segments(segments: Sequence[Segment], done: set[int]) -> list[list[int]]:
+    """Indices of segments of like lengths, but for those that are `done`."""
     buckets: dict[tuple[int, int], list[int]] = {}
     for index, segment in enumerate(segments):
+        if index in done:
+            continue
         prefix = 0 if segment.prefix is None else segments[segment.prefix].length
         buckets.setdefault((_round_up(segment.length), _round_up(prefix)), []).append(index)
     return [buckets[key] for key in sorted(buckets)]

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from shoal.learner.sample import Pack, Sample, build_packs
 from shoal.policy.decoder import Layer, compute_logits, fuse_layers, is_lean, run_decoder
 from shoal.rollout import Request, Rollout, VersionRange
-from shoal.seeds import token_uniforms
+from shoal.seeds import uniform_rows
 from shoal.toploc.sampling import measure_distances
 from shoal.toploc.shape import measure_masses, measure_tilts
 
@@ -91,7 +91,7 @@ def replay_rollouts(
     prompts: dict[bytes, int] = {}
     samples = [Sample(prompts.setdefault(r.prompt_ids.tobytes(), len(prompts)), r, 0.0) for r in rollouts]
     found: dict[str, Replay] = {}
-    for pack in build_packs(samples, pack_tokens):
+    for pack in build_packs(samples, pack_tokens, strips=True):
         found |= _replay_pack(model, layers, pack, eos_id, shape)
     return [found[rollout.id] for rollout in rollouts]
 
@@ -137,9 +137,8 @@ def _replay_pack(
 ) -> dict[str, Replay]:
     hidden = run_decoder(model, pack.token_ids, pack.positions, pack.attention, layers).index_select(0, pack.rows)
     rollouts = [sample.rollout for sample in pack.samples]
-    uniforms = np.concatenate([token_uniforms(rollout.seed, 0, rollout.num_tokens) for rollout in rollouts])
     size = max(1, SLICE_ELEMENTS // model.config.vocab_size)
-    inputs = (hidden, pack.targets, pack.temperatures, torch.from_numpy(uniforms))
+    inputs = (hidden, pack.targets, pack.temperatures, torch.from_numpy(_draw_uniforms(rollouts)))
     parts = [
         _score_slice(compute_logits(model, rows), tokens, temperatures, draws, eos_id, shape)
         for rows, tokens, temperatures, draws in zip(*(values.split(size) for values in inputs), strict=True)
@@ -158,6 +157,13 @@ def _replay_pack(
         )
         for rollout, span in zip(rollouts, spans, strict=True)
     }
+
+
+def _draw_uniforms(rollouts: Sequence[Rollout]) -> np.ndarray:
+    """Every token's uniform, in order of the rollouts: short rollouts are cheaper together than one by one."""
+    lengths = [rollout.num_tokens for rollout in rollouts]
+    seeds = np.repeat(np.array([rollout.seed for rollout in rollouts], dtype=np.uint64), lengths)
+    return uniform_rows(seeds, np.concatenate([np.arange(length) for length in lengths]), 1)[:, 0]
 
 
 def _score_slice(

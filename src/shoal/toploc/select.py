@@ -22,10 +22,13 @@ States = torch.Tensor | NDArray[np.float32] | NDArray[np.float16]
 MAGNITUDE, INFINITY, NAN = np.int16(0x7FFF), np.int16(0x7F80), np.int16(0x7FC0)
 TILE_BYTES = 1 << 20
 """Magnitudes under work at a time: they and the states they come from should stay in a core's cache."""
+SMALL_VALUES = 1 << 13
+"""Values of the longest chunk for which ranking all beats searching for candidates; an index has 16 bits there."""
 MAX_TOPK = 4096
 """Values of one proof: few against the field's elements, so that a modulus always exists."""
 MAX_VALUES = 1 << 31
 """Values of one chunk; an index has 31 bits in a sort key."""
+_LOW = 0xFFFF
 _SMALL_PRIMES = 2 * 3 * 5 * 7 * 11 * 13
 
 
@@ -66,18 +69,18 @@ def group_chunks(chunks: Sequence[Bits], topk: int) -> dict[int, list[int]]:
 
 def select_top(chunks: Sequence[Bits], k: int) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
     """Flat indices and patterns (B, k) of the k largest magnitudes of each chunk, none of which has fewer values."""
-    assert all(k <= len(chunk) < MAX_VALUES for chunk in chunks)
+    lengths = [len(chunk) for chunk in chunks]
+    longest = max(lengths, default=0)
+    assert k <= min(lengths, default=k) and longest < MAX_VALUES
     # one buffer for all tiles, and chunks of like length side by side in a tile
-    order = sorted(range(len(chunks)), key=lambda position: -len(chunks[position]))
-    longest = max(map(len, chunks), default=0)
+    order = sorted(range(len(chunks)), key=lambda position: -lengths[position])
     buffer = np.empty(max(TILE_BYTES // 2, 2 * longest), dtype=np.int16)
-    keys = [_find_keys([chunks[position] for position in tile], k, buffer) for tile in _cut_tiles(order, chunks, k)]
     indices = np.empty((len(chunks), k), dtype=np.int64)
-    if keys:
-        indices[order] = np.concatenate(keys)
     values = np.empty((len(chunks), k), dtype=np.int16)
-    for row, chunk in enumerate(chunks):
-        np.take(chunk, indices[row], out=values[row], mode="clip")  # without a buffer; all are inside
+    for tile in _cut_tiles(order, chunks, k):
+        members = [chunks[position] for position in tile]
+        small = len(members[0]) <= SMALL_VALUES
+        indices[tile], values[tile] = _rank_small(members, k) if small else _rank_large(members, k, buffer)
     return indices, merge_nans(values).view(np.uint16)
 
 
@@ -90,10 +93,55 @@ def _cut_tiles(order: Sequence[int], chunks: Sequence[Bits], k: int) -> Iterator
     """Runs of `order` that fill a tile; each has at least one chunk."""
     start = 0
     while start < len(order):
-        columns, depth = _lay_blocks(len(chunks[order[start]]), k)
-        size = max(1, TILE_BYTES // 2 // (columns * depth))
+        longest = len(chunks[order[start]])
+        if longest <= SMALL_VALUES:
+            size = max(1, TILE_BYTES // 8 // longest)  # a key and what it is made of are 8 bytes
+        else:
+            columns, depth = _lay_blocks(longest, k)
+            size = max(1, TILE_BYTES // 2 // (columns * depth))
         yield order[start : start + size]
         start += size
+
+
+def _rank_small(chunks: Sequence[Bits], k: int) -> tuple[NDArray[np.int64], Bits]:
+    """Indices and patterns (B, k) of each chunk's top magnitudes, in order: every value is made a key and ranked."""
+    joined = _join_chunks(chunks)
+    length = joined.shape[1]
+    keys = _cap_nans(joined & MAGNITUDE).astype(np.uint32)
+    keys <<= 16
+    keys |= np.arange(_LOW, _LOW - length, -1, dtype=np.uint32)  # of equal magnitudes the first is largest
+    keys.partition(length - k, axis=1)
+    top = keys[:, length - k :]
+    top.sort(axis=1)
+    indices = _LOW - (top[:, ::-1] & _LOW).astype(np.int64)
+    return indices, np.take_along_axis(joined, indices, axis=1)
+
+
+def _join_chunks(chunks: Sequence[Bits]) -> Bits:
+    """Chunks as one array (B, values), the longest first. Zeros fill the end, see `_fill_blocks`."""
+    longest = len(chunks[0])
+    if len(chunks[-1]) == longest:
+        return np.concatenate(chunks).reshape(len(chunks), longest)
+    joined = np.zeros((len(chunks), longest), dtype=np.int16)
+    for row, chunk in enumerate(chunks):
+        joined[row, : len(chunk)] = chunk
+    return joined
+
+
+def _cap_nans(magnitudes: Bits) -> Bits:
+    """Every NaN as `NAN`, in place."""
+    if magnitudes.max() > INFINITY:
+        magnitudes[magnitudes > INFINITY] = NAN
+    return magnitudes
+
+
+def _rank_large(chunks: Sequence[Bits], k: int, buffer: Bits) -> tuple[NDArray[np.int64], Bits]:
+    """Indices and patterns (B, k) of each chunk's top magnitudes, in order; only a few values are ranked."""
+    indices = _find_keys(chunks, k, buffer)
+    values = np.empty(indices.shape, dtype=np.int16)
+    for row, chunk in enumerate(chunks):
+        np.take(chunk, indices[row], out=values[row], mode="clip")  # without a buffer; all are inside
+    return indices, values
 
 
 def _find_keys(chunks: Sequence[Bits], k: int, buffer: Bits) -> NDArray[np.int64]:

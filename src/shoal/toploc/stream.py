@@ -19,10 +19,10 @@ from torch import Tensor
 
 from shoal.toploc.build import BATCH, commit_values
 from shoal.toploc.proof import CHUNK_SIZE, TOPK
-from shoal.toploc.select import Bits, check_sizes, group_chunks, select_top
+from shoal.toploc.select import check_sizes, group_chunks, select_top
 
 WAITING_BYTES = 1 << 22
-"""Full chunks that wait for selection."""
+"""Full chunks that wait for selection, unless one alone is larger."""
 
 
 @dataclass(slots=True)
@@ -48,20 +48,26 @@ class ProofBuilder:
         check_sizes(chunk_size, topk)
         self._topk, self._chunk_size = topk, chunk_size
         self._drafts: dict[str, _Draft] = {}
-        self._full: list[tuple[_Slot, Bits]] = []
-        self._full_bytes = 0
+        self._buffer = torch.empty(0, chunk_size, 0, dtype=torch.bfloat16)
+        self._places: tuple[Tensor, ...] = ()
+        self._full: list[tuple[_Slot, int]] = []  # of each chunk in the buffer, with its number of values
         self._values: dict[int, list[tuple[list[_Slot], _Values]]] = {}
         self._num_values = 0
 
     def __call__(self, rollout_id: str, start: int, hidden: Tensor) -> None:
         """Add rows (rows, width) of a rollout from token `start` on."""
-        draft = self._drafts.setdefault(rollout_id, _Draft())
+        draft = self._drafts.get(rollout_id)
+        if draft is None:
+            draft = self._drafts[rollout_id] = _Draft()
         assert start == draft.num_rows, f"{rollout_id}: rows from {start} follow {draft.num_rows}"
+        if hidden.requires_grad:
+            hidden = hidden.detach()
         room = self._chunk_size - start % self._chunk_size
-        while hidden.shape[0] > room:
-            self._add_rows(draft, hidden[:room])
-            hidden, room = hidden[room:], self._chunk_size
-        self._add_rows(draft, hidden)
+        if hidden.shape[0] <= room:
+            self._add_rows(draft, hidden)
+            return
+        for rows in (hidden[:room], *hidden[room:].split(self._chunk_size)):
+            self._add_rows(draft, rows)
 
     def take(self, rollout_id: str) -> list[bytes]:
         """The proofs of all rows that a rollout was fed, which is then forgotten; none if it was never fed."""
@@ -72,7 +78,7 @@ class ProofBuilder:
         drafts = [self._drafts.pop(rollout_id, _Draft()) for rollout_id in rollout_ids]
         for draft in drafts:
             if draft.pieces:
-                self._close_chunk(draft)
+                self._join_pieces(draft)
         if not all(proof for draft in drafts for proof in draft.proofs):
             self._select_values()
             self._build_proofs()
@@ -84,27 +90,42 @@ class ProofBuilder:
 
     def _add_rows(self, draft: _Draft, hidden: Tensor) -> None:
         """Add rows that do not reach beyond the chunk under way."""
-        if not hidden.shape[0]:
-            return
-        draft.pieces.append(hidden.to("cpu", torch.bfloat16, copy=True))
-        draft.num_rows += hidden.shape[0]
-        if not draft.num_rows % self._chunk_size:
-            self._close_chunk(draft)
+        rows, width = hidden.shape
+        draft.num_rows += rows
+        if rows == self._chunk_size:
+            self._find_place(draft, rows, width).copy_(hidden)
+        elif rows:
+            draft.pieces.append(hidden.to("cpu", torch.bfloat16, copy=True))
+            if not draft.num_rows % self._chunk_size:
+                self._join_pieces(draft)
 
-    def _close_chunk(self, draft: _Draft) -> None:
-        """Let the chunk under way wait for selection."""
-        rows = draft.pieces[0] if len(draft.pieces) == 1 else torch.cat(draft.pieces)
-        chunk = rows.view(torch.int16).numpy().reshape(-1)
+    def _join_pieces(self, draft: _Draft) -> None:
+        """Close the chunk under way."""
+        rows = torch.cat(draft.pieces)
         draft.pieces.clear()
-        self._full.append(((draft, len(draft.proofs)), chunk))
-        draft.proofs.append(b"")
-        self._full_bytes += chunk.nbytes
-        if self._full_bytes >= WAITING_BYTES or len(self._full) >= BATCH:
+        self._find_place(draft, *rows.shape)[: len(rows)] = rows
+
+    def _find_place(self, draft: _Draft, rows: int, width: int) -> Tensor:
+        """Where a rollout's next chunk, which is full, waits for selection."""
+        if len(self._full) == len(self._places) or width != self._places[0].shape[1]:
             self._select_values()
+            self._fit_places(width)
+        self._full.append(((draft, len(draft.proofs)), rows * width))
+        draft.proofs.append(b"")
+        return self._places[len(self._full) - 1]
+
+    def _fit_places(self, width: int) -> None:
+        if self._buffer.shape[2] != width:
+            places = min(BATCH, max(1, WAITING_BYTES // (2 * self._chunk_size * width)))
+            with torch.inference_mode(False):  # they outlive the mode in which an engine calls
+                self._buffer = torch.empty(places, self._chunk_size, width, dtype=torch.bfloat16)
+                self._places = self._buffer.unbind(0)
 
     def _select_values(self) -> None:
-        slots, chunks = [slot for slot, _ in self._full], [chunk for _, chunk in self._full]
-        self._full, self._full_bytes = [], 0
+        slots = [slot for slot, _ in self._full]
+        rows = self._buffer[: len(slots)].view(torch.int16).flatten(1).numpy()
+        chunks = [row[:values] for row, (_, values) in zip(rows, self._full, strict=True)]
+        self._full = []
         for k, members in group_chunks(chunks, self._topk).items():
             values = select_top([chunks[i] for i in members], k)
             self._values.setdefault(k, []).append(([slots[i] for i in members], values))
