@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal import __version__
+from shoal.commands.broadcast_flags import add_commands as add_broadcast
 from shoal.errors import ConfigError, DiskError
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def _build_parser() -> _Parser:
     evaluate.add_argument("--markdown", type=Path, metavar="FILE", help="write them as a table (default: not written)")
 
     _add_calibrate(commands)
+    add_broadcast(commands)
 
     tasks = commands.add_parser("tasks", help="list the task families, or describe one", allow_abbrev=False)
     tasks.add_argument("name", nargs="?", metavar="NAME", help="family to describe (default: list all)")

@@ -8,7 +8,9 @@ removed with the next start of the origin.
 """
 
 import asyncio
+import fcntl
 import json
+import os
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,6 +19,21 @@ from shoal.errors import ConfigError
 from shoal.files import write_atomic
 
 POLL_S = 0.1
+
+
+def find_server(folder: Path) -> int | None:
+    """The process that has the folder open as its store; None: nobody has."""
+    try:
+        lock = os.open(folder / "store.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return int(os.pread(lock, 32, 0) or 0)
+    finally:
+        os.close(lock)
+    return None
 
 
 def ask_publish(folder: Path, path: Path, version: int) -> Path:

@@ -1,0 +1,119 @@
+"""Canonical JSON: one spelling for each value, so that a value can be hashed and signed.
+
+Invariants:
+- values are null, booleans, integers with |n| < 2**63, strings, lists, and objects with string keys; no floats;
+- keys are sorted by code point, nothing stands between tokens, text is UTF-8 in normal form C, and only what JSON
+  requires is escaped, in its short form where there is one;
+- containers are nested at most 16 deep;
+- `decode_canonical` returns a value whose encoding is exactly the bytes it was given, or raises `CanonicalError`. Time
+  and memory are linear in the length, which is bounded before anything is read.
+
+Changing breaks: every hash and signature in every ledger.
+"""
+
+import json
+import re
+from typing import Any, NoReturn
+from unicodedata import is_normalized
+
+MAX_DEPTH = 16
+MAX_INTEGER = (1 << 63) - 1
+
+_MAX_DIGITS = 19
+# A string that never ends is taken up to the end of the text, or each quote in it would be tried as a beginning.
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+
+
+class CanonicalError(ValueError):
+    """A value that has no canonical form, or bytes that are not the canonical form of any."""
+
+
+def encode_canonical(value: Any) -> bytes:
+    """The one spelling of a value."""
+    _check_value(value, MAX_DEPTH)
+    return _ENCODER.encode(value).encode()
+
+
+def decode_canonical(data: bytes, *, max_bytes: int) -> Any:
+    """The value that these bytes spell, if they are its one spelling and at most `max_bytes` long."""
+    if len(data) > max_bytes:
+        raise CanonicalError(f"{len(data)} bytes, more than the {max_bytes} allowed")
+    _check_nesting(data)
+    try:
+        value = _DECODER.decode(data.decode())
+    except UnicodeDecodeError:
+        raise CanonicalError("not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise CanonicalError(f"not JSON ({error.msg} at character {error.pos})") from None
+    # Covers spaces, order, repeated keys, escapes and numbers alike, because there is only one right answer.
+    if encode_canonical(value) != data:
+        raise CanonicalError("JSON, but not in its canonical form")
+    return value
+
+
+def _check_value(value: Any, depth: int) -> None:
+    match value:
+        case None | bool():
+            pass
+        case int():
+            if abs(value) > MAX_INTEGER:
+                raise CanonicalError(f"an integer of {value.bit_length()} bits, more than the 63 allowed")
+        case str():
+            _check_text(value)
+        case list():
+            _check_depth(depth)
+            for item in value:
+                _check_value(item, depth - 1)
+        case dict():
+            _check_depth(depth)
+            for key, item in value.items():
+                if not isinstance(key, str):
+                    raise CanonicalError(f"a key of type {type(key).__name__}; keys are strings")
+                _check_text(key)
+                _check_value(item, depth - 1)
+        case _:
+            raise CanonicalError(f"a value of type {type(value).__name__}, which has no canonical form")
+
+
+def _check_text(text: str) -> None:
+    if text.isascii():
+        return
+    if not is_normalized("NFC", text):
+        raise CanonicalError("a string that is not in normal form C")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise CanonicalError("a string with a lone surrogate") from None
+
+
+def _check_depth(left: int) -> None:
+    if left == 0:
+        raise CanonicalError(f"nested more than {MAX_DEPTH} deep")
+
+
+def _check_nesting(data: bytes) -> None:
+    """Refuse depth before parsing: the parser recurses."""
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return
+    depth = 0
+    for match in _TOKEN.finditer(data):
+        first = match[0][:1]
+        if first in (b"[", b"{"):
+            depth += 1
+            _check_depth(MAX_DEPTH + 1 - depth)
+        elif first != b'"':
+            depth -= 1
+
+
+def _parse_int(text: str) -> int:
+    if len(text.removeprefix("-")) > _MAX_DIGITS:
+        raise CanonicalError(f"an integer of {len(text)} characters")
+    return int(text)
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise CanonicalError(f"{text[:40]}: a number that is not an integer")
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
+_DECODER = json.JSONDecoder(parse_int=_parse_int, parse_float=_refuse_number, parse_constant=_refuse_number)

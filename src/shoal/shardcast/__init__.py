@@ -1,0 +1,1 @@
+"""Weights to the whole swarm: signed manifests, shards that anyone may pass on, lossless deltas."""

@@ -1,0 +1,1 @@
+"""The control plane of a run: identity, ledger, leases, submissions, credit."""

@@ -1,0 +1,1 @@
+"""Versions of the database's schema, one file each; `migrate.upgrade_schema` runs them."""

@@ -1,0 +1,142 @@
+"""Which requests were seen: every nonce once for each node, for longer than its request could be accepted.
+
+Invariants:
+- a nonce is kept until `keep_s` after the time it was signed with. A request is accepted up to `window_s` before and
+  after that time, so 2 x `window_s` would do; the rest forgives a server clock that is set back;
+- what was signed before the newest nonce that was forgotten is refused, whatever the clock says (`floor`). If a clock
+  ran ahead for long and was set right, nobody gets in until it passes that time again, or the file is deleted;
+- only signatures that hold reach this book, so forged ids cost it nothing; `max_entries` bounds memory and disk, and
+  when it is full new requests are refused rather than old nonces forgotten;
+- after a clean stop nothing is lost. After a kill the nonces since the last `flush` are: call it before a request is
+  acknowledged whose repetition would matter, and on a timer.
+
+Nonces lie in slots by time, so forgetting is dropping a slot. `add_nonce` touches memory alone; `flush` writes a batch
+and may run in another thread.
+"""
+
+import hashlib
+import sqlite3
+import threading
+from pathlib import Path
+
+from shoal.errors import ConfigError, DiskError
+from shoal.swarm.refusal import AuthError
+
+SLOT_S = 30
+MARK_BYTES = 16
+MAX_PENDING = 1024
+"""nonces that wait for the disk at most"""
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS nonce (slot INTEGER NOT NULL, mark BLOB NOT NULL, PRIMARY KEY (slot, mark)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS floor (id INTEGER PRIMARY KEY CHECK (id = 1), slot INTEGER NOT NULL);
+"""
+
+
+class NonceBook:
+    """The nonces of the last minutes, in memory and in a file that one process has open."""
+
+    def __init__(self, path: Path, *, window_s: int = 60, keep_s: int = 300, max_entries: int = 1_000_000) -> None:
+        if keep_s <= 2 * window_s:
+            raise ConfigError(f"nonces kept for {keep_s} s: must be more than twice the clock window of {window_s} s")
+        self._window_s = window_s
+        self._keep_s = keep_s
+        self._max_entries = max_entries
+        self._path = path
+        self._slots: dict[int, set[bytes]] = {}
+        self._floor = 0
+        """first slot that takes nonces"""
+        self._swept = 0
+        """slot of the time at which old ones were last looked for"""
+        self._pending: list[tuple[int, bytes]] = []
+        self._num_entries = 0
+        self._lock = threading.Lock()
+        """for what is in memory; never held while the disk works"""
+        self._disk_lock = threading.Lock()
+        self._database = self._open_file()
+
+    def __len__(self) -> int:
+        return self._num_entries
+
+    def add_nonce(self, node: str, nonce: str, created_s: int, now_ms: int) -> None:
+        """Record the nonce of a request whose signature holds; refuse one that was there before."""
+        slot = created_s // SLOT_S
+        mark = hashlib.blake2b(bytes.fromhex(node + nonce), digest_size=MARK_BYTES).digest()
+        with self._lock:
+            self._sweep_slots(now_ms // 1000)
+            if slot < self._floor:
+                raise AuthError(
+                    503, "clock_set_back", "the server's clock was set back; try again when it has caught up"
+                )
+            marks = self._slots.get(slot)
+            if marks is not None and mark in marks:
+                raise AuthError(401, "replay", "a request with this nonce was here before; sign again with a new nonce")
+            self._make_room(now_ms // 1000)
+            self._slots.setdefault(slot, set()).add(mark)
+            self._num_entries += 1
+            self._pending.append((slot, mark))
+            is_due = len(self._pending) >= MAX_PENDING
+        if is_due:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is new to the file."""
+        with self._disk_lock:
+            with self._lock:
+                batch, self._pending = self._pending, []
+                floor = self._floor
+            try:
+                self._write_batch(batch, floor)
+            except sqlite3.Error as error:
+                with self._lock:
+                    self._pending = batch + self._pending
+                raise DiskError(f"{self._path}: nonces cannot be written ({error})") from error
+
+    def close(self) -> None:
+        """Write what is new and close the file."""
+        self.flush()
+        self._database.close()
+
+    def _sweep_slots(self, now_s: int) -> None:
+        """Forget what is old, once in a slot's time."""
+        if now_s // SLOT_S != self._swept:
+            self._swept = now_s // SLOT_S
+            self._forget_slots(now_s - self._keep_s)
+
+    def _forget_slots(self, before_s: int) -> None:
+        """Drop the slots that ended before a time, wherever they are: a clock set back leaves slots of the future."""
+        for slot in [slot for slot in self._slots if (slot + 1) * SLOT_S <= before_s]:
+            self._num_entries -= len(self._slots.pop(slot))
+            self._floor = max(self._floor, slot + 1)
+
+    def _make_room(self, now_s: int) -> None:
+        if self._num_entries >= self._max_entries:
+            self._forget_slots(now_s - self._window_s)
+        if self._num_entries >= self._max_entries:
+            raise AuthError(503, "busy", "too many requests in the last minutes; try again soon", retry_after_s=SLOT_S)
+
+    def _open_file(self) -> sqlite3.Connection:
+        try:
+            database = sqlite3.connect(self._path, timeout=0.0, isolation_level=None, check_same_thread=False)
+            database.execute("PRAGMA locking_mode = EXCLUSIVE")  # two books over one file would each miss the other's
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+            database.executescript(_SCHEMA)
+            for (floor,) in database.execute("SELECT slot FROM floor"):
+                self._floor = floor
+            for slot, mark in database.execute(
+                "SELECT slot, mark FROM nonce WHERE slot >= ? ORDER BY slot", (self._floor,)
+            ):
+                self._slots.setdefault(slot, set()).add(mark)
+                self._num_entries += 1
+        except sqlite3.OperationalError as error:
+            raise ConfigError(f"{self._path}: cannot be opened, or another process has it open ({error})") from None
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(f"{self._path}: is no file of nonces ({error}); choose another path") from None
+        return database
+
+    def _write_batch(self, batch: list[tuple[int, bytes]], floor: int) -> None:
+        with self._database:  # commits, or rolls back when something is raised
+            self._database.execute("BEGIN IMMEDIATE")
+            self._database.executemany("INSERT OR IGNORE INTO nonce VALUES (?, ?)", batch)
+            self._database.execute("DELETE FROM nonce WHERE slot < ?", (floor,))
+            self._database.execute("INSERT OR REPLACE INTO floor VALUES (1, ?)", (floor,))

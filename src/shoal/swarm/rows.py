@@ -1,0 +1,144 @@
+"""Reading a ledger: events with their postings, heads, and the nodes of the Merkle tree.
+
+Rows are read as the database gives them and their types are checked, because who edits a SQLite file can put anything
+anywhere. `RowError` names the row.
+
+Of the tree only subtrees of 256 leaves and more are stored; smaller ones are hashed from the events' hashes when asked
+for. That is one row for 128 events, and at most two reads of 256 hashes for a proof.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from sqlalchemy import Connection, text
+
+from shoal.swarm.event import Event
+from shoal.swarm.head import Head, SignedHead
+from shoal.swarm.merkle import Node, hash_children, hash_leaf
+from shoal.swarm.postings import Posting
+
+TILE_LEVEL = 8
+MAX_SEQ = (1 << 63) - 1
+_TILE = 1 << TILE_LEVEL
+_BLOCK = 1024
+
+_EVENT_COLUMNS = "seq, time_ms, kind, actor, subject, body, signature, prev_hash, hash"
+_EVENT_TYPES = (int, int, str, str, str, bytes, bytes, bytes, bytes)
+_RANGE = "WHERE seq >= :start AND seq < :stop ORDER BY seq"
+_EVENTS = text(f"SELECT {_EVENT_COLUMNS} FROM event {_RANGE} LIMIT {_BLOCK}")
+_POSTINGS = text(f"SELECT seq, line, account, amount FROM posting {_RANGE}, line")
+_HASHES = text(f"SELECT seq, hash FROM event {_RANGE}")
+_NODE = text("SELECT hash FROM merkle_node WHERE level = :level AND position = :position")
+_NODES = text("SELECT level, position, hash FROM merkle_node ORDER BY level, position")
+_HEADS = "SELECT size, time_ms, root, last_hash, signature FROM head ORDER BY size"
+
+
+class RowError(ValueError):
+    """A row that no shoal wrote, or one that is missing."""
+
+
+def count_events(connection: Connection) -> int:
+    """The number of events, if none is missing."""
+    last = connection.execute(text("SELECT max(seq) FROM event")).scalar()
+    return 0 if last is None else int(last) + 1
+
+
+def read_event(connection: Connection, seq: int) -> Event | None:
+    """One event, or None if there is none with this number."""
+    return next(read_events(connection, seq, seq + 1), None)
+
+
+def find_event(connection: Connection, digest: bytes) -> Event | None:
+    """The event with this hash."""
+    seq = connection.execute(text("SELECT seq FROM event WHERE hash = :hash"), {"hash": digest}).scalar()
+    return None if seq is None else read_event(connection, seq)
+
+
+def read_events(connection: Connection, start: int, stop: int) -> Iterator[Event]:
+    """The events from `start` up to but without `stop`, in order, with bounded memory."""
+    while rows := connection.execute(_EVENTS, {"start": start, "stop": stop}).all():
+        events = [_check_types("event", row, _EVENT_TYPES) for row in rows]
+        last = events[-1][0]
+        postings = _read_postings(connection, {"start": start, "stop": last + 1})
+        for values in events:
+            lines = tuple(postings.pop(values[0], ()))
+            yield Event(*(*values, lines))
+        if postings:
+            raise RowError(f"posting: rows for event {min(postings)}, which does not exist")
+        start = last + 1
+
+
+def read_heads(connection: Connection, run: str) -> Iterator[SignedHead]:
+    """All signed heads, from the smallest ledger on."""
+    for row in connection.execute(text(_HEADS)):
+        yield _build_head(row, run)
+
+
+def read_newest_head(connection: Connection, run: str) -> SignedHead | None:
+    """The head of the largest ledger that was signed."""
+    row = connection.execute(text(f"{_HEADS} DESC LIMIT 1")).first()
+    return None if row is None else _build_head(row, run)
+
+
+def read_nodes(connection: Connection) -> Iterator[Node]:
+    """All stored nodes of the tree."""
+    for row in connection.execute(_NODES):
+        yield Node(*_check_types("merkle_node", row, (int, int, bytes)))
+
+
+class NodeReader:
+    """The complete subtrees of a ledger's tree; called as a `NodeSource`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._tiles: dict[int, list[bytes]] = {}
+
+    def __call__(self, level: int, position: int) -> bytes:
+        if level >= TILE_LEVEL:
+            return self._read_node(level, position)
+        first = position << level
+        hashes = self._read_tile(first >> TILE_LEVEL)[first % _TILE : first % _TILE + (1 << level)]
+        if len(hashes) != 1 << level:
+            raise RowError(f"event: none with number {first + len(hashes)}")
+        while len(hashes) > 1:
+            hashes = [hash_children(left, right) for left, right in zip(hashes[::2], hashes[1::2], strict=True)]
+        return hashes[0]
+
+    def _read_node(self, level: int, position: int) -> bytes:
+        row = self._connection.execute(_NODE, {"level": level, "position": position}).first()
+        if row is None:
+            raise RowError(f"merkle_node: none at level {level}, position {position}")
+        digest: bytes = _check_types("merkle_node", row, (bytes,))[0]
+        return digest
+
+    def _read_tile(self, number: int) -> list[bytes]:
+        """Leaf hashes of up to 256 events, as far as they go without a gap."""
+        if number not in self._tiles:
+            start = number << TILE_LEVEL
+            rows = self._connection.execute(_HASHES, {"start": start, "stop": start + _TILE}).all()
+            pairs = [_check_types("event", row, (int, bytes)) for row in rows]
+            self._tiles[number] = [hash_leaf(digest) for at, (seq, digest) in enumerate(pairs) if seq == start + at]
+        return self._tiles[number]
+
+
+def _read_postings(connection: Connection, bounds: dict[str, int]) -> dict[int, list[Posting]]:
+    postings: dict[int, list[Posting]] = {}
+    for row in connection.execute(_POSTINGS, bounds):
+        seq, line, account, amount = _check_types("posting", row, (int, int, str, int))
+        lines = postings.setdefault(seq, [])
+        if line != len(lines):
+            raise RowError(f"posting: line {line} of event {seq} where line {len(lines)} belongs")
+        lines.append(Posting(account, amount))
+    return postings
+
+
+def _build_head(row: Any, run: str) -> SignedHead:
+    size, time_ms, root, last_hash, signature = _check_types("head", row, (int, int, bytes, bytes, bytes))
+    return SignedHead(Head(run, size, root.hex(), last_hash.hex(), time_ms), signature)
+
+
+def _check_types(table: str, row: Any, types: tuple[type, ...]) -> tuple[Any, ...]:
+    values = tuple(row)
+    if any(type(value) is not kind for value, kind in zip(values, types, strict=True)):
+        raise RowError(f"{table}: a row with values of another type, beginning with {str(values[0])[:80]!r}")
+    return values

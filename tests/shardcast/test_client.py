@@ -1,0 +1,288 @@
+import asyncio
+import errno
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import ConfigError, DiskError
+from shoal.shardcast import client as client_module
+from shoal.shardcast import parts, writer
+
+SHARD = 1 << 16
+
+
+def list_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_versions_appear_as_folders_with_a_link_to_the_newest(basin: Any, run: Any, make_bytes: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            client = await home.client(home.url)
+            out = home.root / "out"
+            for version in (3, 4, 10):
+                await home.publish(version, {"weights": make_bytes(3 * SHARD, version)})
+                folder = await client.pull(version)
+                assert folder == out / f"v{version}"
+                assert (out / "latest").readlink() == Path(f"v{version}")
+            assert list_names(out) == [".shardcast", "latest", "v10", "v4"]
+            assert (out / "latest" / "weights").read_bytes() == make_bytes(3 * SHARD, 10)
+
+    run(work)
+
+
+def test_an_older_version_pulled_later_does_not_move_the_link_back(basin: Any, run: Any, make_bytes: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            for version in (1, 2):
+                await home.publish(version, {"weights": make_bytes(3 * SHARD, version)})
+            client = await home.client(home.url)
+            await client.pull(2)
+            await client.pull(1)
+            assert (home.root / "out" / "latest").readlink() == Path("v2")
+            assert list_names(home.root / "out") == [".shardcast", "latest", "v1", "v2"]
+
+    run(work)
+
+
+def test_a_version_is_on_disk_once(basin: Any, run: Any, make_bytes: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            await home.publish(1, {"weights": make_bytes(3 * SHARD, 1)})
+            client = await home.client(home.url)
+            folder = await client.pull()
+            stored = client.store.find(1).full.path_of("weights")
+            assert stored.samefile(folder / "weights")
+
+    run(work)
+
+
+def test_where_links_are_refused_files_are_copied(
+    basin: Any, run: Any, make_bytes: Any, read_files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+
+    async def work() -> None:
+        async with basin() as home:
+            files = {"weights": make_bytes(3 * SHARD, 1)}
+            await home.publish(1, files)
+            client = await home.client(home.url)
+            folder = await client.pull()
+            assert read_files(folder) == files
+            assert not client.store.find(1).full.path_of("weights").samefile(folder / "weights")
+
+    run(work)
+
+
+def test_a_foreign_folder_in_the_way_is_an_error_and_stays(basin: Any, run: Any, make_bytes: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            await home.publish(1, {"weights": make_bytes(3 * SHARD, 1)})
+            mine = home.root / "out" / "v1"
+            mine.mkdir(parents=True)
+            (mine / "thesis").write_bytes(b"years of work")
+            client = await home.client(home.url)
+            with pytest.raises(ConfigError, match=r"v1: is in the way of version 1"):
+                await client.pull()
+            assert (mine / "thesis").read_bytes() == b"years of work"
+
+    run(work)
+
+
+def test_foreign_folders_are_never_removed(basin: Any, run: Any, make_bytes: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            for name in ("v0", "vault", "v99"):
+                (home.root / "out" / name).mkdir(parents=True)
+            client = await home.client(home.url, keep=1)
+            for version in (1, 2, 3):
+                await home.publish(version, {"weights": make_bytes(3 * SHARD, version)})
+                await client.pull(version)
+            assert list_names(home.root / "out") == [".shardcast", "latest", "v0", "v3", "v99", "vault"]
+
+    run(work)
+
+
+def test_a_version_published_anew_takes_the_place_of_the_old(
+    basin: Any, run: Any, make_bytes: Any, read_files: Any
+) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            client = await home.client(home.url)
+            for seed in (1, 2):
+                files = {"weights": make_bytes(3 * SHARD, seed), f"only-{seed}": b"x"}
+                entry = await home.publish(1, files)
+                while client.store.find(1) is None or client.store.find(1).digest != entry.digest:
+                    await client.puller._wait_change()
+                assert read_files(await client.pull(1)) == files
+            assert list_names(home.root / "out") == [".shardcast", "latest", "v1"]
+
+    run(work)
+
+
+def test_a_second_client_in_the_same_folder_gets_one_sentence(basin: Any, run: Any, make_bytes: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            await home.publish(1, {"weights": make_bytes(3 * SHARD, 1)})
+            client = await home.client(home.url)
+            with pytest.raises(ConfigError, match="in use by process") as caught:
+                await home.client(home.url)
+            assert "\n" not in str(caught.value)
+            assert (await client.pull()).name == "v1"
+
+    run(work)
+
+
+def test_a_client_or_relay_stopped_while_it_starts_leaves_its_folder_free(basin: Any, run: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+
+            async def be_silent(target: str, writer: asyncio.StreamWriter) -> bool:
+                await asyncio.sleep(3600)
+                return True
+
+            front = await home.front(be_silent)
+            for start in (home.client, home.relay):
+                starting = asyncio.create_task(start(front.url))
+                await asyncio.sleep(0.2)
+                assert not starting.done()
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+                assert starting.cancelled()
+                again = await start(home.url)
+                await again.close()
+
+    run(work)
+
+
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+from shoal.shardcast.client import Client
+
+async def main():
+    out, url, publisher = sys.argv[1:]
+    async with await Client.open(Path(out), [url], run="reef", publisher=publisher) as client:
+        await client.pull()
+
+asyncio.run(main())
+"""
+
+
+def test_a_client_killed_in_the_middle_goes_on_from_its_shards(
+    basin: Any, run: Any, make_bytes: Any, read_files: Any
+) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            files = {"weights": make_bytes(40 * SHARD, 1)}
+            await home.publish(1, files)
+            gate = asyncio.Event()
+            passed = 0
+
+            async def hold(target: str, writer: asyncio.StreamWriter) -> bool:
+                nonlocal passed
+                passed += "/full/" in target
+                if passed > 20:
+                    await gate.wait()
+                return False
+
+            slow, out = await home.front(hold), home.root / "out"
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", KILLED, str(out), slow.url, home.key.public
+            )
+            try:
+                while sum(path.read_bytes().count(1) for path in out.glob(".shardcast/v1-*/full.have")) < 20:
+                    await asyncio.sleep(0.02)
+            finally:
+                process.kill()
+                await process.wait()
+            assert not (out / "v1").exists()
+            front = await home.front()
+            client = await home.client(front.url)
+            assert read_files(await client.pull()) == files
+            assert len(front.list_shards()) == len(set(front.list_shards())) == 20
+
+    run(work)
+
+
+def test_something_else_called_latest_is_refused_at_the_start(basin: Any, run: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            (home.root / "out" / "latest").mkdir(parents=True)
+            with pytest.raises(ConfigError, match="latest"):
+                await home.client(home.url)
+            (home.root / "out" / "latest").rmdir()
+            await home.client(home.url)  # the folder is free again
+
+    run(work)
+
+
+def test_a_full_disk_is_one_clear_error_before_anything_is_fetched(
+    basin: Any, run: Any, make_bytes: Any, read_files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def work() -> None:
+        async with basin() as home:
+            files = {"weights": make_bytes(9 * SHARD, 1)}
+            await home.publish(1, files)
+            client = await home.client(home.url)
+            with monkeypatch.context() as patch:
+                patch.setattr(parts.os, "posix_fallocate", refuse)
+                with pytest.raises(DiskError, match="No space left"):
+                    await client.pull()
+            assert read_files(await client.pull()) == files
+
+    run(work)
+
+
+def test_a_disk_that_fills_up_in_the_middle_keeps_what_is_there(
+    basin: Any, run: Any, make_bytes: Any, read_files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = 0
+    write_at = writer.write_at
+
+    def fill_up(*args: Any) -> None:
+        nonlocal written
+        written += 1
+        if written > 10:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_at(*args)
+
+    async def work() -> None:
+        async with basin() as home:
+            files = {"weights": make_bytes(30 * SHARD, 1)}
+            await home.publish(1, files)
+            client = await home.client(home.url, in_flight=1)
+            with monkeypatch.context() as patch:
+                patch.setattr(writer, "write_at", fill_up)
+                with pytest.raises(DiskError, match="No space left"):
+                    await client.pull()
+            kept = 30 - client.store.find(1).full.num_missing
+            assert kept >= 1
+            front = await home.front()
+            await client.close()
+            again = await home.client(front.url)
+            assert read_files(await again.pull()) == files
+            assert len(front.list_shards()) == 30 - kept
+
+    run(work)
+
+
+def test_a_damaged_list_of_our_folders_is_an_error_that_names_it(basin: Any, run: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            hidden = home.root / "out" / client_module.HIDDEN
+            hidden.mkdir(parents=True)
+            (hidden / "published.json").write_bytes(b"{")
+            with pytest.raises(ConfigError, match=r"published\.json"):
+                await home.client(home.url)
+
+    run(work)

@@ -1,0 +1,370 @@
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+
+import h11
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.errors import ConfigError
+from shoal.shardcast.http import (
+    HEAD_BYTES,
+    HttpError,
+    Url,
+    build_request,
+    connect,
+    new_client,
+    new_server,
+    parse_count,
+    parse_reply,
+    parse_url,
+    read_data,
+    read_head,
+    receive_into,
+    send_event,
+    take_rest,
+    wait_writable,
+)
+
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@contextlib.contextmanager
+def open_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    left, right = socket.socketpair()
+    with left, right:
+        left.setblocking(False)
+        right.setblocking(False)
+        yield left, right
+
+
+def run_bounded(work: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await work()
+
+    asyncio.run(bounded())
+
+
+async def read_request(data: bytes, *, close: bool = True) -> h11.Request | h11.Response | None:
+    """The head that a server reads from these bytes."""
+    with open_pair() as (client, server):
+        client.sendall(data)
+        if close:
+            client.shutdown(socket.SHUT_WR)
+        return await read_head(server, new_server(), first_s=5, rest_s=5)
+
+
+async def read_answer(data: bytes) -> tuple[h11.Response, h11.Connection]:
+    """The head that a client reads from these bytes."""
+    with open_pair() as (client, server):
+        conn = new_client()
+        await send_event(client, conn, build_request(Url("x", 80), "/"), h11.EndOfMessage())
+        server.sendall(data)
+        server.shutdown(socket.SHUT_WR)
+        response = await read_head(client, conn, first_s=5, rest_s=5)
+        assert isinstance(response, h11.Response)
+        return response, conn
+
+
+def refuse_request(data: bytes) -> int:
+    with pytest.raises(HttpError) as caught:
+        asyncio.run(read_request(data))
+    return caught.value.status
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("http://127.0.0.1:8000", Url("127.0.0.1", 8000)),
+        ("http://127.0.0.1:8000/", Url("127.0.0.1", 8000)),
+        ("http://Relay-1.Example.org", Url("relay-1.example.org", 80)),
+        ("http://[::1]:9", Url("::1", 9)),
+    ],
+)
+def test_an_address_is_read(text: str, url: Url) -> None:
+    assert parse_url(text) == url
+    assert parse_url(str(url)) == url
+
+
+def test_an_address_is_written_with_brackets_and_without_the_usual_port() -> None:
+    assert Url("::1", 9).authority == "[::1]:9"
+    assert str(Url("a.b", 80)) == "http://a.b"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "host:80",
+        "http://",
+        "http://:80",
+        "http://a:0",
+        "http://a:65536",
+        "http://a:080000",
+        "http://a/b",
+        "http://a?b",
+        "http://a#b",
+        "http://u@a",
+        "http://u:p@a",
+        "http://a b",
+        "http://a\r\nX: y",
+        "http://a\0",
+        "http://-a",
+        "http://[::1",
+        "http://[1.2.3.4]",
+        "http://[:::]",
+        "file:///etc/passwd",
+        "ftp://a",
+        "HTTP://a",
+    ],
+)
+def test_what_is_no_address_is_the_users_mistake(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected http://HOST:PORT"):
+        parse_url(text)
+
+
+def test_https_is_refused_in_a_sentence_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="https is not spoken here"):
+        parse_url("https://a:443")
+
+
+@given(text=st.text(max_size=60))
+def test_any_text_is_an_address_or_a_config_error(text: str) -> None:
+    with contextlib.suppress(ConfigError):
+        url = parse_url(f"http://{text}")
+        assert parse_url(str(url)) == url
+
+
+@pytest.mark.parametrize(("text", "number"), [("0", 0), ("7", 7), ("1234567890123456789", 1234567890123456789)])
+def test_a_count_has_one_spelling(text: str, number: int) -> None:
+    assert parse_count(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "-1", "+1", "01", " 1", "1 ", "1_0", "0x1", "1.0", "\u0661", "1\n", "9" * 20])
+def test_other_spellings_are_no_counts(text: str) -> None:
+    assert parse_count(text) is None
+
+
+def test_a_request_is_read_and_what_follows_stays_for_the_next() -> None:
+    async def work() -> None:
+        with open_pair() as (client, server):
+            conn = new_server()
+            client.sendall(GET + GET.replace(b"/ ", b"/two "))
+            targets = []
+            for _ in range(2):
+                request = await read_head(server, conn, first_s=5, rest_s=5)
+                assert isinstance(request, h11.Request)
+                targets.append(request.target)
+                assert isinstance(conn.next_event(), h11.EndOfMessage)
+                response = h11.Response(status_code=200, headers=[("Content-Length", "0")])
+                await send_event(server, conn, response, h11.EndOfMessage())
+                conn.start_next_cycle()
+            assert targets == [b"/", b"/two"]
+
+    run_bounded(work)
+
+
+def test_a_head_that_comes_byte_by_byte_is_read() -> None:
+    async def work() -> None:
+        with open_pair() as (client, server):
+
+            async def drip() -> None:
+                for byte in GET:
+                    client.send(bytes([byte]))
+                    await asyncio.sleep(0)
+
+            dripping = asyncio.create_task(drip())
+            request = await read_head(server, new_server(), first_s=5, rest_s=5)
+            await dripping
+            assert isinstance(request, h11.Request) and request.method == b"GET"
+
+    run_bounded(work)
+
+
+def test_a_peer_that_closes_without_a_word_is_no_error() -> None:
+    assert asyncio.run(read_request(b"")) is None
+
+
+def test_a_peer_that_closes_in_the_middle_of_a_head_is_one() -> None:
+    assert refuse_request(GET[:-2]) == 400
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0" * 100 + b"\r\n\r\n",
+        b"GET /\0 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\0\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost : x\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
+        b"GET /a b HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/9\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(200)) + b"\r\n\r\n",
+        b"hello\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_refused(data: bytes) -> None:
+    assert refuse_request(data) == 400
+
+
+@pytest.mark.parametrize("size", [HEAD_BYTES, 2 * HEAD_BYTES, 20 * HEAD_BYTES])
+def test_a_head_longer_than_the_bound_is_refused_however_it_arrives(size: int) -> None:
+    head = b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * size
+    assert refuse_request(head + b"\r\n\r\n") == 431
+    assert refuse_request(head) in (400, 431)
+
+
+def test_a_head_as_long_as_the_bound_is_read() -> None:
+    head = b"GET / HTTP/1.1\r\nHost: x\r\nX: \r\n\r\n"
+    padded = head.replace(b"X: ", b"X: " + b"a" * (HEAD_BYTES - len(head)))
+    assert isinstance(asyncio.run(read_request(padded)), h11.Request)
+    assert refuse_request(padded.replace(b"X: ", b"X: a")) == 431
+
+
+@given(data=st.binary(max_size=300))
+def test_any_bytes_are_a_head_or_nothing_or_an_http_error(data: bytes) -> None:
+    for start in (b"", b"GET / HTTP/1.1\r\n", b"GET "):
+        with contextlib.suppress(HttpError):
+            head = asyncio.run(read_request(start + data + b"\r\n\r\n"))
+            assert head is None or isinstance(head, h11.Request)
+
+
+def test_silence_and_an_unfinished_head_both_end_at_their_deadline() -> None:
+    async def work() -> None:
+        with open_pair() as (client, server):
+            with pytest.raises(TimeoutError):
+                await read_head(server, new_server(), first_s=0.01, rest_s=60)
+            client.sendall(GET[:-2])
+            with pytest.raises(TimeoutError):
+                await read_head(server, new_server(), first_s=60, rest_s=0.01)
+
+    run_bounded(work)
+
+
+def test_an_answer_with_a_length_is_read_past_h11() -> None:
+    async def work() -> None:
+        with open_pair() as (client, server):
+            conn = new_client()
+            await send_event(client, conn, build_request(Url("h", 81), "/x", ("Range", "bytes=1-")), h11.EndOfMessage())
+            sent = server.recv(1000)
+            assert sent.startswith(b"GET /x HTTP/1.1\r\nHost: h:81\r\n") and b"Range: bytes=1-\r\n" in sent
+            server.sendall(
+                b"HTTP/1.1 206 Partial Content\r\nContent-Length: 10\r\nContent-Range: bytes 1-10/11\r\n\r\n0123"
+            )
+            response = await read_head(client, conn, first_s=5, rest_s=5)
+            assert isinstance(response, h11.Response)
+            reply = parse_reply(response)
+            assert (reply.status, reply.length, reply.content_range) == (206, 10, "bytes 1-10/11")
+            assert reply.keep_alive and reply.retry_after_s is None
+            assert take_rest(conn) == b"0123"
+            server.sendall(b"456789")
+            buffer = bytearray(6)
+            assert await receive_into(client, memoryview(buffer)) == 6
+            assert bytes(buffer) == b"456789"
+            server.close()
+            with pytest.raises(HttpError, match="closed"):
+                await receive_into(client, memoryview(buffer))
+
+    run_bounded(work)
+
+
+def test_an_answer_in_chunks_is_read_piece_by_piece_to_its_end() -> None:
+    async def work() -> None:
+        with open_pair() as (client, server):
+            conn = new_client()
+            await send_event(client, conn, build_request(Url("h", 80), "/"), h11.EndOfMessage())
+            server.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
+            response = await read_head(client, conn, first_s=5, rest_s=5)
+            assert isinstance(response, h11.Response) and parse_reply(response).length is None
+            assert await read_data(client, conn) == b"abc"
+            server.sendall(b"2\r\nde\r\n0\r\n\r\n")
+            assert await read_data(client, conn) == b"de"
+            assert await read_data(client, conn) == b""
+
+    run_bounded(work)
+
+
+def test_chunks_that_end_in_the_middle_are_an_error() -> None:
+    async def work() -> None:
+        with open_pair() as (client, server):
+            conn = new_client()
+            await send_event(client, conn, build_request(Url("h", 80), "/"), h11.EndOfMessage())
+            server.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab")
+            server.shutdown(socket.SHUT_WR)
+            await read_head(client, conn, first_s=5, rest_s=5)
+            assert await read_data(client, conn) == b"ab"
+            with pytest.raises(HttpError):
+                await read_data(client, conn)
+
+    run_bounded(work)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b"",
+        b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
+        b"Content-Length: 99999999999999999999\r\n",
+        b"Content-Length: 5\r\nContent-Encoding: gzip\r\n",
+    ],
+)
+def test_an_answer_that_does_not_say_its_length_honestly_is_refused(fields: bytes) -> None:
+    async def work() -> None:
+        with pytest.raises(HttpError):
+            parse_reply((await read_answer(b"HTTP/1.1 200 OK\r\n" + fields + b"\r\nhello"))[0])
+
+    run_bounded(work)
+
+
+def test_an_answer_says_when_to_come_back_and_whether_to_stay() -> None:
+    async def work() -> None:
+        head = b"HTTP/1.1 503 No\r\nContent-Length: 0\r\nRetry-After: 7\r\nConnection: Close\r\n\r\n"
+        reply = parse_reply((await read_answer(head))[0])
+        assert (reply.status, reply.length, reply.retry_after_s, reply.keep_alive) == (503, 0, 7, False)
+        old = parse_reply((await read_answer(b"HTTP/1.0 200 OK\r\nContent-Length: 0\r\n\r\n"))[0])
+        assert not old.keep_alive
+
+    run_bounded(work)
+
+
+def test_an_interim_answer_is_refused() -> None:
+    async def work() -> None:
+        with pytest.raises(HttpError):
+            await read_answer(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    run_bounded(work)
+
+
+def test_connecting_reaches_a_listener_and_names_what_refuses() -> None:
+    async def work() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            with await connect(Url("127.0.0.1", port), 5) as sock:
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) and not sock.getblocking()
+        with pytest.raises(ConnectionRefusedError):
+            await connect(Url("127.0.0.1", port), 5)
+
+    run_bounded(work)
+
+
+def test_waiting_for_room_ends_when_the_other_side_reads() -> None:
+    async def work() -> None:
+        with open_pair() as (client, server):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    server.send(bytes(1 << 16))
+            waiting = asyncio.create_task(wait_writable(server))
+            await asyncio.sleep(0.01)
+            assert not waiting.done()
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    client.recv(1 << 20)
+            await waiting
+
+    run_bounded(work)

@@ -1,0 +1,589 @@
+"""The origin: one pass, no copy, and a version that ends only with what is really there."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import ConfigError
+from shoal.keys import Key
+from shoal.shardcast import encode as encode_module
+from shoal.shardcast import publish as publish_module
+from shoal.shardcast.delta import apply_delta
+from shoal.shardcast.errors import ShardError
+from shoal.shardcast.manifest import DELTA, FULL
+from shoal.shardcast.publish import Origin
+
+SIZE = 1 << 16
+DATA = os.urandom(40 * SIZE)
+
+
+@contextlib.asynccontextmanager
+async def open_origin(maker: Any, **settings: Any) -> AsyncIterator[Origin]:
+    store = await maker.open_store(**settings)
+    try:
+        yield Origin(store, maker.key, shard_size=SIZE)
+    finally:
+        await store.close()
+
+
+def write_checkpoint(maker: Any, name: str, **files: bytes) -> Path:
+    folder: Path = maker.folder / name
+    folder.mkdir()
+    for file, data in files.items():
+        (folder / file).write_bytes(data)
+    return folder
+
+
+def change_some(data: bytes) -> bytes:
+    """The same size, another content in a few places."""
+    changed = bytearray(data)
+    for position in range(0, len(data), SIZE):
+        changed[position] ^= 1
+    return bytes(changed)
+
+
+def list_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+async def copy_version(maker: Any, entry: Any, store: Any) -> Any:
+    """Fetch a version into another store, as a client would."""
+    copy = await maker.add_lines(store, entry.log.lines)
+    for blob, source in ((copy.full, entry.full), (copy.delta, entry.delta)):
+        for index in list(blob.missing()) if blob is not None else []:
+            with source.locate(index) as (descriptor, offset, size), blob.start(index) as writer:
+                await writer.write(os.pread(descriptor, size, offset))
+                await writer.finish()
+    if copy.delta is not None:
+        await copy.delta.settle()
+    await copy.full.settle()
+    return copy
+
+
+def test_a_published_folder_can_be_fetched_and_is_not_copied(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        files = {"model": DATA[: 20 * SIZE + 5], "config": b"{}", "empty": b""}
+        folder = write_checkpoint(maker, "ckpt", **files)
+        async with open_origin(maker) as origin:
+            entry = await origin.publish(folder, 4)
+            assert entry.complete and entry.log.ended and entry.log.head.anchor and entry.log.head.parent is None
+            assert origin.store.used_bytes == 0 and list_names(entry.folder) == ["manifest.ndjson", "source.json"]
+            other = await maker.open_store("client")
+            copy = await copy_version(maker, entry, other)
+            assert {path.name: path.read_bytes() for path in copy.full.folder.iterdir()} == files
+            await other.close()
+
+    run(work)
+
+
+def test_a_single_file_is_published_under_its_name(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        folder = write_checkpoint(maker, "ckpt", model=DATA, other=b"x")
+        async with open_origin(maker) as origin:
+            entry = await origin.publish(folder / "model", 0)
+            assert [file.name for file in entry.log.full.files] == ["model"]
+            assert entry.full.path_of("model") == folder / "model"
+
+    run(work)
+
+
+def test_a_version_is_there_and_can_be_read_while_it_is_still_being_hashed(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    hash_shards = publish_module.hash_shards
+
+    def hash_slowly(path: Path, shards: Any) -> list[bytes]:
+        assert shards[0].index == 0 or go_on.wait(10)
+        return hash_shards(path, shards)
+
+    async def work() -> None:
+        monkeypatch.setattr(publish_module, "hash_shards", hash_slowly)
+        monkeypatch.setattr(publish_module, "GROUP_BYTES", SIZE)
+        monkeypatch.setattr(publish_module, "FLUSH_BYTES", SIZE)
+        folder = write_checkpoint(maker, "ckpt", model=DATA)
+        async with open_origin(maker) as origin:
+            task = asyncio.create_task(origin.publish(folder, 1))
+            while not origin.store.entries() or not origin.store.entries()[0].log.num_hashes:
+                await origin.store.changed.wait()
+            (entry,) = origin.store.entries()
+            assert entry.log.num_hashes == 1 and not entry.complete and entry.full.ready(39) == SIZE
+            with entry.full.locate(39) as (descriptor, offset, size):
+                assert os.pread(descriptor, size, offset) == DATA[39 * SIZE :]
+            go_on.set()
+            assert await task is entry and entry.complete
+
+    run(work)
+
+
+def test_hashes_come_in_portions_that_fit_into_lines(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        monkeypatch.setattr(publish_module, "MAX_LINE_HASHES", 7)
+        monkeypatch.setattr(publish_module, "FLUSH_S", 1000)
+        folder = write_checkpoint(maker, "ckpt", model=DATA)
+        async with open_origin(maker) as origin:
+            entry = await origin.publish(folder, 1)
+            assert len(entry.log.lines) == 1 + 6 + 1
+
+    run(work)
+
+
+def test_a_line_with_as_many_hashes_as_allowed_fits() -> None:
+    record = publish_module.Hashes(1 << 20, (bytes(32),) * publish_module.MAX_LINE_HASHES)
+    delta = publish_module.Delta(1 << 44, bytes(32), record.hashes)
+    for each in (record, delta):
+        line = publish_module.sign_record(Key.generate(), "0" * 64, 1 << 20, each)
+        assert len(line) <= publish_module.MAX_LINE_BYTES
+
+
+def test_the_same_content_again_is_the_same_entry(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        folder = write_checkpoint(maker, "ckpt", model=DATA)
+        async with open_origin(maker) as origin:
+            entry = await origin.publish(folder, 1)
+            assert await origin.publish(folder, 1) is entry
+            os.utime(folder / "model", ns=(0, 0))  # rewritten with the same bytes
+            assert await origin.publish(folder, 1) is entry
+            assert entry.full.has(0) and len(origin.store.entries()) == 1
+            with entry.full.locate(0):
+                pass
+        async with open_origin(maker) as origin:
+            (entry,) = origin.store.entries()
+            assert await origin.publish(folder, 1) is entry
+
+    run(work)
+
+
+def test_the_same_content_elsewhere_is_served_from_there(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        folder = write_checkpoint(maker, "ckpt", model=DATA)
+        moved = write_checkpoint(maker, "moved", model=DATA)
+        async with open_origin(maker) as origin:
+            entry = await origin.publish(folder, 1)
+            with entry.full.locate(0):
+                pass
+            assert await origin.publish(moved, 1) is entry
+            shutil.rmtree(folder)
+            with entry.full.locate(3) as (descriptor, offset, size):
+                assert os.pread(descriptor, size, offset) == DATA[3 * SIZE : 4 * SIZE]
+        async with open_origin(maker) as origin:
+            assert [entry.version for entry in origin.store.entries()] == [1]
+
+    run(work)
+
+
+@pytest.mark.parametrize("other", [change_some(DATA), DATA[:-1], DATA + b"x"])
+def test_other_content_replaces_the_version_with_a_larger_serial(
+    run: Callable[..., Any], maker: Any, other: bytes
+) -> None:
+    async def work() -> None:
+        folder = write_checkpoint(maker, "ckpt", model=DATA)
+        second = write_checkpoint(maker, "second", model=other)
+        async with open_origin(maker) as origin:
+            first = await origin.publish(folder, 1)
+            entry = await origin.publish(second, 1)
+            assert entry is not first and first.gone and entry.serial > first.serial and entry.complete
+            assert origin.store.entries() == [entry]
+            store = await maker.open_store("client")
+            copy = await copy_version(maker, entry, store)
+            assert copy.full.path_of("model").read_bytes() == other
+            await store.close()
+
+    run(work)
+
+
+def test_serials_grow_though_the_clock_does_not(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        folder = write_checkpoint(maker, "ckpt", model=b"x")
+        serials = []
+        for start in (0, 2):
+            store = await maker.open_store()
+            origin = Origin(store, maker.key, clock_ns=lambda start=start: 1000 - start)
+            for version in (start, start + 1):
+                serials.append((await origin.publish(folder, version)).serial)
+            await store.close()
+        assert serials == [1000, 1001, 1002, 1003]
+
+    run(work)
+
+
+def test_a_delta_against_the_newest_version_gives_the_same_bytes(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        old = {"model": DATA, "config": b"old"}
+        new = {"model": change_some(DATA), "config": b"new!", "more": b"added"}
+        folders = [write_checkpoint(maker, name, **files) for name, files in (("old", old), ("new", new))]
+        async with open_origin(maker) as origin:
+            first = await origin.publish(folders[0], 1)
+            entry = await origin.publish(folders[1], 3)
+            assert (entry.log.head.parent, entry.log.head.anchor) == (1, False)
+            assert entry.log.parent_root == first.log.root and entry.delta is not None
+            assert entry.delta.complete and entry.delta.settled and entry.delta.layout.total < len(DATA) // 10
+            assert origin.store.used_bytes == entry.delta.layout.total
+            apply_delta(first.full.folder, entry.delta.folder, maker.folder / "built")
+            assert {path.name: path.read_bytes() for path in (maker.folder / "built").iterdir()} == new
+            other = await maker.open_store("client")
+            copy = await copy_version(maker, entry, other)
+            assert copy.delta.folder.read_bytes() == entry.delta.folder.read_bytes()
+            await other.close()
+        async with open_origin(maker) as origin:  # all of it is there after a restart
+            assert [entry.version for entry in origin.store.entries()] == [1, 3]
+            assert origin.store.entries()[1].delta.settled
+
+    run(work)
+
+
+def test_single_files_of_different_names_have_a_delta_from_file_to_file(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        folder = write_checkpoint(maker, "ckpt", step1=DATA, step2=change_some(DATA), other=b"x")
+        alone = write_checkpoint(maker, "alone", step3=DATA)
+        async with open_origin(maker) as origin:
+            await origin.publish(folder / "step1", 1)
+            entry = await origin.publish(folder / "step2", 2)
+            apply_delta(folder / "step1", entry.delta.folder, maker.folder / "built")
+            assert (maker.folder / "built").read_bytes() == change_some(DATA)
+            assert (await origin.publish(alone, 3)).delta is not None  # a folder of one file is one file
+            await origin.publish(folder / "step1", 5, parent=None)
+            assert (await origin.publish(folder, 6, parent=5)).delta is None
+            assert b"one is a folder and one a file" in b"".join(origin.store.find(6).log.lines)
+
+    run(work)
+
+
+def test_a_delta_that_does_not_pay_is_left_out_with_the_reason(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        folders = [write_checkpoint(maker, name, model=os.urandom(4 * SIZE)) for name in ("old", "new")]
+        async with open_origin(maker) as origin:
+            await origin.publish(folders[0], 1)
+            entry = await origin.publish(folders[1], 2)
+            assert entry.complete and entry.delta is None and entry.log.delta_root is None
+            assert b'"reason":"not smaller than the full version"' in b"".join(entry.log.lines)
+            assert list_names(entry.folder) == ["manifest.ndjson", "source.json"]
+
+    run(work)
+
+
+def test_a_parent_that_changed_meanwhile_gives_no_delta(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        old, new = (write_checkpoint(maker, name, model=DATA) for name in ("old", "new"))
+        encode = encode_module.encode_delta
+
+        def touch_and_encode(*args: Any, **options: Any) -> Any:
+            os.utime(old / "model", ns=(0, 0))
+            return encode(*args, **options)
+
+        monkeypatch.setattr(encode_module, "encode_delta", touch_and_encode)
+        async with open_origin(maker) as origin:
+            await origin.publish(old, 1)
+            entry = await origin.publish(new, 2)
+            assert entry.delta is None and b"the parent changed" in b"".join(entry.log.lines)
+
+    run(work)
+
+
+def test_parents_and_anchors_are_chosen_as_told(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        folder = write_checkpoint(maker, "ckpt", model=DATA)
+        async with open_origin(maker, keep=10) as origin:
+            heads = {}
+            for version in (1, 2, 8, 9):
+                heads[version] = (await origin.publish(folder, version)).log.head
+            assert [(head.parent, head.anchor) for head in heads.values()] == [
+                (None, True),
+                (1, False),
+                (2, True),
+                (8, False),
+            ]
+            assert (await origin.publish(folder, 5)).log.head.parent == 2
+            assert (await origin.publish(folder, 10, parent=1)).log.head.parent == 1
+            free = (await origin.publish(folder, 11, parent=None)).log.head
+            assert (free.parent, free.anchor) == (None, True)
+            assert (await origin.publish(folder, 12, anchor=True)).log.head.anchor
+            for wrong in (13, 14, 3, -1):
+                with pytest.raises(ConfigError, match=f"parent = {wrong}"):
+                    await origin.publish(folder, 13, parent=wrong)
+
+    run(work)
+
+
+def test_retention_keeps_the_last_versions(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        folder = write_checkpoint(maker, "ckpt", model=DATA)
+        async with open_origin(maker, keep=2) as origin:
+            for version in range(5):
+                await origin.publish(folder, version)
+            assert [entry.version for entry in origin.store.entries()] == [3, 4]
+            with pytest.raises(ConfigError, match=r"version = 2: .*older than what is kept"):
+                await origin.publish(folder, 2)
+            assert (folder / "model").read_bytes() == DATA, "what was published is the trainer's, and stays"
+
+    run(work)
+
+
+@pytest.mark.parametrize("change", ["touch", "truncate", "remove", "add"])
+def test_files_that_change_while_they_are_hashed_are_a_sentence_and_no_version(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    async def work() -> None:
+        folder = write_checkpoint(maker, "ckpt", model=DATA)
+        hash_shards = publish_module.hash_shards
+
+        def hash_and_change(path: Path, shards: Any) -> list[bytes]:
+            if change == "touch":
+                os.utime(folder / "model", ns=(0, 0))
+            elif change == "truncate":
+                os.truncate(folder / "model", 5)
+            elif change == "add":
+                (folder / "late").write_text("x")
+            else:
+                (folder / "model").unlink(missing_ok=True)
+            return hash_shards(path, shards)
+
+        async with open_origin(maker) as origin:
+            with monkeypatch.context() as patch:
+                patch.setattr(publish_module, "hash_shards", hash_and_change)
+                with pytest.raises(ConfigError, match="changed while it was being published"):
+                    await origin.publish(folder, 1)
+            assert origin.store.entries() == []
+            shutil.rmtree(folder)
+            entry = await origin.publish(write_checkpoint(maker, "ckpt", model=DATA), 1)
+            assert entry.complete
+        assert list_names(maker.folder / "store") == ["store.json", "store.lock", entry.folder.name]
+
+    run(work)
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced", "removed"])
+def test_a_source_that_changes_later_is_not_sent_and_its_version_dropped(
+    run: Callable[..., Any], maker: Any, how: str
+) -> None:
+    async def work() -> None:
+        folder = write_checkpoint(maker, "ckpt", model=DATA)
+        notes: list[str] = []
+        async with open_origin(maker, note=notes.append) as origin:
+            entry = await origin.publish(folder, 1)
+            if how == "in place":
+                with entry.full.locate(0):
+                    pass
+                with (folder / "model").open("r+b") as file:
+                    file.write(b"x")
+            elif how == "replaced":
+                (maker.folder / "new").write_bytes(change_some(DATA))
+                (maker.folder / "new").replace(folder / "model")
+            else:
+                (folder / "model").unlink()
+            for _ in range(2):
+                with pytest.raises(ShardError, match="changed since"), entry.full.locate(0):
+                    pass
+            assert entry.gone and origin.store.entries() == []
+            assert len(notes) == 1 and "version 1 is dropped" in notes[0]
+
+    run(work)
+
+
+def test_a_source_that_changed_between_two_starts_is_dropped_with_a_note(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        folders = [write_checkpoint(maker, name, model=DATA) for name in ("one", "two")]
+        async with open_origin(maker) as origin:
+            for version, folder in enumerate(folders):
+                await origin.publish(folder, version)
+        (folders[0] / "model").write_bytes(change_some(DATA))
+        notes: list[str] = []
+        async with open_origin(maker, note=notes.append) as origin:
+            assert [entry.version for entry in origin.store.entries()] == [1]
+            assert notes == [f"{folders[0]}: changed since it was published; version 0 is dropped"]
+
+    run(work)
+
+
+def test_a_cancelled_publish_leaves_nothing(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        began = threading.Event()
+        hash_shards = publish_module.hash_shards
+
+        def hash_slowly(path: Path, shards: Any) -> list[bytes]:
+            began.set()
+            threading.Event().wait(0.05)
+            return hash_shards(path, shards)
+
+        monkeypatch.setattr(publish_module, "hash_shards", hash_slowly)
+        monkeypatch.setattr(publish_module, "GROUP_BYTES", SIZE)
+        old, new = (write_checkpoint(maker, name, model=data) for name, data in (("o", DATA), ("n", change_some(DATA))))
+        async with open_origin(maker) as origin:
+            await origin.publish(old, 1)
+            began.clear()
+            task = asyncio.create_task(origin.publish(new, 2))
+            await asyncio.to_thread(began.wait, 10)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert [entry.version for entry in origin.store.entries()] == [1]
+            monkeypatch.undo()
+            assert (await origin.publish(new, 2)).delta is not None
+        assert len(list_names(maker.folder / "store")) == 4
+
+    run(work)
+
+
+def test_a_full_disk_ends_the_publish_and_leaves_the_store_usable(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    async def work() -> None:
+        old, new = (write_checkpoint(maker, name, model=data) for name, data in (("o", DATA), ("n", change_some(DATA))))
+        async with open_origin(maker) as origin:
+            await origin.publish(old, 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(encode_module, "encode_delta", refuse)
+                with pytest.raises(OSError, match="full"):
+                    await origin.publish(new, 2)
+            assert [entry.version for entry in origin.store.entries()] == [1]
+            assert (await origin.publish(new, 2)).complete
+
+    run(work)
+
+
+KILLED = """
+    import asyncio, sys
+    from pathlib import Path
+    from shoal.keys import Key
+    from shoal.shardcast import publish
+    from shoal.shardcast.store import Store
+
+    store, key, source = map(Path, sys.argv[1:])
+    publish.FLUSH_BYTES = 1
+
+    async def main():
+        key_ = Key.load(key)
+        opened = await Store.open(store, run="reef", publisher=key_.public)
+        origin = publish.Origin(opened, key_, shard_size=1 << 16)
+        append = origin._append
+        async def append_and_say(entry, record):
+            await append(entry, record)
+            print("line", flush=True)
+        origin._append = append_and_say
+        await origin.publish(source, 2)
+        await asyncio.sleep(30)
+
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("num_lines", [1, 20, 41])
+def test_a_publisher_killed_in_the_middle_starts_again(run: Callable[..., Any], maker: Any, num_lines: int) -> None:
+    old, new = (write_checkpoint(maker, name, model=data) for name, data in (("o", DATA), ("n", change_some(DATA))))
+    maker.key.save(maker.folder / "key")
+
+    async def publish_old() -> None:
+        async with open_origin(maker) as origin:
+            await origin.publish(old, 1)
+
+    async def publish_again() -> None:
+        async with open_origin(maker) as origin:
+            assert [entry.version for entry in origin.store.entries()] == [1]
+            assert len(list_names(origin.store.folder)) == 3
+            entry = await origin.publish(new, 2)
+            assert entry.complete and entry.delta is not None
+            assert [entry.log.hash_of(FULL, 39), entry.log.hash_of(DELTA, 0)].count(None) == 0
+
+    run(publish_old)
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(KILLED),
+        *map(str, (maker.folder / "store", maker.folder / "key", new)),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(num_lines):
+            assert process.stdout.readline() == "line\n"
+        process.send_signal(signal.SIGKILL)
+    run(publish_again)
+
+
+def test_input_mistakes_are_sentences_and_leave_nothing(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        async with open_origin(maker) as origin:
+            blank = write_checkpoint(maker, "blank", model=b"")
+            for path, version, reason in (
+                (maker.folder / "none", 1, "No such file"),
+                (blank, 1, "holds no bytes"),
+                (write_checkpoint(maker, "ok", model=b"x"), -1, "version = -1"),
+                (maker.folder / "ok", 1 << 63, "version = "),
+            ):
+                with pytest.raises(ConfigError, match=reason):
+                    await origin.publish(path, version)
+            with pytest.raises(ConfigError, match="is not the publisher"):
+                Origin(origin.store, Key.generate())
+            for settings in ({"shard_size": 1000}, {"shard_size": 1 << 30}, {"anchor_every": 0}):
+                with pytest.raises(ConfigError, match=re.escape(next(iter(settings)))):
+                    Origin(origin.store, maker.key, **settings)
+            assert list_names(origin.store.folder) == ["store.json", "store.lock"]
+
+    run(work)
+
+
+def test_names_that_do_not_fit_into_one_line_are_a_sentence(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        folder = write_checkpoint(maker, "many", **{f"{number:0128d}": b"x" for number in range(1900)})
+        async with open_origin(maker) as origin:
+            with pytest.raises(ConfigError, match="do not fit into a manifest"):
+                await origin.publish(folder, 1)
+
+    run(work)
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    code = """
+        import asyncio, sys
+        from pathlib import Path
+        from shoal.keys import Key
+        from shoal.shardcast.publish import Origin
+        from shoal.shardcast.store import Store
+
+        def read_peak():
+            fields = Path("/proc/self/status").read_text().split()
+            return int(fields[fields.index("RssAnon:") + 1])
+
+        async def main():
+            key = Key.generate()
+            store = await Store.open(Path(sys.argv[1]) / "store", run="reef", publisher=key.public)
+            origin = Origin(store, key)
+            before = read_peak()
+            peaks = []
+            task = asyncio.create_task(origin.publish(Path(sys.argv[1]) / "big", 1))
+            while not task.done():
+                peaks.append(read_peak())
+                await asyncio.sleep(0.002)
+            await task
+            await store.close()
+            print(before, max(peaks))
+
+        asyncio.run(main())
+    """
+    with (tmp_path / "big").open("wb") as file:
+        file.truncate(1 << 30)  # a hole: reads as zeros and takes no disk
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    before, peak = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    assert peak < 150_000
+    assert peak - before < 20_000

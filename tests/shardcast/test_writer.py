@@ -1,0 +1,430 @@
+"""Writing shards: they count when their hash holds, whatever happens before."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.shardcast import writer as writer_module
+from shoal.shardcast.blob import TAIL_BYTES, Blob
+from shoal.shardcast.errors import ShardError, StaleError
+
+SIZE = 1 << 18
+DATA = os.urandom(2 * SIZE + 1000)
+FILES = {"weights": DATA}
+FIRST = DATA[:SIZE]
+
+
+@contextlib.asynccontextmanager
+async def open_entry(maker: Any, lines: int | None = None) -> Any:
+    store = await maker.open_store()
+    try:
+        yield await maker.add_lines(store, maker.make_lines(1, FILES, shard_size=SIZE, portion=1)[:lines])
+    finally:
+        await store.close()
+
+
+def read_shard(blob: Blob, index: int) -> bytes:
+    with blob.locate(index) as (descriptor, offset, size):
+        return os.pread(descriptor, size, offset)
+
+
+class SlowDisk:
+    """Makes writes of one process wait until they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+        write = writer_module.write_at
+
+        def write_slowly(*args: Any) -> None:
+            self.began.set()
+            assert self.go_on.wait(10)
+            write(*args)
+
+        monkeypatch.setattr(writer_module, "write_at", write_slowly)
+
+    async def wait_begun(self) -> None:
+        assert await asyncio.to_thread(self.began.wait, 10)
+
+
+@pytest.mark.parametrize("step", [1000, 1 << 15, SIZE])
+def test_a_shard_in_pieces_of_any_size_is_verified_and_there(run: Callable[..., Any], maker: Any, step: int) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            with entry.full.start(0) as writer:
+                for start in range(0, SIZE, step):
+                    await writer.write(FIRST[start : start + step])
+                assert not entry.full.has(0)
+                await writer.finish()
+            assert entry.full.has(0) and entry.full.ready(0) == SIZE and entry.full.have_bytes == SIZE
+            assert list(entry.full.missing()) == [1, 2] and entry.full.num_missing == 2
+            assert read_shard(entry.full, 0) == FIRST
+
+    run(work)
+
+
+def test_bytes_are_shown_as_they_come_but_the_tail_only_when_the_hash_held(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            seen = []
+            with entry.full.start(0) as writer:
+                for start in range(0, SIZE, 1 << 16):
+                    woken = entry.full.progress(0).wait()
+                    await writer.write(FIRST[start : start + (1 << 16)])
+                    await woken
+                    seen.append(entry.full.ready(0))
+                woken = entry.full.progress(0).wait()
+                await writer.finish()
+                await woken
+            assert seen == [1 << 16, 2 << 16, 3 << 16, SIZE - TAIL_BYTES]
+            assert entry.full.ready(0) == SIZE
+
+    run(work)
+
+
+def test_a_small_shard_shows_nothing_before_it_is_verified(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            with entry.full.start(2) as writer:
+                await writer.write(DATA[2 * SIZE :])
+                assert entry.full.ready(2) == 0
+                await writer.finish()
+            assert entry.full.ready(2) == 1000
+
+    run(work)
+
+
+@pytest.mark.parametrize("position", [0, SIZE // 2, SIZE - 1])
+def test_a_flipped_bit_anywhere_is_a_shard_error_and_nothing_is_kept(
+    run: Callable[..., Any], maker: Any, position: int
+) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            bad = bytearray(FIRST)
+            bad[position] ^= 1
+            woken = entry.full.progress(0).wait()
+            with entry.full.start(0) as writer:
+                await writer.write(bad)
+                with pytest.raises(ShardError, match="another hash"):
+                    await writer.finish()
+            await woken
+            assert entry.full.ready(0) == 0 and not entry.full.has(0)
+            await maker.fill_shard(entry.full, 0, FILES)
+            assert read_shard(entry.full, 0) == FIRST
+
+    run(work)
+
+
+def test_too_few_and_too_many_bytes_are_shard_errors(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            with entry.full.start(0) as writer:
+                await writer.write(FIRST[:-1])
+                with pytest.raises(ShardError, match=f"{SIZE - 1} bytes of the {SIZE}"):
+                    await writer.finish()
+            await maker.fill_shard(entry.full, 1, FILES)
+            with entry.full.start(0) as writer:
+                await writer.write(FIRST)
+                with pytest.raises(ShardError, match="more than"):
+                    await writer.write(b"x")
+            assert not entry.full.has(0) and read_shard(entry.full, 1) == DATA[SIZE : 2 * SIZE]
+
+    run(work)
+
+
+def test_a_writer_that_is_over_takes_nothing_more(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            with entry.full.start(0) as writer:
+                await writer.write(FIRST[:10])
+            for late in (writer.write(b"x"), writer.finish()):
+                with pytest.raises(StaleError):
+                    await late
+            writer.abort()
+
+    run(work)
+
+
+def test_finish_waits_for_the_hash_that_the_manifest_does_not_have_yet(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        lines = maker.make_lines(1, FILES, shard_size=SIZE, portion=1)
+        async with open_entry(maker, lines=1) as entry:
+            with entry.full.start(1) as writer:
+                await writer.write(DATA[SIZE : 2 * SIZE])
+                waiting = asyncio.create_task(writer.finish())
+                await asyncio.sleep(0.01)
+                await entry.append(lines[1])
+                await asyncio.sleep(0.01)
+                assert not waiting.done() and entry.full.ready(1) == SIZE - TAIL_BYTES
+                await entry.append(lines[2])
+                await waiting
+            assert entry.full.has(1)
+
+    run(work)
+
+
+def test_a_deadline_on_finish_gives_the_shard_up(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        async with open_entry(maker, lines=1) as entry:
+            with entry.full.start(1) as writer:
+                await writer.write(DATA[SIZE : 2 * SIZE])
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(writer.finish(), 0.01)
+            assert entry.full.ready(1) == 0
+            entry.full.start(1).abort()
+
+    run(work)
+
+
+def test_every_start_is_another_attempt(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            assert entry.full.attempt(0) == 0
+            for number in (1, 2):
+                with entry.full.start(0):
+                    assert entry.full.attempt(0) == number
+            assert entry.full.attempt(1) == 0
+
+    run(work)
+
+
+def test_a_cancelled_write_returns_when_the_buffer_is_free_and_gives_up(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            disk = SlowDisk(monkeypatch)
+            writer = entry.full.start(0)
+            task = asyncio.create_task(writer.write(FIRST))
+            await disk.wait_begun()
+            task.cancel()
+            await asyncio.sleep(0.01)
+            assert not task.done()
+            disk.go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            with pytest.raises(StaleError):
+                await writer.finish()
+
+    run(work)
+
+
+def test_the_next_writer_waits_for_the_thread_of_one_that_gave_up(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A late byte of the first must not land on what the second verified."""
+
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            disk = SlowDisk(monkeypatch)
+            first = entry.full.start(0)
+            late = asyncio.create_task(first.write(bytes(SIZE)))
+            await disk.wait_begun()
+            first.abort()
+            monkeypatch.undo()
+            second = asyncio.create_task(maker.fill_shard(entry.full, 0, FILES))
+            await asyncio.sleep(0.02)
+            assert not second.done()
+            disk.go_on.set()
+            with pytest.raises(StaleError):
+                await late
+            await second
+            assert read_shard(entry.full, 0) == FIRST
+
+    run(work)
+
+
+def test_a_disk_that_refuses_ends_the_writer_with_its_own_error(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            with monkeypatch.context() as patch:
+                patch.setattr(writer_module, "write_at", refuse)
+                with entry.full.start(0) as writer, pytest.raises(OSError, match="full"):
+                    await writer.write(FIRST)
+            await maker.fill_shard(entry.full, 0, FILES)
+
+    run(work)
+
+
+def test_a_spare_that_is_first_takes_the_place_of_the_slow_one(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            slow = entry.full.start(0)
+            await slow.write(bytes(SIZE // 2))
+            attempt = entry.full.attempt(0)
+            with entry.full.start(0, spare=True) as spare:
+                await spare.write(FIRST)
+                assert entry.full.ready(0) == SIZE // 2 and entry.full.attempt(0) == attempt
+                await spare.finish()
+            assert entry.full.has(0) and entry.full.attempt(0) > attempt
+            assert read_shard(entry.full, 0) == FIRST
+            with pytest.raises(StaleError):
+                await slow.write(bytes(SIZE // 2))
+            assert read_shard(entry.full, 0) == FIRST
+            assert not list(entry.folder.glob("*spare*"))
+
+    run(work)
+
+
+def test_a_spare_waits_for_the_thread_of_the_slow_one(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            disk = SlowDisk(monkeypatch)
+            slow = asyncio.create_task(entry.full.start(0).write(bytes(SIZE)))
+            await disk.wait_begun()
+            monkeypatch.undo()
+            spare = entry.full.start(0, spare=True)
+            await spare.write(FIRST)
+            finishing = asyncio.create_task(spare.finish())
+            await asyncio.sleep(0.02)
+            assert not finishing.done() and not entry.full.has(0)
+            disk.go_on.set()
+            await finishing
+            with pytest.raises(StaleError):
+                await slow
+            assert read_shard(entry.full, 0) == FIRST
+
+    run(work)
+
+
+def test_a_spare_that_is_late_or_wrong_leaves_the_first_one_alone(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            first = entry.full.start(0)
+            await first.write(FIRST)
+            with entry.full.start(0, spare=True) as wrong:
+                await wrong.write(bytes(SIZE))
+                with pytest.raises(ShardError, match="another hash"):
+                    await wrong.finish()
+            with entry.full.start(0, spare=True) as late:
+                await late.write(FIRST)
+                await first.finish()
+                with pytest.raises(StaleError, match="another way"):
+                    await late.finish()
+            assert read_shard(entry.full, 0) == FIRST
+            assert not list(entry.folder.glob("*spare*"))
+
+    run(work)
+
+
+def test_dropping_the_entry_ends_its_writers(run: Callable[..., Any], maker: Any, tmp_path: Path) -> None:
+    async def work() -> None:
+        store = await maker.open_store()
+        lines = maker.make_lines(1, FILES, shard_size=SIZE)
+        entry = await store.adopt(lines[0])
+        writers = [entry.full.start(0), entry.full.start(1), entry.full.start(1, spare=True)]
+        await writers[0].write(FIRST)
+        waiting = asyncio.create_task(writers[0].finish())
+        await writers[2].write(FIRST)
+        await asyncio.sleep(0)
+        await store.drop(entry)
+        for late in (waiting, writers[1].write(b"x"), writers[2].write(b"x"), entry.full.start(2).write(b"x")):
+            with pytest.raises(StaleError):
+                await late
+        await store.close()
+        assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["store.json", "store.lock"]
+
+    run(work)
+
+
+def count_open(name: str) -> int:
+    """Descriptors of this process whose path has a word in it; what vanishes while we look is none of ours."""
+    count = 0
+    for path in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(FileNotFoundError):
+            count += name in str(path.readlink())
+    return count
+
+
+def test_no_descriptor_is_left_open(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            await maker.fill_shard(entry.full, 0, FILES)
+            with entry.full.start(1) as writer, entry.full.start(1, spare=True) as spare:
+                await writer.write(b"x")
+                await spare.write(b"x")
+                assert count_open("spare") == 1
+            assert count_open("spare") == 0 and count_open("full.part") > 0
+        assert count_open("full.part") == 0 and count_open("store.lock") == 0
+
+    run(work)
+
+
+def slow_copy(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Makes a spare wait in the middle of putting its bytes in place: (it is there, it may go on)."""
+    began, go_on = threading.Event(), threading.Event()
+    copy = writer_module.copy_range
+
+    def copy_slowly(*args: Any) -> None:
+        began.set()
+        assert go_on.wait(10)
+        copy(*args)
+
+    monkeypatch.setattr(writer_module, "copy_range", copy_slowly)
+    return began, go_on
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_writer_started_while_a_spare_takes_the_place_waits_for_it(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            began, go_on = slow_copy(monkeypatch)
+            spare = entry.full.start(0, spare=True)
+            await spare.write(FIRST)
+            finishing = asyncio.create_task(spare.finish())
+            assert await asyncio.to_thread(began.wait, 10)
+            second = asyncio.create_task(maker.fill_shard(entry.full, 0, FILES))
+            await asyncio.sleep(0.02)
+            assert not second.done() and entry.full.ready(0) == 0
+            if not copied:
+                finishing.cancel()
+            go_on.set()
+            if copied:
+                await finishing
+                with pytest.raises(StaleError, match="another way"):
+                    await second
+            else:
+                with pytest.raises(asyncio.CancelledError):
+                    await finishing
+                await second
+            assert entry.full.has(0) and read_shard(entry.full, 0) == FIRST
+
+    run(work)
+
+
+def test_giving_up_while_waiting_for_a_spare_stops_neither(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            began, go_on = slow_copy(monkeypatch)
+            spare = entry.full.start(0, spare=True)
+            await spare.write(FIRST)
+            finishing = asyncio.create_task(spare.finish())
+            assert await asyncio.to_thread(began.wait, 10)
+            waiting = entry.full.start(0)
+            writing = asyncio.create_task(waiting.write(FIRST))
+            await asyncio.sleep(0.01)
+            waiting.abort()
+            with pytest.raises(StaleError):
+                await writing
+            go_on.set()
+            await finishing
+            assert read_shard(entry.full, 0) == FIRST
+
+    run(work)

@@ -1,0 +1,167 @@
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import ConfigError
+from shoal.keys import Key
+from shoal.swarm.bundle import Bundle
+from shoal.swarm.commands_ledger import EXIT_BROKEN, run_check, run_prove, run_show, run_verify
+from shoal.swarm.db import is_sqlite, open_engine
+from shoal.swarm.event import EventError, Kind
+from shoal.swarm.ledger import Ledger
+from shoal.swarm.postings import move_credit
+from shoal.swarm.projection import Projection
+
+OpenLedger = Callable[..., Ledger]
+OWNER = "ab" * 32
+
+
+@pytest.fixture
+def ledger(open_ledger: OpenLedger) -> Ledger:
+    """Three events and a head over them; the last one moves two and a half credits."""
+    ledger = open_ledger()
+    ledger.submit(lambda draft: draft.append(Kind.LEASE_GRANT, subject="lease:1", body={"grants": 1, "t": "\u009b31m"}))
+    postings = move_credit("mint", f"pending:{OWNER}", 2_500_000)
+    ledger.submit(lambda draft: draft.append(Kind.VAL_VERDICT, subject="sub:1", body={}, postings=postings)).result()
+    asyncio.run(ledger.sign_head())
+    return ledger
+
+
+def test_verify_says_that_a_ledger_holds(ledger: Ledger, url: str, leases: Projection, key: Key) -> None:
+    code, text = run_verify(url, projections=[leases])
+    assert code == 0
+    assert text.splitlines()[:2] == [
+        "ledger of run demo: holds",
+        "  3 events, 2 postings, 1 signed heads, 2 tables rebuilt",
+    ]
+    assert key.public in text
+
+
+def test_verify_names_what_is_broken(ledger: Ledger, url: str, leases: Projection) -> None:
+    engine = open_engine(url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE balance SET amount = amount + 1 WHERE account <> 'mint'")
+    engine.dispose()
+    code, text = run_verify(url, projections=[leases])
+    assert code == EXIT_BROKEN
+    assert f"projection: balance 'pending:{OWNER}': amount is 2500001, not 2500000" in text
+    assert "BROKEN, 1 findings" in text
+
+
+def test_verify_compares_with_a_head_that_a_node_holds(
+    ledger: Ledger, url: str, leases: Projection, tmp_path: Path
+) -> None:
+    head = asyncio.run(ledger.sign_head())
+    (tmp_path / "head").write_bytes(head.to_bytes())
+    assert run_verify(url, held=tmp_path / "head", projections=[leases]).code == 0
+    (tmp_path / "head").write_bytes(b"{}")
+    with pytest.raises(ConfigError, match="not the form of a signed head"):
+        run_verify(url, held=tmp_path / "head")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run_verify(url, held=tmp_path / "none")
+
+
+def test_show_lists_the_last_events_one_per_line(ledger: Ledger, url: str) -> None:
+    lines = run_show(url, count=2).text.splitlines()
+    assert len(lines) == 3 and lines[2] == "3 events"
+    assert "lease.grant" in lines[0] and "lease:1" in lines[0]
+    assert "val.verdict" in lines[1] and "2.5 credits" in lines[1]
+    assert run_show(url, first=0, count=1).text.splitlines()[0].split()[0] == "0"
+
+
+def test_show_gives_one_event_in_full_by_number_or_hash(ledger: Ledger, url: str) -> None:
+    text = run_show(url, event="2").text
+    assert f"posting    +2.500000  pending:{OWNER}" in text
+    digest = text.split("\nhash       ")[1][:64]
+    assert run_show(url, event=digest).text == text
+
+
+def test_show_sends_nothing_to_the_terminal_that_it_would_obey(ledger: Ledger, url: str) -> None:
+    assert "\\u009b31m" in run_show(url, event="1").text
+    assert run_show(url, event="1").text.isascii() and run_show(url).text.isascii()
+
+
+@pytest.mark.parametrize("event", ["9", "x", "-1", "0" * 64, "\u0663", "1" * 30, ""])
+def test_an_event_that_does_not_exist_is_named(ledger: Ledger, url: str, event: str) -> None:
+    for command in (lambda: run_show(url, event=event), lambda: run_prove(url, event)):
+        with pytest.raises(ConfigError, match="no event with this number or hash"):
+            command()
+
+
+def test_a_proof_can_be_checked_with_the_public_key_alone(ledger: Ledger, url: str, key: Key, tmp_path: Path) -> None:
+    path = tmp_path / "proof.json"
+    for event in ("0", "1", "2"):
+        path.write_text(run_prove(url, event).text + "\n")
+        code, text = run_check(path, run="demo", coordinator=key.public)
+        assert code == 0 and text.startswith(f"event      {event}\n")
+    assert run_check(path, run="demo", coordinator=Key.generate().public).code == EXIT_BROKEN
+    assert run_check(path, run="other", coordinator=key.public).code == EXIT_BROKEN
+
+
+def test_a_changed_proof_proves_nothing(ledger: Ledger, url: str, key: Key) -> None:
+    data = run_prove(url, "2").text.encode()
+    value = json.loads(data)
+    assert Bundle.from_bytes(data).to_bytes() == data
+    changes = [
+        (name, field)
+        for name in ("event", "head")
+        for field in (value[name] if name == "event" else value[name]["head"])
+    ]
+    for name, field in changes:
+        changed = json.loads(data)
+        part = changed[name] if name == "event" else changed[name]["head"]
+        part[field] = change_value(part[field])
+        with pytest.raises(EventError):
+            check_bytes(json.dumps(changed, sort_keys=True, separators=(",", ":")).encode(), key)
+    for path in ([], value["path"][::-1], [*value["path"], "0" * 64], ["x"], "x"):
+        if path != value["path"]:
+            with pytest.raises(EventError):
+                check_bytes(json.dumps(value | {"path": path}, sort_keys=True, separators=(",", ":")).encode(), key)
+
+
+def change_value(value: object) -> object:
+    match value:
+        case int():
+            return value + 1
+        case str():
+            return ("1" if value[:1] != "1" else "2") + value[1:]
+    return []
+
+
+def check_bytes(data: bytes, key: Key) -> None:
+    Bundle.from_bytes(data).check_proof("demo", key.public)
+
+
+def test_an_event_without_a_head_over_it_cannot_be_proved_yet(ledger: Ledger, url: str) -> None:
+    ledger.submit(lambda draft: draft.append(Kind.ADMIN, body={})).result()
+    with pytest.raises(ConfigError, match="no signed head covers it yet"):
+        run_prove(url, "3")
+    asyncio.run(ledger.sign_head())
+    assert run_prove(url, "3").code == 0
+
+
+def test_what_is_no_ledger_is_refused_and_no_file_is_made(tmp_path: Path) -> None:
+    missing, other = tmp_path / "missing.db", tmp_path / "other.db"
+    other.write_bytes(b"something else " * 100)
+    with pytest.raises(ConfigError, match="no such file"):
+        run_verify(str(missing))
+    assert not missing.exists()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run_show(str(other))
+
+
+def test_a_damaged_ledger_is_named_when_it_is_shown(ledger: Ledger, url: str) -> None:
+    engine = open_engine(url)
+    with engine.begin() as connection:
+        if is_sqlite(engine):
+            connection.exec_driver_sql("DROP TRIGGER posting_no_update")
+        else:
+            connection.exec_driver_sql("SET session_replication_role = replica")
+        connection.exec_driver_sql("UPDATE posting SET line = 7 WHERE line = 1")
+    engine.dispose()
+    with pytest.raises(ConfigError, match=r"the ledger was damaged \(posting: line 7 of event 2"):
+        run_show(url)
+    assert run_verify(url).code == EXIT_BROKEN
