@@ -141,7 +141,7 @@ def test_a_block_has_at_most_so_many_elements_and_bytes() -> None:
     assert 2 * BLOCK_ELEMENTS == BLOCK_BYTES
 
 
-@pytest.mark.parametrize("share", [0.003, 0.02, 0.1])
+@pytest.mark.parametrize("share", [0.003, 0.007, 0.02, 0.1])
 def test_steps_of_one_unit_take_little_more_than_their_entropy(share: float) -> None:
     base = draw_block(2, 1 << 20, 0)
     encoded = check_round_trip(base, change_some(base, share, 1, largest=1))

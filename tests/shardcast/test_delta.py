@@ -4,6 +4,8 @@ import io
 import json
 import random
 import struct
+import threading
+import time
 import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +20,7 @@ from safetensors.numpy import save
 from shoal.shardcast import codec
 from shoal.shardcast.delta import DeltaError, DeltaStats, apply_delta, encode_delta
 from shoal.shardcast.delta_format import MAGIC
+from shoal.shardcast.delta_work import Scratch, Workers
 
 Files = dict[str, bytes]
 DTYPES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "F8_E4M3": 1, "BOOL": 1, "F4": 0}
@@ -408,6 +411,24 @@ def test_a_file_that_becomes_shorter_meanwhile_is_an_error(pair: tuple[Path, Pat
 
     with pytest.raises(DeltaError, match="became shorter"):
         encode_delta(*pair, Cutter())
+
+
+def test_no_job_is_running_when_an_error_is_raised() -> None:
+    """Files are closed then, and their numbers may be given to others."""
+    started, finished = threading.Event(), threading.Event()
+
+    def work(_: Scratch, job: int) -> None:
+        if job == 0:
+            assert started.wait(10)
+            raise DeltaError("first")
+        started.set()
+        time.sleep(0.2)
+        finished.set()
+
+    with Workers(2) as workers:
+        with pytest.raises(DeltaError, match="first"):
+            workers.run_jobs(work, [0, 1], lambda _: None)
+        assert finished.is_set()
 
 
 def test_an_error_of_the_disk_passes(pair: tuple[Path, Path]) -> None:

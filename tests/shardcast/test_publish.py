@@ -222,6 +222,19 @@ def test_serials_grow_though_the_clock_does_not(run: Callable[..., Any], maker: 
     run(work)
 
 
+def test_serials_grow_though_the_version_before_was_dropped(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        folder = write_checkpoint(maker, "ckpt", model=b"x")
+        store = await maker.open_store()
+        origin = Origin(store, maker.key, clock_ns=lambda: 1000)
+        first = await origin.publish(folder, 1)
+        await store.drop(first)
+        assert (await origin.publish(folder, 1)).serial == first.serial + 1
+        await store.close()
+
+    run(work)
+
+
 def test_a_delta_against_the_newest_version_gives_the_same_bytes(run: Callable[..., Any], maker: Any) -> None:
     async def work() -> None:
         old = {"model": DATA, "config": b"old"}
@@ -441,6 +454,34 @@ def test_a_cancelled_publish_leaves_nothing(
         assert len(list_names(maker.folder / "store")) == 4
 
     run(work)
+
+
+def test_an_encoding_that_is_not_wanted_any_more_is_stopped(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, ended_by_itself = threading.Event(), threading.Event()
+
+    def encode_for_ever(old: Path, new: Path, out: Any, **options: Any) -> None:
+        for _ in range(1000):
+            out.write(b"")
+            began.set()
+            threading.Event().wait(0.005)
+        ended_by_itself.set()
+
+    async def work() -> None:
+        old, new = (write_checkpoint(maker, name, model=data) for name, data in (("o", DATA), ("n", change_some(DATA))))
+        async with open_origin(maker) as origin:
+            await origin.publish(old, 1)
+            monkeypatch.setattr(encode_module, "encode_delta", encode_for_ever)
+            task = asyncio.create_task(origin.publish(new, 2))
+            await asyncio.to_thread(began.wait, 10)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert [entry.version for entry in origin.store.entries()] == [1]
+
+    run(work)
+    assert not ended_by_itself.is_set()
 
 
 def test_a_full_disk_ends_the_publish_and_leaves_the_store_usable(

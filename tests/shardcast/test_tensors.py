@@ -76,6 +76,8 @@ def test_elements_that_are_not_whole_bytes_are_taken_as_bytes() -> None:
     assert four_bits.width == 1
     (wide,) = read(write_file({"w": describe(0, 48, [3], "C128")}, bytes(48)))
     assert wide.width == 1
+    (uneven,) = read(write_file({"w": describe(0, 7, [3], "F20")}, bytes(7)))
+    assert uneven.width == 1
 
 
 def test_metadata_is_no_tensor() -> None:
@@ -116,8 +118,7 @@ def test_what_is_not_a_safetensors_file_is_bytes(data: bytes) -> None:
 def test_a_header_above_the_limit_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "huge"
     with path.open("wb") as file:
-        file.write((MAX_HEAD_BYTES + 1).to_bytes(8, "little"))
-        file.truncate(MAX_HEAD_BYTES + 9)
+        file.write(write_file(b"{}".ljust(MAX_HEAD_BYTES + 1)))
     with path.open("rb") as file:
         assert read_tensors(file.fileno()) is None
 
@@ -155,6 +156,18 @@ def test_tensors_find_their_parents_by_name_type_and_shape() -> None:
     new = file(("c", [4], "BF16"), ("new", [5], "BF16"), ("b", [3], "F16"), ("d", [3, 2], "BF16"), ("a", [2], "BF16"))
     start = head_bytes(old)
     assert plan(old, new)[1:] == [Span(2, 4, start + 10), Span(2, 14), Span(2, 2, start)]
+
+
+def test_tensors_that_change_places_keep_their_parents() -> None:
+    old = write_file({"a": describe(0, 4, [2]), "b": describe(4, 10, [3])}, bytes(10))
+    new = write_file({"b": describe(0, 6, [3]), "a": describe(6, 10, [2])}, bytes(10))
+    start = head_bytes(old)
+    assert plan(old, new)[1:] == [Span(2, 3, start + 4), Span(2, 2, start)]
+
+
+def test_bytes_of_another_length_have_no_parent() -> None:
+    assert plan(b"abc", b"abcd") == [Span(1, 4)]
+    assert plan(b"abcde", b"abcd") == [Span(1, 4)]
 
 
 def test_a_parent_that_is_no_safetensors_file_is_no_parent() -> None:

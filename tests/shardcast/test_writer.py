@@ -388,7 +388,8 @@ def test_a_writer_started_while_a_spare_takes_the_place_waits_for_it(
             await spare.write(FIRST)
             finishing = asyncio.create_task(spare.finish())
             assert await asyncio.to_thread(began.wait, 10)
-            second = asyncio.create_task(maker.fill_shard(entry.full, 0, FILES))
+            writer = entry.full.start(0)
+            second = asyncio.create_task(writer.write(FIRST))
             await asyncio.sleep(0.02)
             assert not second.done() and entry.full.ready(0) == 0
             if not copied:
@@ -402,6 +403,8 @@ def test_a_writer_started_while_a_spare_takes_the_place_waits_for_it(
                 with pytest.raises(asyncio.CancelledError):
                     await finishing
                 await second
+                assert entry.full.ready(0) == SIZE - TAIL_BYTES, "it has the place now"
+                await writer.finish()
             assert entry.full.has(0) and read_shard(entry.full, 0) == FIRST
 
     run(work)

@@ -10,8 +10,10 @@ from shoal.keys import Key
 from shoal.swarm.bundle import Bundle
 from shoal.swarm.commands_ledger import EXIT_BROKEN, run_check, run_prove, run_show, run_verify
 from shoal.swarm.db import is_sqlite, open_engine
-from shoal.swarm.event import EventError, Kind
+from shoal.swarm.event import Event, EventError, Kind, seal_event
+from shoal.swarm.head import Head, sign_head
 from shoal.swarm.ledger import Ledger
+from shoal.swarm.merkle import hash_leaf, root_leaves
 from shoal.swarm.postings import move_credit
 from shoal.swarm.projection import Projection
 
@@ -133,6 +135,18 @@ def change_value(value: object) -> object:
 
 def check_bytes(data: bytes, key: Key) -> None:
     Bundle.from_bytes(data).check_proof("demo", key.public)
+
+
+def test_a_coordinator_cannot_prove_that_somebody_said_what_they_did_not_sign(key: Key) -> None:
+    for actor in (key.public, Key.generate().public):
+        event = seal_event(Event(0, 1, "appeal", actor, "sub:1", b"{}", b"", bytes(32), b""))
+        root = root_leaves([hash_leaf(event.hash)]).hex()
+        bundle = Bundle(event, sign_head(key, Head("demo", 1, root, event.hash.hex(), 1)), ())
+        if actor == key.public:
+            bundle.check_proof("demo", key.public)
+        else:
+            with pytest.raises(EventError, match="did not sign"):
+                bundle.check_proof("demo", key.public)
 
 
 def test_an_event_without_a_head_over_it_cannot_be_proved_yet(ledger: Ledger, url: str) -> None:

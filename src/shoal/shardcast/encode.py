@@ -35,11 +35,8 @@ class DeltaJob:
 
 
 async def make_delta(job: DeltaJob) -> Delta | NoDelta:
-    """Encode into the entry's folder and hash it; without a delta nothing is left there."""
-    result = await run_blocking(None, _encode_file, job)
-    if isinstance(result, NoDelta):
-        job.path.unlink(missing_ok=True)
-    return result
+    """Encode into the entry's folder and hash it. Without a delta, what is in the file is for the caller to remove."""
+    return await run_blocking(None, _encode_file, job)
 
 
 class _RefusedError(Exception):

@@ -194,7 +194,8 @@ class Origin:
         try:
             await self._append_hashes(entry, known)
             if encoding is not None and job is not None:
-                await self._append_delta(entry, job, await encoding)
+                # Shielded: a cancellation has to reach us, who stop the job, not the task that waits for it.
+                await self._append_delta(entry, job, await asyncio.shield(encoding))
         finally:
             if job is not None and encoding is not None:
                 job.stop()

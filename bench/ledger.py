@@ -1,0 +1,112 @@
+"""The ledger's speed: events appended one per commit and in groups, verified, and proved.
+
+    python bench/ledger.py                                    # SQLite in a temporary folder
+    python bench/ledger.py --url postgresql://user@host/db    # an empty database
+
+An event here is a lease of about 200 bytes; with credit, every fourth is a verdict with two postings. Appending is by
+`transact` from one event loop with that many callers at once. CPU is that of this process alone.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import Engine
+
+from shoal.keys import Key
+from shoal.swarm.db import open_engine
+from shoal.swarm.event import Event, Kind
+from shoal.swarm.ledger import Draft, Ledger
+from shoal.swarm.postings import move_credit
+from shoal.swarm.verify import verify_ledger
+
+OWNER = "ab" * 32
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How many per second of the clock, and per second of this process's CPU."""
+
+    per_s: float
+    per_cpu_s: float
+
+
+def measure(count: int, work: Callable[[], object]) -> Rate:
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return Rate(count / (time.perf_counter() - wall), count / (time.process_time() - cpu))
+
+
+def decide_one(index: int, *, credit: bool) -> Callable[[Draft], Event]:
+    body = {"deadline": 1_700_000_000_000 + index, "fence": 1, "groups": [index, index + 1], "node": OWNER, "step": 7}
+
+    def decide(draft: Draft) -> Event:
+        if credit and index % 4 == 0:
+            postings = move_credit("mint", f"pending:{index % 997:064x}", 1000)
+            return draft.append(Kind.VAL_VERDICT, subject=f"sub:{index}", body=body, postings=postings)
+        return draft.append(Kind.LEASE_GRANT, subject=f"lease:{index}", body=body)
+
+    return decide
+
+
+def append_events(ledger: Ledger, count: int, *, callers: int, credit: bool) -> Rate:
+    async def call(first: int) -> None:
+        for index in range(first, count, callers):
+            await ledger.transact(decide_one(index, credit=credit))
+
+    async def main() -> None:
+        await asyncio.gather(*(call(first) for first in range(callers)))
+
+    return measure(count, lambda: asyncio.run(main()))
+
+
+def run_bench(url: str, single: int, grouped: int) -> dict[str, Rate]:
+    ledger = Ledger.open(url, run="bench", key=Key.generate())
+    rates = {
+        "one per commit": append_events(ledger, single, callers=1, credit=False),
+        "64 callers": append_events(ledger, grouped, callers=64, credit=False),
+        "256 callers": append_events(ledger, grouped, callers=256, credit=False),
+        "256 callers, credit": append_events(ledger, grouped, callers=256, credit=True),
+    }
+    size = ledger.size
+    asyncio.run(ledger.sign_head())
+    chosen = range(0, size, max(1, size // 200))
+    rates["proofs"] = measure(len(chosen), lambda: [ledger.prove_event(seq, size) for seq in chosen])
+    ledger.close()
+    engine = open_engine(url)
+    rates["verify"] = measure(size, lambda: check_holds(engine))
+    engine.dispose()
+    return rates
+
+
+def check_holds(engine: Engine) -> None:
+    report = verify_ledger(engine)
+    assert report.holds, report.findings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="", help="an empty database (default: SQLite in a temporary folder)")
+    parser.add_argument("--single", type=int, default=300, help="events one per commit (%(default)s)")
+    parser.add_argument("--grouped", type=int, default=8000, help="events in groups (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the events")
+    parser.add_argument("--json", type=Path, help="write the figures as JSON")
+    args = parser.parse_args()
+    share = 10 if args.quick else 1
+    with tempfile.TemporaryDirectory() as folder:
+        rates = run_bench(args.url or f"{folder}/ledger.db", args.single // share, args.grouped // share)
+    print(f"{'':<22}{'per s':>10}{'per CPU s':>12}")
+    for name, rate in rates.items():
+        print(f"{name:<22}{rate.per_s:>10,.0f}{rate.per_cpu_s:>12,.0f}")
+    if args.json:
+        values = {name: {"per_s": rate.per_s, "per_cpu_s": rate.per_cpu_s} for name, rate in rates.items()}
+        args.json.write_text(json.dumps(values, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
