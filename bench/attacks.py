@@ -38,6 +38,8 @@ class Attack:
 
 
 ATTACKS: dict[str, Attack] = {}
+UNLIKELY = 1e-6
+"""Probability of a token that is hardly possible."""
 
 
 def attack(
@@ -151,6 +153,24 @@ def edit_one(stage: Stage) -> Work:
     return _edit_tokens(stage, 1)
 
 
+@attack("1 hardly possible token, close to the draw", chooses=True)
+def edit_closely(stage: Stage) -> Work:
+    """The editor knows the sampling check: among tokens that the model would hardly write it takes the closest one."""
+    places = _draw_places(stage, 1)
+    planned = plan_uniforms(stage.requests, places)
+
+    def choose(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = choose_tokens(logits, temperatures, uniforms)[0]
+        probs = (logits / temperatures[:, None]).softmax(-1).double()
+        high = probs.cumsum(-1)
+        distances = torch.maximum(high - probs - uniforms[:, None], uniforms[:, None] - high)
+        closest = distances.masked_fill(probs > UNLIKELY, torch.inf).argmin(-1)
+        odd = torch.isin(uniforms, planned) & (probs <= UNLIKELY).any(-1)
+        return claim_tokens(logits, temperatures, torch.where(odd, closest, tokens))
+
+    return stage.generate(stage.model, choose=choose)
+
+
 @attack("5 tokens edited", chooses=True)
 def edit_five(stage: Stage) -> Work:
     return _edit_tokens(stage, 5)
@@ -235,11 +255,7 @@ def plan_uniforms(requests: Sequence[Request], places: Mapping[str, Sequence[int
 
 def _edit_tokens(stage: Stage, count: int) -> Work:
     """At `count` places of each rollout another draw stands instead; all that follows is written honestly."""
-    places = {}
-    for rollout in stage.honest.rollouts:
-        rng = np.random.default_rng(derive_seed("edit", count, rollout.id))
-        places[rollout.id] = rng.choice(rollout.num_tokens, min(count, rollout.num_tokens), replace=False).tolist()
-    planned = plan_uniforms(stage.requests, places)
+    planned = plan_uniforms(stage.requests, _draw_places(stage, count))
 
     def choose(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         tokens = choose_tokens(logits, temperatures, uniforms)[0]
@@ -248,6 +264,14 @@ def _edit_tokens(stage: Stage, count: int) -> Work:
         return claim_tokens(logits, temperatures, torch.where(torch.isin(uniforms, planned), others, tokens))
 
     return stage.generate(stage.model, choose=choose)
+
+
+def _draw_places(stage: Stage, count: int) -> dict[str, list[int]]:
+    places = {}
+    for rollout in stage.honest.rollouts:
+        rng = np.random.default_rng(derive_seed("edit", count, rollout.id))
+        places[rollout.id] = rng.choice(rollout.num_tokens, min(count, rollout.num_tokens), replace=False).tolist()
+    return places
 
 
 def _older(stage: Stage, rate: float) -> PreTrainedModel:

@@ -20,7 +20,7 @@ from shoal.seeds import derive_seed
 from shoal.toploc.build import build_batch
 from shoal.toploc.replay import replay_rollouts
 from shoal.toploc.variants import Way, run_way, use_threads
-from stage import Stage, Work, draw_requests
+from stage import GROUP, Stage, Work, draw_requests
 
 FOLDER = OUT / "separation"
 
@@ -149,12 +149,13 @@ def load_part(part: Part) -> Subject:
 
 
 def load_honest(part: Part, half: int) -> dict[str, list[Record]]:
-    """Every second honest record, by how it was generated and replayed."""
+    """Honest records of every second prompt, by how they were generated and replayed."""
     found = {}
     for source in part.sources:
         for replay in source.replays:
             records = load_records(_honest_path(part, source, replay))
-            found[f"{source.way.name}, replayed {replay}"] = records[half::2]
+            own = [record for index, record in enumerate(records) if index // GROUP % 2 == half]
+            found[f"{source.way.name}, replayed {replay}"] = own
     return found
 
 

@@ -21,7 +21,7 @@ from shoal.toploc.check import Judge, Report, weigh_reports
 from shoal.toploc.finding import Check
 from shoal.toploc.proof import Fault
 from shoal.toploc.replay import Replay, replay_rollouts
-from shoal.toploc.shape import check_shape, trace_choices
+from shoal.toploc.shape import check_odds, trace_choices
 from shoal.toploc.verify import ChunkResult, verify_batch
 from stage import Stage, Work
 
@@ -34,11 +34,13 @@ FAMILIES = {
     "sampling": (Check.SAMPLING,),
     "ending": (Check.ENDING, Check.EOS, Check.HAZARD),
     "sequence": (Check.SEQUENCE,),
+    "tail": (Check.TAIL,),
     "shape": (Check.SHAPE,),
     "all": (),
 }
 """Groups of checks: the published rule; ours on proofs; on log-probs; on the seed's draws; on the end; the mean of many
-chunks; the shape test, for engines without seeds; and all of ours that a run with seeds uses (so not `shape`)."""
+chunks; tokens from too far out; the shape test, for engines without seeds; and all of ours that a run with seeds uses
+(so not `shape`)."""
 _ALONE = {"published", "shape", "all"}
 _TOKEN_ARRAYS = ("logprobs", "distances", "eos_probs", "tilts", "masses")
 _NUMBERS = tuple(field.name for field in fields(ChunkResult) if field.name != "fault")
@@ -121,7 +123,7 @@ def judge_record(record: Record, calibration: Calibration, eos_id: int) -> Verdi
     failed = {name for name, checks in FAMILIES.items() if seen & set(checks)}
     if failed:
         failed.add("all")
-    if check_shape(path, calibration.share).failed:
+    if check_odds(Check.SHAPE, path, calibration.share).failed:
         failed.add("shape")
     if any(breaks_published(result) for result in record.results):
         failed.add("published")

@@ -19,10 +19,10 @@ from records import (
 )
 from separation import fit_thresholds, list_stats
 from shoal.rollout import Finish
-from shoal.toploc.calibration import Calibration
+from shoal.toploc.calibration import Calibration, hash_model
 from shoal.toploc.check import check_rollouts
 from shoal.toploc.finding import Check
-from shoal.toploc.sequence import Stream
+from shoal.toploc.sequence import NUM_LEVELS, Bet, Level, Stream
 from stage import Stage
 
 
@@ -72,7 +72,8 @@ def test_a_record_fails_what_the_check_of_its_submission_fails(
     name: str, calibration: Calibration, stage: Stage
 ) -> None:
     work = ATTACKS[name].run(stage)
-    reports = check_rollouts(stage.model, stage.requests, work.rollouts, work.proofs, calibration, eos_id=stage.eos_id)
+    known = calibration.model_copy(update={"model_hash": hash_model(stage.model)})
+    reports = check_rollouts({0: stage.model}, stage.requests, work.rollouts, work.proofs, known, eos_id=stage.eos_id)
     verdicts = [judge_record(r, calibration, stage.eos_id) for r in replay_attack(stage, ATTACKS[name], work)]
     for report, verdict in zip(reports, verdicts, strict=True):
         failed = {finding.check for finding in report.failed}
@@ -88,9 +89,9 @@ def test_a_small_excess_in_every_chunk_shows_in_the_submission_alone(
     kinds = {}
     for name, whole in (("full", True), ("short", False)):
         kind = getattr(calibration, name)
-        bet = kind.bets[Stream.LOGPROB]
         values = np.array([chunk.logprob_mean for chunk in list_stats(records) if chunk.is_full == whole])
-        low = bet.model_copy(update={"mean": float(bet.scale(values).mean()) / 4})
+        level = Level(value=float(values.min()) / 2, chance=0.3)
+        low = Bet(levels=(level,) * NUM_LEVELS)
         kinds[name] = kind.model_copy(update={"bets": {**kind.bets, Stream.LOGPROB: low}})
     strict = calibration.model_copy(update=kinds)
     verdicts = [judge_record(record, strict, stage.eos_id) for record in records]

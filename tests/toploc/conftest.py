@@ -139,7 +139,13 @@ def check(speaker: "Policy", requests_16: "list[Request]", calibration: "Calibra
         from shoal.toploc.check import check_rollouts
 
         return check_rollouts(
-            speaker.model, requests_16, work.rollouts, work.proofs, calibration, eos_id=speaker.eos_id, seeded=seeded
+            {0: speaker.model},
+            requests_16,
+            work.rollouts,
+            work.proofs,
+            calibration,
+            eos_id=speaker.eos_id,
+            seeded=seeded,
         )
 
     return run

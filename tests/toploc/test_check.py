@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.config import PolicyConfig, TinyConfig
 from shoal.errors import ConfigError
-from shoal.policy.model import Policy
+from shoal.policy.model import Policy, load_policy
 from shoal.rollout import Finish, Request, Rollout, VersionRange
-from shoal.toploc import verify_proofs
+from shoal.toploc import build_batch, verify_proofs
 from shoal.toploc.calibration import Calibration
 from shoal.toploc.check import Judge, Report, check_rollouts, weigh_reports
 from shoal.toploc.finding import Check, rank_finding
-from shoal.toploc.replay import replay_rollouts
+from shoal.toploc.replay import join_replays, replay_rollouts
+from shoal.toploc.sequence import Stream
+from shoal.toploc.wealth import average_wealth
 
 RATE = 1e-4
 
@@ -298,7 +301,12 @@ def test_a_few_top_like_places_are_chance_or_values_that_changed_places(
         ({"temperature": 0.5}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
         ({"prompt_ids": np.array([4, 4], dtype=np.int32)}, "prompt_ids"),
-        ({"versions": (VersionRange(0, 0, 3), VersionRange(1, 3, 96))}, "versions"),
+        ({"versions": (VersionRange(0, 0, 3), VersionRange(0, 4, 96))}, "versions"),
+        ({"versions": (VersionRange("v7", 0, 96),)}, "versions"),
+        ({"versions": None}, "versions"),
+        ({"seed": np.zeros(3)}, "seed"),
+        ({"temperature": np.ones(2)}, "temperature"),
+        ({"finish": None}, "finish"),
     ],
 )
 def test_what_differs_from_the_request_is_not_replayed(check, honest, change, field: str) -> None:
@@ -336,7 +344,7 @@ def test_a_lower_temperature_than_the_calibrated_is_a_mistake_of_ours(
 ) -> None:
     cold = [replace(request, temperature=0.7) for request in requests_16]
     with pytest.raises(ConfigError, match=r"temperatures of 1 and above, g0\.0 asks for 0\.7"):
-        check_rollouts(speaker.model, cold, [], {}, calibration, eos_id=1)
+        check_rollouts({0: speaker.model}, cold, [], {}, calibration, eos_id=1)
 
 
 def test_greedy_requests_are_checked_against_the_likeliest_token(
@@ -346,5 +354,100 @@ def test_greedy_requests_are_checked_against_the_likeliest_token(
     own = work(speaker.model, greedy)
     sampled = work(speaker.model, requests_16, greedy)
     for done, expected in ((own, 0), (sampled, 16)):
-        reports = check_rollouts(speaker.model, greedy, done.rollouts, done.proofs, calibration, eos_id=1)
+        reports = check_rollouts({0: speaker.model}, greedy, done.rollouts, done.proofs, calibration, eos_id=1)
         assert failures(reports).get(Check.SAMPLING, 0) == expected
+
+
+@pytest.mark.parametrize("own", [None, 5, {}, "text", b"bytes"])
+def test_proofs_of_another_type_are_missing_proofs(check, honest, own: object) -> None:
+    reports = check(replace(honest, proofs={**honest.proofs, "g0.0": own}))
+    assert caught(reports) == 1 and Check.PROOF in {finding.check for finding in reports[0].failed}
+
+
+def test_an_id_that_is_no_text_is_a_rollout_that_nobody_asked_for(check, honest) -> None:
+    odd = replace(honest.rollouts[0], id=["g0.0"])
+    reports = check(replace(honest, rollouts=[*honest.rollouts, odd]))
+    assert caught(reports) == 1 and reports[-1].failed[0].where == "id: nobody asked for it"
+
+
+def test_a_version_that_is_not_at_hand_is_neither_good_nor_bad(check, honest) -> None:
+    for version in (1, 10**9, -5):
+        rollouts = [replace(r, versions=(VersionRange(version, 0, r.num_tokens),)) for r in honest.rollouts]
+        reports = check(replace(honest, rollouts=rollouts))
+        assert {report.unchecked for report in reports} == {f"the weights of version {version} are not at hand"}
+        assert not any(report.passed or report.failed or report.worst for report in reports)
+
+
+def test_a_rollout_of_two_versions_is_checked_under_both(
+    work, speaker: Policy, stranger: Policy, requests_16: list[Request], calibration: Calibration, check, honest
+) -> None:
+    """The halves come from an engine whose weights were swapped; under the wrong weights either half is found out."""
+    models = {0: speaker.model, 1: stranger.model}
+    spans = {r.id: (VersionRange(0, 0, 40), VersionRange(1, 40, r.num_tokens)) for r in honest.rollouts}
+    long = [r for r in honest.rollouts if r.num_tokens == 96]
+    both = {version: replay_rollouts(model, long, eos_id=1) for version, model in models.items()}
+    joined = [join_replays(spans[r.id], {v: both[v][i] for v in models}) for i, r in enumerate(long)]
+    rollouts = [
+        replace(r, versions=spans[r.id], logprobs=replay.logprobs) for r, replay in zip(long, joined, strict=True)
+    ]
+    proofs = {r.id: own for r, own in zip(long, build_batch([x.hidden for x in joined]), strict=True)}
+    asked = [request for request in requests_16 if request.id in proofs]
+    good = check_rollouts(models, asked, rollouts, proofs, calibration, eos_id=1)
+    seen = {Check.LOGPROB, Check.EXPONENT, Check.MANTISSA, Check.SIGN, Check.MEDIAN, Check.PROOF}
+    assert not any(finding.check in seen for report in good for finding in report.failed)
+    swapped = {0: stranger.model, 1: speaker.model}
+    bad = check_rollouts(swapped, asked, rollouts, proofs, calibration, eos_id=1)
+    assert all(any(finding.check in seen for finding in report.failed) for report in bad)
+
+
+def test_a_model_of_another_shape_is_a_mistake_of_ours(requests_16: list[Request], calibration: Calibration) -> None:
+    other = load_policy(PolicyConfig(tiny=TinyConfig(layers=1, width=64, heads=2)), alphabet="ab", seed=0).model
+    with pytest.raises(ConfigError, match="calibrates another model"):
+        check_rollouts({0: other}, requests_16, [], {}, calibration, eos_id=1)
+
+
+def test_greedy_text_of_another_model_is_found_without_seeds_too(
+    work, speaker: Policy, stranger: Policy, requests_16: list[Request], calibration: Calibration, launder
+) -> None:
+    greedy = [replace(request, temperature=0.0) for request in requests_16]
+    honest, foreign = work(speaker.model, greedy), launder(work(stranger.model, greedy).rollouts)
+    for done, expected in ((honest, 0), (foreign, 16)):
+        reports = check_rollouts(
+            {0: speaker.model}, greedy, done.rollouts, done.proofs, calibration, eos_id=1, seeded=False
+        )
+        assert caught(reports) == expected
+
+
+def test_greedy_rollouts_are_not_judged_by_the_odds_of_sampling(
+    work, speaker: Policy, requests_16: list[Request], calibration: Calibration
+) -> None:
+    greedy = [replace(request, temperature=0.0) for request in requests_16]
+    own = work(speaker.model, greedy)
+    reports = check_rollouts({0: speaker.model}, greedy, own.rollouts, own.proofs, calibration, eos_id=1)
+    assert not any(report.odds for report in reports) and caught(reports) == 0
+    assert not weigh_reports(reports * 20, calibration).judge(calibration.share).failed
+
+
+def test_reports_without_chunks_add_nothing_to_the_evidence(check, honest, calibration: Calibration) -> None:
+    reports = check(replace(honest, rollouts=honest.rollouts[1:]))
+    assert not reports[0].chunks
+    assert weigh_reports(reports, calibration) == weigh_reports(reports[1:], calibration)
+
+
+def test_a_hardly_possible_token_shows_however_close_it_is_to_the_draw(
+    check, honest, launder, speaker: Policy, calibration: Calibration
+) -> None:
+    """In bfloat16 distances must be generous. The tail bets alone see a token that nobody samples."""
+    rollouts = []
+    for rollout in honest.rollouts:
+        place = rollout.num_tokens // 2
+        text = np.concatenate([rollout.prompt_ids, rollout.token_ids[:place]])
+        with torch.inference_mode():
+            logits = speaker.model(torch.from_numpy(text)[None].long()).logits[0, -1]
+        tokens = rollout.token_ids.copy()
+        tokens[place] = int(logits.argmin())
+        rollouts.append(replace(rollout, token_ids=tokens))
+    gains = [report.odds[Stream.TAIL] for report in check(launder(rollouts))]
+    assert average_wealth(np.sum([path[-1] for path in gains], axis=0)) > 30
+    plain = [report.odds[Stream.TAIL] for report in check(honest)]
+    assert average_wealth(np.sum([path[-1] for path in plain], axis=0)) < 3

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from shoal.toploc.calibration import LIMITED, SHARES
-from shoal.toploc.chunks import STATISTICS, ChunkStats
+from shoal.toploc.chunks import STATISTICS, ChunkStats, stack_stats
 from shoal.toploc.finding import Check
 from shoal.toploc.fit import FLOORS, LEVEL_FLOORS, LEVELS, SLACK, fit_kinds
-from shoal.toploc.sequence import CALIBRATED, Stream
+from shoal.toploc.sequence import CALIBRATED, Evidence, Stream, read_stream
 
 QUIET = ChunkStats(tokens=32, **dict.fromkeys(STATISTICS, 0.0))
 
@@ -89,7 +89,7 @@ def test_sizes_of_short_chunks_are_groups_too() -> None:
 def test_silence_gives_floors() -> None:
     silent = {"a": [[QUIET, replace(QUIET, tokens=3)]] * 300}
     for kind in fit(silent):
-        assert {check: limit.threshold for check, limit in kind.limits.items()} == FLOORS
+        assert all(FLOORS[check] <= limit.threshold <= 3 * FLOORS[check] for check, limit in kind.limits.items())
         for stream, bet in kind.bets.items():
             assert {level.value for level in bet.levels} == {LEVEL_FLOORS[stream]}
             assert all(0 < level.chance < 0.1 for level in bet.levels)
@@ -108,3 +108,30 @@ def test_a_signed_stream_is_bet_on_from_both_sides() -> None:
 def test_samples_of_one_kind_alone_are_refused() -> None:
     with pytest.raises(ValueError, match="no samples of full, or none of short"):
         fit({"a": [[QUIET]] * 100})
+
+
+@pytest.mark.parametrize("scale", [1.2, 3.0, 100.0])
+def test_no_variant_exceeds_a_level_more_often_than_its_chance(scale: float) -> None:
+    """A node may run the loudest variant for ever: a bet that it wins on average would convict it."""
+    samples = {"calm": make_rollouts(700, 1.0, 0), "loud": make_rollouts(100, scale, 1)}
+    for kind, place in zip(fit(samples), (0, 1), strict=True):
+        for stream, bet in kind.bets.items():
+            for rollouts in samples.values():
+                values = read_stream(stack_stats([chunks[place] for chunks in rollouts]), stream)
+                assert all((values > level.value).mean() <= level.chance <= 1 for level in bet.levels)
+
+
+def test_an_honest_node_of_the_loudest_variant_is_never_convicted() -> None:
+    samples = {"calm": make_rollouts(700, 1.0, 0), "loud": make_rollouts(100, 30.0, 1)}
+    full, short = fit(samples)
+    evidence = Evidence()
+    for chunks in make_rollouts(2000, 30.0, 2):
+        evidence = evidence.extend(chunks, {True: full.bets, False: short.bets})
+    assert not evidence.judge(1e-4).failed
+
+
+def test_rare_flips_have_room_for_the_next_one() -> None:
+    """Of a thousand chunks one had a flipped sign, or none: two in one chunk are no proof of anything."""
+    for flips in (0, 1):
+        chunks = [[replace(QUIET, sign=float(i < flips)), replace(QUIET, tokens=3)] for i in range(1000)]
+        assert fit({"a": chunks})[0].limits[Check.SIGN].threshold >= 2

@@ -144,3 +144,26 @@ def test_the_order_of_evidence_of_one_rollout_leaves_its_sum(seed: int) -> None:
 def test_a_bet_pays_what_its_chance_is_worth_and_at_the_level_nothing() -> None:
     odds = UNIFORM.odds(np.array([0.5, 0.6, 0.9901, 1.0]))
     assert odds.round(6).tolist() == [[0, 0, 0, 0], [2, 0, 0, 0], [2, 10, 100, 0], [2, 10, 100, 1000]]
+
+
+GOOD = '{"rollouts": 1, "chunks": 1, "wealth": {}, "peak": 0.0}'
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("{}", '{"mantissa": [NaN]}'),
+        ("{}", '{"mantissa": [0.5, 0.5]}'),
+        ("{}", '{"hazard": []}'),
+        ("{}", '{"nobody": [0.5]}'),
+        ("{}", '{"mantissa": 3}'),
+        ("{}", "[]"),
+        ("0.0", "NaN"),
+        ('"rollouts": 1', '"rollouts": -1'),
+        ('"chunks"', '"lumps"'),
+    ],
+)
+def test_damaged_evidence_is_refused_and_does_not_fall_silent(old: str, new: str) -> None:
+    assert Evidence.from_json(GOOD).rollouts == 1
+    with pytest.raises(ValueError):
+        Evidence.from_json(GOOD.replace(old, new))

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.toploc.shape import TAILS, TILTS, check_shape, measure_masses, measure_tilts, trace_choices
+from shoal.toploc.finding import Check
+from shoal.toploc.shape import TAILS, TILTS, check_odds, measure_masses, measure_tilts, trace_choices, trace_tails
 from shoal.toploc.wealth import average_wealth
 
 BETS = len(TILTS) + len(TAILS)
@@ -46,7 +47,7 @@ def test_honest_sampling_rarely_alarms_at_any_length() -> None:
     alarms = 0
     for length in [1, 3, 30, 300] * 150:
         probs = language(rng, length, 50)
-        alarms += check_shape(trace(probs, draw(probs, rng)), 0.02).failed
+        alarms += check_odds(Check.SHAPE, trace(probs, draw(probs, rng)), 0.02).failed
     assert alarms <= 600 * 0.02
 
 
@@ -76,7 +77,7 @@ def test_other_choices_alarm(name: str, tokens: int) -> None:
         chosen = np.take_along_axis(order, draw(kept, rng)[:, None], axis=1)[:, 0]
     else:
         chosen = draw(language(rng, tokens), rng)
-    assert check_shape(trace(probs, chosen), 1e-5).failed
+    assert check_odds(Check.SHAPE, trace(probs, chosen), 1e-5).failed
 
 
 def test_honest_tokens_afterwards_do_not_wash_a_start_clean() -> None:
@@ -84,7 +85,7 @@ def test_honest_tokens_afterwards_do_not_wash_a_start_clean() -> None:
     probs = language(rng, 900)
     tokens = draw(probs, rng)
     tokens[:60] = draw(language(rng, 60), rng)
-    finding = check_shape(trace(probs, tokens), 1e-5)
+    finding = check_odds(Check.SHAPE, trace(probs, tokens), 1e-5)
     assert finding.failed and int(finding.where.removeprefix("token ")) < 100
     assert average_wealth(trace(probs, tokens))[-1] < finding.statistic - 10
 
@@ -93,4 +94,14 @@ def test_an_impossible_token_is_no_crash() -> None:
     own = np.array([-2000.0, -1.0])
     path = trace_choices(own, np.zeros((2, len(TILTS))), np.array([1.0, 0.2]))
     assert np.isfinite(path).all()
-    assert check_shape(path, 1e-5).failed
+    assert check_odds(Check.SHAPE, path, 1e-5).failed
+
+
+def test_tail_bets_are_fair_to_honest_sampling_and_see_tokens_from_far_out() -> None:
+    """Exactly fair: the expectation of a token's odds is 1, whatever the distribution."""
+    probs = np.array([0.9, 0.0985, 0.0014, 9e-5, 9e-6, 1e-6])
+    probs /= probs.sum()
+    masses = np.concatenate([[0.0], probs.cumsum()[:-1]])
+    odds = np.exp([trace_tails(np.log(probs[i : i + 1]), masses[i : i + 1])[0] for i in range(len(probs))])
+    np.testing.assert_allclose(probs @ odds, 1.0, rtol=1e-9)
+    assert odds[-1].max() > 100 and (odds[0] < 1).all()

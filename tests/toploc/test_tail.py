@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.toploc.tail import bound_hits, bound_rate, pick_threshold
+from shoal.toploc.tail import bound_count, bound_hits, bound_rate, pick_threshold
 
 
 def test_enough_samples_need_no_extrapolation() -> None:
@@ -130,3 +130,17 @@ def test_hits_by_chance_are_bounded(trials: int, chance: float, rate: float) -> 
     odds = [math.comb(trials, k) * chance**k * (1 - chance) ** (trials - k) for k in range(trials + 1)]
     assert sum(odds[most + 1 :]) <= rate
     assert most == 0 or sum(odds[most:]) > rate
+
+
+@pytest.mark.parametrize(("often", "rate"), [(0.01, 2e-8), (0.3, 1e-6), (1e-6, 1e-3), (0.999, 1e-9), (1.0, 0.1)])
+def test_counts_of_rare_events_are_bounded_by_poissons_tail(often: float, rate: float) -> None:
+    count = bound_count(often, rate)
+    if often == 1.0:
+        assert count == 128
+        return
+    mean = -math.log1p(-often)
+    tails = [
+        1 - math.fsum(math.exp(-mean + k * math.log(mean) - math.lgamma(k + 1)) for k in range(c + 1))
+        for c in (count, count - 1)
+    ]
+    assert tails[0] <= rate + 1e-12 and (count == 0 or tails[1] > rate - 1e-12)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from shoal.rollout import Finish, Rollout, VersionRange
 from shoal.toploc.finding import Check
-from shoal.toploc.termination import RHOS, check_ending, check_hazard, check_probability, trace_hazard
+from shoal.toploc.shape import check_odds
+from shoal.toploc.termination import RHOS, check_ending, check_probability, trace_hazard
 
 EOS = 1
 
@@ -75,14 +76,14 @@ def test_the_hazard_is_a_fair_bet_for_every_rho(hazards: list[float]) -> None:
 
 def test_an_end_where_none_was_likely_is_evidence() -> None:
     rare = np.full(50, 1e-9)
-    assert check_hazard(trace_hazard(rare, stopped=True), 1e-5).failed
-    assert not check_hazard(trace_hazard(rare, stopped=False), 1e-5).failed
+    assert check_odds(Check.HAZARD, trace_hazard(rare, stopped=True), 1e-5).failed
+    assert not check_odds(Check.HAZARD, trace_hazard(rare, stopped=False), 1e-5).failed
 
 
 def test_going_on_where_an_end_was_due_is_evidence() -> None:
     due = np.full(50, 0.5)
-    assert check_hazard(trace_hazard(due, stopped=False), 1e-5).failed
-    assert not check_hazard(trace_hazard(due[:2], stopped=True), 1e-5).failed
+    assert check_odds(Check.HAZARD, trace_hazard(due, stopped=False), 1e-5).failed
+    assert not check_odds(Check.HAZARD, trace_hazard(due[:2], stopped=True), 1e-5).failed
 
 
 def test_honest_ends_rarely_look_forced() -> None:
@@ -92,11 +93,11 @@ def test_honest_ends_rarely_look_forced() -> None:
         probs = 10.0 ** rng.uniform(-6, -0.5, 60)
         ends = np.flatnonzero(rng.random(60) < probs)
         length = int(ends[0]) + 1 if len(ends) else 60
-        alarms += check_hazard(trace_hazard(probs[:length], stopped=len(ends) > 0), 0.01).failed
+        alarms += check_odds(Check.HAZARD, trace_hazard(probs[:length], stopped=len(ends) > 0), 0.01).failed
     assert alarms <= 4000 * 0.01
 
 
 def test_evidence_of_many_mild_truncations_adds_up() -> None:
     path = trace_hazard(np.full(30, 1e-5), stopped=True)
-    assert not check_hazard(path, 1e-6).failed
+    assert not check_odds(Check.HAZARD, path, 1e-6).failed
     assert max(16 * path[-1]) > math.log(1e6)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shoal.toploc.build import build_batch, build_proofs
     from shoal.toploc.calibration import Calibration, load_calibration
-    from shoal.toploc.check import Report, check_rollouts
+    from shoal.toploc.check import Report, check_rollouts, weigh_reports
     from shoal.toploc.finding import Check, Finding
     from shoal.toploc.proof import CHUNK_SIZE, TOPK, Fault, decode_proofs, encode_proofs
     from shoal.toploc.sequence import Evidence
@@ -38,12 +38,13 @@ __all__ = [
     "load_calibration",
     "verify_batch",
     "verify_proofs",
+    "weigh_reports",
 ]
 
 _HOMES = {
     "build": ("build_batch", "build_proofs"),
     "calibration": ("Calibration", "load_calibration"),
-    "check": ("Report", "check_rollouts"),
+    "check": ("Report", "check_rollouts", "weigh_reports"),
     "finding": ("Check", "Finding"),
     "proof": ("CHUNK_SIZE", "TOPK", "Fault", "decode_proofs", "encode_proofs"),
     "sequence": ("Evidence",),

@@ -6,8 +6,9 @@
   the samples: the rate holds for a node that always runs the least favourable one.
 - Thresholds and bets come from samples (toploc/fit.py); how far each is proven and how far extrapolated stands beside
   it.
-- Noise belongs to an architecture, a dtype and a way of computing, not to one set of weights: a file is good for
-  every version of a run. A model of another shape is refused.
+- Noise belongs to an architecture, a dtype, a way of computing and, in bfloat16, to the weights: sharper ones are
+  noisier. In float32 the floors are above all of it, and a file is good for every version of a run; in bfloat16 it is
+  good for weights like those measured, and a run calibrates again as it learns. A model of another shape is refused.
 """
 
 import hashlib
@@ -36,8 +37,8 @@ LIMITED = {
     Check.LOGPROB: "logprob",
 }
 """Checks with a threshold per chunk, and the statistic each looks at."""
-SHARES = len(LIMITED) + 5
-"""Checks that share the rate: those above, places outside, end probability, hazard, shape and sequence."""
+SHARES = len(LIMITED) + 6
+"""Checks that share the rate: those above, places outside, end probability, hazard, shape, tail and sequence."""
 PUBLISHED = {Check.EXPONENT: 38.0, Check.MANTISSA: 10.0, Check.MEDIAN: 8.0}
 """The paper's thresholds for bfloat16, one set for all models, for comparison."""
 _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"}
@@ -141,7 +142,7 @@ def load_calibration(path: Path, model: PreTrainedModel | None = None) -> Calibr
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ConfigError(f"{path}: is no calibration file: {where}: {first['msg']}") from None
     if model is not None:
-        _check_model(path, calibration, model)
+        check_model(calibration, model, str(path))
     return calibration
 
 
@@ -162,7 +163,8 @@ def hash_weights(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def _check_model(path: Path, calibration: Calibration, model: PreTrainedModel) -> None:
+def check_model(calibration: Calibration, model: PreTrainedModel, path: str = "calibration") -> None:
+    """Refuse a model of another shape or dtype than was calibrated."""
     if calibration.model_hash != hash_model(model):
         names = f"{calibration.model_hash[:12]} ({calibration.model}), this one is {hash_model(model)[:12]}"
         raise ConfigError(f"{path}: calibrates another model, {names}: run `shoal calibrate` on it")

@@ -2,7 +2,9 @@
 
 - The requests are ours (from the lease), the rollouts and proofs the peer's. Nothing in them raises: a rollout that
   cannot be replayed has a failed finding instead. Rollouts, requests and proofs are matched by id.
-- All checks together raise a false alarm on an honest rollout at no more than the calibration's rate.
+- A rollout of a version whose weights are not at hand is neither good nor bad: its report says that it was not checked.
+- All checks together raise a false alarm on an honest rollout at no more than the calibration's rate, as far as its
+  thresholds are proven or extrapolated (toploc/tail.py); those by `margin` and `floor` carry no rate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,18 +16,19 @@ from transformers import PreTrainedModel
 from shoal.engine.base import CHUNK
 from shoal.errors import ConfigError
 from shoal.rollout import Request, Rollout
-from shoal.toploc.calibration import LIMITED, Calibration
+from shoal.toploc.calibration import LIMITED, Calibration, check_model
 from shoal.toploc.chunks import ChunkStats, measure_chunks
 from shoal.toploc.field import P
 from shoal.toploc.finding import Check, Finding, rank_finding
 from shoal.toploc.logprobs import compare_logprobs
-from shoal.toploc.replay import Replay, RolloutError, admit_rollout, replay_rollouts
+from shoal.toploc.replay import Replay, RolloutError, admit_rollout, join_replays, replay_rollouts
 from shoal.toploc.sequence import Evidence, Stream
-from shoal.toploc.shape import check_shape, trace_choices
+from shoal.toploc.shape import check_odds, trace_choices, trace_tails
 from shoal.toploc.tail import bound_hits
-from shoal.toploc.termination import check_ending, check_hazard, check_probability, trace_hazard
+from shoal.toploc.termination import check_ending, check_probability, trace_hazard
 from shoal.toploc.verify import BAND, ChunkResult, verify_batch
 
+_ODDS = {Stream.HAZARD: Check.HAZARD, Stream.TAIL: Check.TAIL, Stream.SHAPE: Check.SHAPE}
 CHANCE = 256 * BAND / P
 """That an honest proof shows an exponent of the top values at a place that it does not commit to, at most."""
 
@@ -38,19 +41,26 @@ class Report:
     findings: tuple[Finding, ...]
     chunks: tuple[ChunkStats, ...] = ()
     odds: Mapping[Stream, np.ndarray] = field(default_factory=dict)
+    unchecked: str = ""
+    """why nothing could be checked; then there are no findings"""
 
     @property
     def failed(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.failed]
 
     @property
-    def worst(self) -> Finding:
-        """The finding that is furthest beyond its threshold, or closest to it."""
-        return max(self.findings, key=rank_finding)
+    def passed(self) -> bool:
+        """Checked, and nothing was found."""
+        return not self.unchecked and not self.failed
+
+    @property
+    def worst(self) -> Finding | None:
+        """The finding that is furthest beyond its threshold, or closest to it; None if nothing was checked."""
+        return max(self.findings, key=rank_finding, default=None)
 
 
 def check_rollouts(
-    model: PreTrainedModel,
+    models: Mapping[int, PreTrainedModel],
     requests: Sequence[Request],
     rollouts: Sequence[Rollout],
     proofs: Mapping[str, Sequence[bytes]],
@@ -61,23 +71,30 @@ def check_rollouts(
 ) -> list[Report]:
     """One report per request, in their order, then one per rollout that nobody asked for.
 
-    `seeded=False` is for engines that cannot sample by seed: the shape test then stands in for the sampling check.
+    `models` are the trusted weights by version, at least one. `seeded=False` is for engines that cannot sample by seed:
+    the shape test then stands in for the sampling check.
     """
-    _check_limits(requests, calibration)
+    _check_limits(requests, models, calibration)
     asked = {request.id: request for request in requests}
     assert len(asked) == len(requests), "every request has an id of its own"
     found: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
-        found.setdefault(rollout.id, []).append(rollout)
+        found.setdefault(rollout.id if isinstance(rollout.id, str) else "", []).append(rollout)
     reports: dict[str, Report] = {}
     admitted: list[Rollout] = []
     for request in requests:
         try:
-            admitted.append(_admit_one(model, request, found.get(request.id, [])))
+            rollout = _admit_one(next(iter(models.values())), request, found.get(request.id, []))
         except RolloutError as error:
             reports[request.id] = _refuse_rollout(request.id, str(error))
-    replays = replay_rollouts(model, admitted, eos_id=eos_id, shape=not seeded)
-    results = verify_batch([replay.hidden for replay in replays], [proofs.get(rollout.id, ()) for rollout in admitted])
+            continue
+        if missing := {span.version for span in rollout.versions} - set(models):
+            text = f"the weights of version {min(missing)} are not at hand"
+            reports[request.id] = Report(rollout_id=request.id, findings=(), unchecked=text)
+            continue
+        admitted.append(rollout)
+    replays = _replay_all(models, admitted, eos_id, shape=not seeded)
+    results = verify_batch([replay.hidden for replay in replays], [_take_proofs(proofs, r.id) for r in admitted])
     for rollout, replay, own in zip(admitted, replays, results, strict=True):
         judge = Judge(calibration=calibration, eos_id=eos_id, max_tokens=asked[rollout.id].max_tokens, seeded=seeded)
         reports[rollout.id] = judge.judge_rollout(rollout, replay, own)
@@ -106,22 +123,34 @@ class Judge:
     def judge_rollout(self, rollout: Rollout, replay: Replay, results: Sequence[ChunkResult]) -> Report:
         """All findings on an admitted rollout; `results` are those of its proofs."""
         share = self.calibration.share
-        chunks = tuple(measure_chunks(rollout, replay, results, seeded=self.seeded))
+        drawn = self.seeded or rollout.temperature == 0  # the likeliest token needs no seed
+        chunks = tuple(measure_chunks(rollout, replay, results, seeded=drawn))
         stopped = int(rollout.token_ids[-1]) == self.eos_id
-        odds = {Stream.HAZARD: trace_hazard(replay.eos_probs, stopped=stopped)}
+        odds = self._trace_odds(rollout, replay, stopped)
         findings = [
             check_ending(rollout, eos_id=self.eos_id, max_tokens=self.max_tokens),
             _check_proofs(results),
             _check_outside(results[: len(chunks)], share),
             *self._check_chunks(rollout, replay, chunks),
-            check_probability(replay.eos_probs, stopped=stopped, rate=share, max_tokens=self.calibration.max_tokens),
-            check_hazard(odds[Stream.HAZARD], share),
+            *(check_odds(_ODDS[stream], path, share) for stream, path in odds.items()),
         ]
-        if not self.seeded and rollout.temperature > 0:
-            odds[Stream.SHAPE] = trace_choices(replay.logprobs, replay.tilts, replay.masses)
-            findings.append(check_shape(odds[Stream.SHAPE], share))
+        if rollout.temperature > 0:
+            limit = self.calibration.max_tokens
+            findings.append(check_probability(replay.eos_probs, stopped=stopped, rate=share, max_tokens=limit))
         findings.append(Evidence().extend(chunks, self.calibration.bets, odds).judge(share))
         return Report(rollout_id=rollout.id, findings=tuple(findings), chunks=chunks, odds=odds)
+
+    def _trace_odds(self, rollout: Rollout, replay: Replay, stopped: bool) -> dict[Stream, np.ndarray]:
+        """Exact odds, which are those of sampling: a greedy rollout has none, its tokens are judged by distance."""
+        if rollout.temperature == 0:
+            return {}
+        odds = {
+            Stream.HAZARD: trace_hazard(replay.eos_probs, stopped=stopped),
+            Stream.TAIL: trace_tails(replay.logprobs, replay.masses),
+        }
+        if not self.seeded:
+            odds[Stream.SHAPE] = trace_choices(replay.logprobs, replay.tilts, replay.masses)
+        return odds
 
     def _check_chunks(self, rollout: Rollout, replay: Replay, chunks: Sequence[ChunkStats]) -> list[Finding]:
         """Per check the chunk that is worst against its threshold; where a token is to blame, the token."""
@@ -131,7 +160,7 @@ class Judge:
         }
         findings = []
         for check, name in LIMITED.items():
-            if check is Check.SAMPLING and not self.seeded:
+            if check is Check.SAMPLING and not (self.seeded or rollout.temperature == 0):
                 continue
             limits = [self.calibration.limit_chunk(check, chunk) for chunk in chunks]
             own = [
@@ -147,7 +176,10 @@ class Judge:
         return findings
 
 
-def _check_limits(requests: Sequence[Request], calibration: Calibration) -> None:
+def _check_limits(requests: Sequence[Request], models: Mapping[int, PreTrainedModel], calibration: Calibration) -> None:
+    assert models, "weights to check with are needed"
+    for model in models.values():
+        check_model(calibration, model)
     for request in requests:
         if 0 < request.temperature < calibration.temperature:
             raise ConfigError(
@@ -161,10 +193,25 @@ def _check_limits(requests: Sequence[Request], calibration: Calibration) -> None
 def _admit_one(model: PreTrainedModel, request: Request, found: Sequence[Rollout]) -> Rollout:
     if len(found) != 1:
         raise RolloutError("id", f"{len(found)} rollouts for one request")
-    rollout = admit_rollout(found[0], request, model)
-    if len(rollout.versions) != 1:
-        raise RolloutError("versions", f"{len(rollout.versions)} versions, one can be replayed")
-    return rollout
+    return admit_rollout(found[0], request, model)
+
+
+def _replay_all(
+    models: Mapping[int, PreTrainedModel], rollouts: Sequence[Rollout], eos_id: int, *, shape: bool
+) -> list[Replay]:
+    """Replays in order. What several versions wrote is replayed whole under each, and joined."""
+    found: dict[str, dict[int, Replay]] = {rollout.id: {} for rollout in rollouts}
+    for version, model in models.items():
+        own = [rollout for rollout in rollouts if any(span.version == version for span in rollout.versions)]
+        for rollout, replay in zip(own, replay_rollouts(model, own, eos_id=eos_id, shape=shape), strict=True):
+            found[rollout.id][version] = replay
+    return [join_replays(rollout.versions, found[rollout.id]) for rollout in rollouts]
+
+
+def _take_proofs(proofs: Mapping[str, Sequence[bytes]], rollout_id: str) -> Sequence[bytes]:
+    """What was handed in as a rollout's proofs, if it is a list at all."""
+    own = proofs.get(rollout_id)
+    return own if isinstance(own, list | tuple) else ()
 
 
 def _refuse_rollout(rollout_id: str, where: str) -> Report:

@@ -24,6 +24,7 @@ class Check(StrEnum):
     EOS = "eos_probability"
     HAZARD = "hazard"
     SHAPE = "shape"
+    TAIL = "tail"
     PROOF = "toploc_fault"
     ENDING = "termination"
     FORM = "form"
@@ -39,6 +40,7 @@ _PHRASES = {
     Check.LOGPROB: "difference of the log-prob from the recomputed one",
     Check.SEQUENCE: "log evidence of all chunks together",
     Check.SHAPE: "log evidence that tokens were chosen in another way",
+    Check.TAIL: "log evidence that tokens come from too far out",
     Check.EOS: "-log10 of the end token's probability",
     Check.HAZARD: "log evidence that the end came too early or too late",
     Check.PROOF: "proofs that are missing, surplus or malformed",

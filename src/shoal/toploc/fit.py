@@ -27,7 +27,9 @@ FLOORS = {
     Check.LOGPROB: 1e-4,
 }
 """Least thresholds, an allowance for machines other than the calibrating one: a few roundings to bfloat16 that fall the
-other way, and thirty times the noise of float32 log-probs seen here."""
+other way, and three times the largest difference of float32 log-probs seen here."""
+UNITS = {Check.EXPONENT: 1.0, Check.MANTISSA: 1 / 128, Check.SIGN: 1.0}
+"""What one value that rounds the other way adds to a statistic."""
 LEVEL_FLOORS = {
     Stream.EXPONENT: 1.0,
     Stream.MANTISSA: 2 / 128,
@@ -41,7 +43,6 @@ LEVELS = (0.5, 0.9, 0.99, 0.999)
 """Shares of honest chunks below the values that are bet on."""
 SLACK = 1.2
 """Chances are stated this much too high: chunks of one rollout resemble each other, samples are taken as apart."""
-_MAX_CHANCE = 0.95
 SIZES = (1, 2, 4, 8, 16, CHUNK)
 """Short chunks are grouped by size at these edges."""
 _QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
@@ -79,7 +80,7 @@ def _group_sizes(variants: Sequence[Sequence[ChunkStats]]) -> list[list[ChunkSta
 
 
 def _fit_limit(check: Check, values: np.ndarray, rate: float, aimed: float, confidence: float) -> Limit:
-    threshold = pick_threshold(values, aimed, confidence, floor=FLOORS[check])
+    threshold = pick_threshold(values, aimed, confidence, floor=FLOORS[check], unit=UNITS.get(check, 0.0))
     quantiles = {f"{q:g}": float(np.quantile(values, q, method="higher")) for q in _QUANTILES}
     return Limit(
         threshold=threshold.value,
@@ -102,4 +103,4 @@ def _fit_bet(
 
 def _bound_chance(columns: Sequence[np.ndarray], value: float, confidence: float) -> float:
     rates = (bound_rate(int((column > value).sum()), len(column), confidence) for column in columns)
-    return min(SLACK * max(rates), _MAX_CHANCE)
+    return min(SLACK * max(rates), 1.0)

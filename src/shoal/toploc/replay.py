@@ -2,12 +2,12 @@
 
 - Rollouts come from strangers: `admit_rollout` compares every field with the request and checks type, length and range
   before the model sees a token. It returns arrays of our own, so nothing of the peer's is read twice.
-- Prompts that rollouts share are computed once. Memory is bounded by `pack_tokens` for states and by `SLICE_ELEMENTS`
-  for logits, whatever the vocabulary; a longer rollout has a pack to itself.
+- Prompts that rollouts share are computed once per pack. Memory is bounded by `pack_tokens` for states and by
+  `SLICE_ELEMENTS` for logits, whatever the vocabulary; a longer rollout has a pack to itself.
 - Row t of `hidden` is the state from which token t was chosen, as in the engine's sink.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from shoal.learner.sample import Pack, Sample, build_packs
 from shoal.policy.decoder import Layer, compute_logits, fuse_layers, is_lean, run_decoder
-from shoal.rollout import Request, Rollout, VersionRange
+from shoal.rollout import Finish, Request, Rollout, VersionRange
 from shoal.seeds import uniform_rows
 from shoal.toploc.sampling import measure_distances
 from shoal.toploc.shape import measure_masses, measure_tilts
@@ -50,7 +50,7 @@ class Replay:
     tilts: np.ndarray
     """(T, S) float64, see toploc/shape.py; S = 0 unless asked for"""
     masses: np.ndarray
-    """(T,) float64, likewise; zeros unless asked for"""
+    """(T,) float64, probability of all likelier tokens, see toploc/shape.py"""
 
 
 def admit_rollout(rollout: Rollout, request: Request, model: PreTrainedModel) -> Rollout:
@@ -96,8 +96,10 @@ def replay_rollouts(
     return [found[rollout.id] for rollout in rollouts]
 
 
-def join_replays(spans: Sequence[VersionRange], replays: dict[int, Replay]) -> Replay:
+def join_replays(spans: Sequence[VersionRange], replays: Mapping[int, Replay]) -> Replay:
     """One replay of a rollout that several versions wrote, from whole replays under each of them."""
+    if len(spans) == 1:
+        return replays[spans[0].version]
     parts = [(replays[span.version], slice(span.start, span.end)) for span in spans]
     return Replay(
         hidden=torch.cat([replay.hidden[rows] for replay, rows in parts]),
@@ -109,11 +111,16 @@ def join_replays(spans: Sequence[VersionRange], replays: dict[int, Replay]) -> R
     )
 
 
+_SCALARS = {"id": (str,), "seed": (int,), "temperature": (int, float)}
+
+
 def _check_fields(rollout: Rollout, request: Request) -> None:
-    for field in ("id", "seed", "temperature"):
+    for field, kinds in _SCALARS.items():
         given, asked = getattr(rollout, field), getattr(request, field)
-        if given != asked:
+        if not isinstance(given, kinds) or given != asked:
             raise RolloutError(field, f"differs from the request's {asked!r}")
+    if not isinstance(rollout.finish, Finish):
+        raise RolloutError("finish", "must be stop or length")
 
 
 def _admit_ids(field: str, ids: np.ndarray, vocabulary: int) -> np.ndarray:
@@ -126,10 +133,18 @@ def _admit_ids(field: str, ids: np.ndarray, vocabulary: int) -> np.ndarray:
 
 def _check_spans(spans: Sequence[VersionRange], num_tokens: int) -> None:
     """Versions must cover the tokens in order, without gaps."""
+    if not isinstance(spans, list | tuple) or not all(_is_span(span) for span in spans):
+        raise RolloutError("versions", "must be ranges of whole numbers")
     edges = [0, *(span.end for span in spans)]
     starts = [span.start for span in spans]
     if starts != edges[:-1] or edges[-1] != num_tokens or any(span.end <= span.start for span in spans):
         raise RolloutError("versions", "must cover the tokens in order, without gaps")
+
+
+def _is_span(span: object) -> bool:
+    return isinstance(span, VersionRange) and all(
+        isinstance(number, int) for number in (span.version, span.start, span.end)
+    )
 
 
 def _replay_pack(
@@ -176,5 +191,5 @@ def _score_slice(
         raise FloatingPointError("logits are not finite: nothing can be checked with these weights")
     distances = measure_distances(logprobs, tokens, uniforms, greedy)
     tilts = measure_tilts(logprobs) if shape else logprobs.new_zeros(len(tokens), 0, dtype=torch.float64)
-    masses = measure_masses(logprobs, tokens) if shape else torch.zeros(len(tokens), dtype=torch.float64)
+    masses = measure_masses(logprobs, tokens)
     return own, distances, logprobs[:, eos_id].exp(), tilts, masses

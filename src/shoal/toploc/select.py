@@ -24,8 +24,8 @@ TILE_BYTES = 1 << 20
 """Magnitudes under work at a time: they and the states they come from should stay in a core's cache."""
 SMALL_VALUES = 1 << 13
 """Values of the longest chunk for which ranking all beats searching for candidates; an index has 16 bits there."""
-MAX_TOPK = 4096
-"""Values of one proof: few against the field's elements, so that a modulus always exists."""
+MAX_TOPK = 512
+"""Values of one proof: few enough that one of the first moduli keeps their places apart (chance 0.13 each)."""
 MAX_VALUES = 1 << 31
 """Values of one chunk; an index has 31 bits in a sort key."""
 _LOW = 0xFFFF

@@ -45,7 +45,7 @@ _STAKE_SUM = 2.11
 
 
 class Stream(StrEnum):
-    """What is bet on. The first six are statistics of chunks against honest ones, the last two exact odds."""
+    """What is bet on. The first six are statistics of chunks against honest ones, the last three exact odds."""
 
     EXPONENT = "exponent"
     MANTISSA = "mantissa"
@@ -55,16 +55,19 @@ class Stream(StrEnum):
     BELOW = "bias_below"
     HAZARD = "hazard"
     SHAPE = "shape"
+    TAIL = "tail"
 
 
-CALIBRATED: tuple[Stream, ...] = tuple(stream for stream in Stream if stream not in (Stream.HAZARD, Stream.SHAPE))
+EXACT = (Stream.HAZARD, Stream.SHAPE, Stream.TAIL)
+CALIBRATED: tuple[Stream, ...] = tuple(stream for stream in Stream if stream not in EXACT)
 
 
 class Level(Settings):
     """A value, and the most often that an honest node's chunks exceed it."""
 
     value: float
-    chance: float = Field(gt=0.0, lt=1.0)
+    chance: float = Field(gt=0.0, le=1.0)
+    """at 1 the bet can never gain: some honest node exceeds the value always"""
 
 
 class Bet(Settings):
@@ -130,9 +133,19 @@ class Evidence:
 
     @classmethod
     def from_json(cls, text: str) -> "Evidence":
-        data = json.loads(text)
-        wealth = {Stream(name): tuple(float(log) for log in logs) for name, logs in data["wealth"].items()}
-        return cls(int(data["rollouts"]), int(data["chunks"]), wealth, float(data["peak"]))
+        """What `to_json` wrote; ValueError for anything else, for evidence that is no number would never alarm."""
+        try:
+            data = json.loads(text)
+            wealth = {Stream(name): tuple(float(log) for log in logs) for name, logs in data["wealth"].items()}
+            found = cls(int(data["rollouts"]), int(data["chunks"]), wealth, float(data["peak"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no stored evidence: {error}") from error
+        sizes = {stream: NUM_LEVELS * len(FRACTIONS) for stream in CALIBRATED}
+        fits = all(len(logs) == sizes.get(stream, len(logs)) > 0 for stream, logs in wealth.items())
+        numbers = [found.peak, *(log for logs in wealth.values() for log in logs)]
+        if not fits or found.rollouts < 0 or found.chunks < 0 or any(math.isnan(number) for number in numbers):
+            raise ValueError("no stored evidence: numbers are missing or out of range")
+        return found
 
     def _logs(self, stream: Stream) -> np.ndarray:
         return np.array(self.wealth.get(stream, (-math.inf,)))

@@ -1,5 +1,8 @@
 """The shape test: whether tokens are as likely as sampled ones are. For engines that cannot sample by seed.
 
+With seeds one part of it stays, `trace_tails`: a token whose interval is narrow and lies next to the seed's draw is
+hardly distant from it, and may still be one that the model would not write in a million years.
+
 Each bet below is a likelihood ratio between another way of choosing tokens and sampling from p, so under honest
 sampling its expectation is exactly 1 at every token whatever was written before, and P(product ever reaches 1/a) <= a
 (Ville). Nothing here is calibrated, and nothing is asymptotic: a rollout may be of any length.
@@ -16,6 +19,7 @@ under another seed, best-of-n in particular, looks honest here.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -25,6 +29,8 @@ from shoal.toploc.finding import Check, Finding
 from shoal.toploc.wealth import average_wealth
 
 TILTS = (-0.75, -0.5, -0.25, -0.1, 0.05, 0.11, 0.25, 0.5, 1.0, 3.0)
+DEEP_TAILS = ((0.999, 30.0), (1 - 1e-4, 100.0), (1 - 1e-5, 200.0))
+"""Tails that are watched with seeds as well; the mean of these bets is an evidence of its own."""
 TAILS = ((0.8, 0.1), (0.9, 0.1), (0.95, 0.1), (0.95, 0.5), (0.99, 0.1), (0.99, 5.0), (0.999, 30.0))
 
 
@@ -47,13 +53,26 @@ def trace_choices(logprobs: np.ndarray, tilts: np.ndarray, masses: np.ndarray) -
     chosen = logprobs.astype(np.float64)
     probs = np.maximum(np.exp(chosen), np.finfo(np.float64).tiny)
     ratios = [chosen[:, None] * np.array(TILTS) - tilts]
-    for q, r in TAILS:
-        beyond = np.clip((masses + probs - q) / probs, 0.0, 1.0)
-        ratios.append(np.log((1 - beyond) * (1 - r * (1 - q)) / q + beyond * r)[:, None])
+    ratios.append(_weigh_tails(probs, masses, TAILS))
     return np.concatenate(ratios, axis=1).cumsum(axis=0)
 
 
-def check_shape(path: np.ndarray, rate: float) -> Finding:
+def trace_tails(logprobs: np.ndarray, masses: np.ndarray) -> np.ndarray:
+    """Log wealth (T, bets) after each token of the bets that tokens come from far out too often."""
+    probs = np.maximum(np.exp(logprobs.astype(np.float64)), np.finfo(np.float64).tiny)
+    return _weigh_tails(probs, masses, DEEP_TAILS).cumsum(axis=0)
+
+
+def _weigh_tails(probs: np.ndarray, masses: np.ndarray, tails: Sequence[tuple[float, float]]) -> np.ndarray:
+    """Log odds (T, tails) of each token."""
+    columns = []
+    for q, r in tails:
+        beyond = np.clip((masses + probs - q) / probs, 0.0, 1.0)
+        columns.append(np.log((1 - beyond) * (1 - r * (1 - q)) / q + beyond * r))
+    return np.stack(columns, axis=1)
+
+
+def check_odds(check: Check, path: np.ndarray, rate: float) -> Finding:
     """Whether the evidence of one rollout ever reached what honest sampling reaches with probability `rate`."""
     totals = average_wealth(path)
-    return Finding(Check.SHAPE, float(totals.max()), -math.log(rate), f"token {int(totals.argmax())}")
+    return Finding(check, float(totals.max()), -math.log(rate), f"token {int(totals.argmax())}")

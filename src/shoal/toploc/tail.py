@@ -15,7 +15,9 @@ Three methods, and the result says which one it came from:
   least is taken: about two and a half times the largest excess for 10,000 samples, more for fewer. This is an
   extrapolation. The tests simulate how it errs: for tails up to exponential not at all, for log-normal and Pareto ones
   the rate may be exceeded a hundredfold.
-- `margin`: where too few samples stand out for that, twice the largest. No rate is claimed by theory.
+- `margin`: where too few samples stand out for that, twice the largest; for a statistic that counts rare events in
+  units (a value whose sign flips) at least what a Poisson count exceeds at the rate, its mean at the upper confidence
+  limit. For others no rate is claimed by theory.
 
 A `floor` is what rounding on another machine may add to a statistic that is zero or nearly so here; where it is
 larger it wins. `proven` is what the samples show without any extrapolation: the upper confidence limit of the rate at
@@ -33,6 +35,8 @@ import numpy as np
 Method = Literal["order", "tail", "margin", "floor"]
 MARGIN = 2.0
 _TAIL_SHARE = 0.1
+_MOST_EVENTS = 128
+"""More values than that no proof commits to."""
 _RANKS = (0, 1, 3, 7, 15, 31, 63, 127)
 """Which of the largest samples are tried."""
 
@@ -47,13 +51,18 @@ class Threshold:
 
 
 def pick_threshold(
-    samples: Sequence[float] | np.ndarray, rate: float, confidence: float, *, floor: float = 0.0
+    samples: Sequence[float] | np.ndarray,
+    rate: float,
+    confidence: float,
+    *,
+    floor: float = 0.0,
+    unit: float = 0.0,
 ) -> Threshold:
-    """The threshold that honest samples exceed at `rate` or less."""
+    """The threshold that honest samples exceed at `rate` or less; `unit` is what one event adds to a count."""
     falling = np.sort(np.asarray(samples, dtype=np.float64))[::-1]
     if not len(falling) or not np.isfinite(falling).all() or not (0 < rate < 1 and 0 < confidence < 1):
         raise ValueError("a threshold needs finite samples, and a rate and a confidence between 0 and 1")
-    value, method = _pick_value(falling, rate, confidence)
+    value, method = _pick_value(falling, rate, confidence, unit)
     if floor > value:
         value, method = floor, "floor"
     return Threshold(value, method, bound_rate(int((falling > value).sum()), len(falling), confidence))
@@ -86,13 +95,28 @@ def bound_hits(trials: int, chance: float, rate: float) -> int:
     return trials
 
 
-def _pick_value(falling: np.ndarray, rate: float, confidence: float) -> tuple[float, Method]:
+def bound_count(often: float, rate: float) -> int:
+    """The count that a Poisson variable exceeds at `rate` or less, if it is above 0 as often as `often`."""
+    if often >= 1:
+        return _MOST_EVENTS
+    mean = -math.log1p(-often)
+    term = left = math.exp(-mean)
+    count = 0
+    while 1 - left > rate and count < _MOST_EVENTS:
+        count += 1
+        term *= mean / count
+        left += term
+    return count
+
+
+def _pick_value(falling: np.ndarray, rate: float, confidence: float, unit: float) -> tuple[float, Method]:
     rank = _find_rank(len(falling), rate, confidence)
     if rank is not None:
         return float(falling[rank]), "order"
     rays = _draw_rays(falling, rate, confidence)
     if not rays:
-        return MARGIN * max(0.0, float(falling[0])), "margin"
+        often = bound_rate(int((falling > 0).sum()), len(falling), confidence)
+        return max(MARGIN * float(falling[0]), unit * bound_count(often, rate), 0.0), "margin"
     return max(min(rays), float(falling[0])), "tail"
 
 

@@ -23,11 +23,8 @@ import numpy as np
 
 from shoal.rollout import Finish, Rollout
 from shoal.toploc.finding import Check, Finding
-from shoal.toploc.wealth import average_wealth
 
 RHOS = (0.01, 0.1, 10.0, 1e2, 1e3, 1e4, 1e5, 1e6, 1e8)
-PUBLISHED_EOS = 0.1
-"""Bound on the end token's probability in INTELLECT-2's validator, for comparison."""
 
 
 def check_ending(rollout: Rollout, *, eos_id: int, max_tokens: int) -> Finding:
@@ -61,9 +58,3 @@ def trace_hazard(eos_probs: np.ndarray, *, stopped: bool) -> np.ndarray:
     if stopped:
         gains[-1] += np.log(RHOS)
     return gains.cumsum(axis=0)
-
-
-def check_hazard(path: np.ndarray, rate: float) -> Finding:
-    """Whether the evidence of one rollout ever reached what honest sampling reaches with probability `rate`."""
-    totals = average_wealth(path)
-    return Finding(Check.HAZARD, float(totals.max()), -math.log(rate), f"token {int(totals.argmax())}")
