@@ -1,6 +1,6 @@
 """The command `shoal`.
 
-Exit codes: 0 done, 1 the disk refused, 2 a mistake in flags, settings or files (each one sentence on stderr), 130
+Exit codes: 0 done, 1 the disk refused or the answer is no, 2 a mistake in flags, settings or files (each one sentence on stderr), 130
 interrupted.
 Nothing here imports torch before a command needs it, so help and errors come at once.
 """
@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from shoal.config import RunConfig
 
 EXIT_DISK = 1
+EXIT_STALE = 1
+"""A calibration that no longer holds."""
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
@@ -163,6 +166,7 @@ def _add_calibrate(commands: "argparse._SubParsersAction[_Parser]") -> None:
     prompts.add_argument("--prompts", type=Path, metavar="FILE", help="prompts from a text file, one per line")
     add("--seed", type=int, default=0, metavar="N", help="seed of prompts and rollouts (%(default)s)")
     add("--out", type=Path, default=Path("calibration.json"), metavar="FILE", help="file to write (%(default)s)")
+    add("--check", type=Path, metavar="FILE", help="write nothing; see whether this file holds for the present weights")
     parser.set_defaults(command=_run_calibrate)
 
 
@@ -205,7 +209,7 @@ def _run_calibrate(args: argparse.Namespace) -> int:
     from shoal.files import check_output
 
     check_output(args.out)
-    from shoal.toploc.calibrate import Plan, format_table, run_calibration
+    from shoal.toploc.calibrate import Plan, format_table, run_calibration, run_recheck
     from shoal.toploc.prompts import Source
 
     source = Source(tokens=args.tokens, temperature=args.temperature, seed=args.seed, task=args.task, file=args.prompts)
@@ -217,7 +221,12 @@ def _run_calibrate(args: argparse.Namespace) -> int:
         threads=args.threads,
         mixed=args.mixed,
     )
-    calibration = run_calibration(args.model, args.dtype, plan, lambda line: print(line, file=sys.stderr, flush=True))
+    note = partial(print, file=sys.stderr, flush=True)
+    if args.check is not None:
+        complaints = run_recheck(args.model, args.dtype, plan, args.check, note)
+        print("\n".join(complaints) or f"{args.check} holds for these weights")
+        return EXIT_STALE if complaints else 0
+    calibration = run_calibration(args.model, args.dtype, plan, note)
     calibration.save(args.out)
     print(format_table(calibration), end="")
     print(f"written to {args.out}")

@@ -54,6 +54,27 @@ def test_the_command_writes_a_file_that_verification_reads(
     assert "toploc_mantissa   full" in shown.out and f"written to {out}" in shown.out
 
 
+def test_a_file_is_checked_against_the_present_weights(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibrate, "LEAST_SAMPLES", 100)
+    out = tmp_path / "c.json"
+    args = ["calibrate", str(folder), "--samples", "300", "--tokens", "40", "--rate", "1e-3"]
+    assert main([*args, "--out", str(out)]) == 0
+    before = out.read_bytes()
+    capsys.readouterr()
+    assert main([*args, "--seed", "1", "--check", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out} holds for these weights\n"
+    data = json.loads(before)
+    for kind in ("full", "short"):
+        data[kind]["limits"]["logprob"]["threshold"] = 1e-12
+        data[kind]["bets"]["logprob_mean"]["levels"] = [{"value": 0.0, "chance": 0.5}] * 4
+    out.write_text(json.dumps(data))
+    assert main([*args, "--check", str(out)]) == 1
+    shown = capsys.readouterr().out
+    assert "honest rollouts would be accused" in shown and "an honest node would be accused after" in shown
+
+
 def test_rollouts_run_to_their_limit_whether_the_model_ends_them_or_not(qwen: Policy) -> None:
     sizes = [tuple(chunk.tokens for chunk in chunks) for chunks in measure_way(qwen, Way(name="x"), SOURCE, 40)]
     assert len(sizes) == 40 and sizes.count((32, 8)) == 20

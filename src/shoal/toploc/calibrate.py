@@ -5,7 +5,7 @@ Every variant of toploc/variants.py generates rollouts with proofs and replays t
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from shoal.errors import ConfigError
 from shoal.learner.checkpoint import find_newest
 from shoal.policy.model import Policy, open_policy
 from shoal.rollout import Request
-from shoal.toploc.calibration import LIMITED, Calibration, Variant, hash_model, hash_weights
+from shoal.toploc.calibration import LIMITED, Calibration, Variant, hash_model, hash_weights, load_calibration
 from shoal.toploc.chunks import ChunkStats, measure_chunks
 from shoal.toploc.fit import Samples, fit_kinds
 from shoal.toploc.probe import probe_dtype
@@ -55,13 +55,38 @@ class Plan:
 
 def run_calibration(path: str, dtype: str, plan: Plan, note: Note) -> Calibration:
     """Calibrate a policy, given by its folder, hub id, or a run directory, of which the newest checkpoint is taken."""
+    policy, ways = _open_subject(path, dtype, plan)
+    return calibrate_policy(policy, ways, plan, note, name=path)
+
+
+def run_recheck(path: str, dtype: str, plan: Plan, file: Path, note: Note) -> list[str]:
+    """What speaks against going on with a calibration file for these weights; nothing, if it still holds."""
+    policy, ways = _open_subject(path, dtype, plan)
+    calibration = load_calibration(file, policy.model)
+    samples, _ = _measure_variants(policy, ways, plan, note)
+    return list(find_complaints(calibration, samples))
+
+
+def find_complaints(calibration: Calibration, samples: Samples) -> Iterator[str]:
+    """Honest rollouts that would be accused, and variants whose node would be sooner or later."""
+    for name, rollouts in samples.items():
+        alarms = sum(_raises_alarm(chunks, calibration) for chunks in rollouts)
+        if alarms:
+            yield f"{name}: {alarms} of {len(rollouts)} honest rollouts would be accused"
+        evidence = Evidence()
+        for chunks in rollouts:
+            evidence = evidence.extend(chunks, calibration.bets)
+        if evidence.judge(calibration.share).failed:
+            yield f"{name}: an honest node would be accused after {len(rollouts)} rollouts ({evidence.leader})"
+
+
+def _open_subject(path: str, dtype: str, plan: Plan) -> tuple[Policy, list[Way]]:
     _check_plan(plan)
     if reason := probe_dtype(dtype):
         raise ConfigError(f"--dtype {dtype}: {reason}")
     newest = find_newest(Path(path) / "checkpoints")
     policy = open_policy(path if newest is None else newest / "policy", dtype=getattr(torch, dtype))
-    ways = list_ways(dtype, threads=plan.threads, mixed=plan.mixed)
-    return calibrate_policy(policy, ways, plan, note, name=path)
+    return policy, list_ways(dtype, threads=plan.threads, mixed=plan.mixed)
 
 
 def calibrate_policy(policy: Policy, ways: Sequence[Way], plan: Plan, note: Note, *, name: str) -> Calibration:
