@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.shardcast.delta_stream import Bytes, DeltaError, Parts, Reader, count_bytes, read_stream, write_stream
+from shoal.shardcast.delta_stream import Bytes, Parts, Reader, count_bytes, read_stream, write_stream
+from shoal.shardcast.errors import DeltaError
 
 BLOCK_ELEMENTS = 1 << 21
 """Most elements of a block. Changing breaks: reading deltas of others."""

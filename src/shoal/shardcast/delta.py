@@ -38,8 +38,9 @@ from shoal.shardcast.delta_format import (
     read_header,
     write_header,
 )
-from shoal.shardcast.delta_stream import Bytes, DeltaError, count_bytes
+from shoal.shardcast.delta_stream import Bytes, count_bytes
 from shoal.shardcast.delta_work import Scratch, Workers, pad_size, read_range, write_range
+from shoal.shardcast.errors import DeltaError
 from shoal.shardcast.names import check_name
 from shoal.shardcast.tensors import plan_spans
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from shoal.shardcast.codec import MAX_PAYLOAD_BYTES, WIDTHS, Form, block_elements
-from shoal.shardcast.delta_stream import DeltaError
+from shoal.shardcast.errors import DeltaError
 from shoal.shardcast.names import check_name
 from shoal.shardcast.tensors import Span
 

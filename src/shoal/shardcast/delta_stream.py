@@ -20,6 +20,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from shoal.shardcast.errors import DeltaError
+
 Bytes = NDArray[np.uint8]
 Parts = list[Any]
 """what is written one after the other: objects with the buffer interface"""
@@ -32,10 +34,6 @@ _MAX_ESCAPED = 16
 """Nibbles are tried where fewer than one value in this many needs an escape."""
 _MIN_NIBBLES = 64
 _CODEC = pa.Codec("zstd", compression_level=ZSTD_LEVEL)
-
-
-class DeltaError(ValueError):
-    """A delta that is damaged, or does not fit the parent it is applied to; the text says which."""
 
 
 class Method(IntEnum):

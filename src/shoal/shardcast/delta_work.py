@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.shardcast.codec import BLOCK_BYTES, BLOCK_ELEMENTS
-from shoal.shardcast.delta_stream import Bytes, DeltaError
+from shoal.shardcast.delta_stream import Bytes
+from shoal.shardcast.errors import DeltaError
 
 MAX_THREADS = 4
 """Threads by default at most: together they keep up with any disk, and stay below 150 MB in the worst case."""
@@ -82,7 +83,7 @@ def read_range(descriptor: int, offset: int, size: int, buffer: Bytes) -> Bytes:
     """Fill the front of a buffer from a file, and return that much of it, zero-padded to a multiple of 8 bytes."""
     done = 0
     while done < size:
-        count = os.preadv(descriptor, [buffer[done:size]], offset + done)
+        count = os.preadv(descriptor, [buffer.data[done:size]], offset + done)
         if count == 0:
             raise DeltaError("a file of the checkpoint became shorter while it was read")
         done += count
@@ -95,7 +96,7 @@ def write_range(descriptor: int, offset: int, data: Bytes) -> None:
     """Write all of a buffer to its place in a file."""
     done = 0
     while done < len(data):
-        done += os.pwrite(descriptor, data[done:], offset + done)
+        done += os.pwrite(descriptor, data.data[done:], offset + done)
 
 
 def pad_size(size: int) -> int:

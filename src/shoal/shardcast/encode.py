@@ -8,8 +8,9 @@ an error.
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from shoal.shardcast.delta import DeltaError, encode_delta
+from shoal.shardcast.delta import encode_delta
 from shoal.shardcast.entry import Entry
+from shoal.shardcast.errors import DeltaError
 from shoal.shardcast.hashing import hash_shards
 from shoal.shardcast.layout import File, Layout, is_single_pair
 from shoal.shardcast.manifest import DELTA

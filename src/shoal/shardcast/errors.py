@@ -15,3 +15,7 @@ class ShardError(Exception):
 
 class StaleError(Exception):
     """A version that is older than what is kept, or was replaced; nobody's fault."""
+
+
+class DeltaError(ValueError):
+    """A delta that is damaged, or does not fit the parent it is applied to; the text says which."""

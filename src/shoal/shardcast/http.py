@@ -1,5 +1,7 @@
 """HTTP/1.1 on raw non-blocking sockets, for both ends: heads go through h11, large bodies go past it.
 
+`receive_head` and `receive_data` do the same for whoever has something else than a socket (TLS, a transport).
+
 Invariants:
 - every wait has a deadline: functions take seconds or must be called inside `asyncio.timeout`, and what is late
   raises `TimeoutError`;
@@ -15,7 +17,9 @@ parse_reply -> take_rest + receive_into, or read_data.
 import asyncio
 import re
 import socket
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import h11
 
@@ -28,6 +32,9 @@ _MAX_ADDRESSES = 4
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _URL = re.compile(r"(?P<scheme>[a-z]+)://(?P<host>[^/?#@\[\]:]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?/?")
 _COUNT = re.compile(r"0|[1-9][0-9]{0,18}")
+
+Receive = Callable[[], Awaitable[bytes]]
+"""The next bytes of the peer as they come; empty once it has closed."""
 
 
 class HttpError(Exception):
@@ -108,9 +115,9 @@ def new_client() -> h11.Connection:
     return h11.Connection(h11.CLIENT, max_incomplete_event_size=HEAD_BYTES)
 
 
-def new_server() -> h11.Connection:
+def new_server(head_bytes: int = HEAD_BYTES) -> h11.Connection:
     """The state of one accepted connection."""
-    return h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES)
+    return h11.Connection(h11.SERVER, max_incomplete_event_size=head_bytes)
 
 
 def build_request(url: Url, target: str, *headers: tuple[str, str]) -> h11.Request:
@@ -131,16 +138,23 @@ async def read_head(
 
     The first byte may take `first_s`, and from then on the rest of the head `rest_s`, however it drips.
     """
+    return await receive_head(_receive_from(sock), conn, first_s=first_s, rest_s=rest_s)
+
+
+async def receive_head(
+    receive: Receive, conn: h11.Connection, *, first_s: float, rest_s: float, head_bytes: int = HEAD_BYTES
+) -> h11.Request | h11.Response | None:
+    """As `read_head`, from anywhere; for a connection made with the same `head_bytes`."""
     seen = len(conn.trailing_data[0])
     if not seen:
         async with asyncio.timeout(first_s):
-            seen += await _feed(sock, conn)
+            seen += await _feed(receive, conn)
     async with asyncio.timeout(rest_s):
         while (event := _next_event(conn)) is h11.NEED_DATA:
-            seen += await _feed(sock, conn)
+            seen += await _feed(receive, conn)
     if isinstance(event, h11.ConnectionClosed):
         return None
-    if seen - len(conn.trailing_data[0]) > HEAD_BYTES:
+    if seen - len(conn.trailing_data[0]) > head_bytes:
         raise HttpError("head too long", 431)
     if not isinstance(event, h11.Request | h11.Response):
         raise HttpError("unexpected kind of message")
@@ -180,10 +194,15 @@ async def receive_into(sock: socket.socket, view: memoryview) -> int:
 
 async def read_data(sock: socket.socket, conn: h11.Connection) -> bytes:
     """The next piece of a body through h11, chunks undone; empty at its end."""
+    return await receive_data(_receive_from(sock), conn)
+
+
+async def receive_data(receive: Receive, conn: h11.Connection) -> bytes:
+    """As `read_data`, from anywhere."""
     while True:
         event = _next_event(conn)
         if event is h11.NEED_DATA:
-            await _feed(sock, conn)
+            await _feed(receive, conn)
         elif isinstance(event, h11.EndOfMessage):
             return b""
         elif not isinstance(event, h11.Data):
@@ -219,8 +238,12 @@ async def _connect_socket(sock: socket.socket, address: tuple[object, ...]) -> s
     return sock
 
 
-async def _feed(sock: socket.socket, conn: h11.Connection) -> int:
-    data = await asyncio.get_running_loop().sock_recv(sock, _RECV_BYTES)
+def _receive_from(sock: socket.socket) -> Receive:
+    return partial(asyncio.get_running_loop().sock_recv, sock, _RECV_BYTES)
+
+
+async def _feed(receive: Receive, conn: h11.Connection) -> int:
+    data = await receive()
     if not data and conn.trailing_data[1]:
         raise HttpError("closed in the middle of a message")
     conn.receive_data(data)

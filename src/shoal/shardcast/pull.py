@@ -22,8 +22,7 @@ from typing import Any
 
 from shoal.shardcast.blob import Blob
 from shoal.shardcast.crew import Crew, GoneError
-from shoal.shardcast.delta import DeltaError, apply_delta
-from shoal.shardcast.errors import ShardError, StaleError
+from shoal.shardcast.errors import DeltaError, ShardError, StaleError
 from shoal.shardcast.layout import is_single_pair
 from shoal.shardcast.link import Deadlines
 from shoal.shardcast.plan import Candidate, Step, plan_pull
@@ -371,6 +370,8 @@ def build_full(parent: Blob, delta: Path, full: Blob, built: Path) -> None:
 
     Blocking. Between versions of one file each, the names do not matter.
     """
+    from shoal.shardcast.delta import apply_delta  # numpy and pyarrow: dear at start, and not every client needs them
+
     shutil.rmtree(built, ignore_errors=True)
     limit = full.layout.total
     if not is_single_pair(parent.layout, full.layout):

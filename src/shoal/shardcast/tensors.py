@@ -14,7 +14,7 @@ import json
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from shoal.shardcast.codec import WIDTHS
 
@@ -118,7 +118,7 @@ def _read_tensor(name: str, fields: Any, start: int) -> Tensor | None:
     return Tensor(name, fields["dtype"], tuple(shape), start + offsets[0], offsets[1] - offsets[0])
 
 
-def _are_counts(values: Any) -> bool:
+def _are_counts(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
