@@ -87,12 +87,15 @@ def progress(**changes: object) -> Progress:
 @pytest.mark.parametrize(
     ("moment", "text"),
     [
-        (progress(), "v3   25% of 1 kB  50 B/s  15 s left"),
-        (progress(stage="delta"), "delta of v3   25% of 1 kB  50 B/s  15 s left"),
-        (progress(waiting_for="a source", eta_s=None), "v3   25% of 1 kB  50 B/s  waiting for a source"),
+        (progress(), "v3 [#####               ] 25% of 1 kB  50 B/s  15 s left"),
+        (progress(stage="delta"), "delta of v3 [#####               ] 25% of 1 kB  50 B/s  15 s left"),
+        (
+            progress(waiting_for="a source", eta_s=None),
+            "v3 [#####               ] 25% of 1 kB  50 B/s  waiting for a source",
+        ),
         (progress(version=None, waiting_for="version 9"), "waiting for version 9"),
         (progress(version=None), "waiting for a newer version"),
-        (progress(bytes_done=0, bytes_total=0, eta_s=None), "v3    0% of 0 B  50 B/s"),
+        (progress(bytes_done=0, bytes_total=0, eta_s=None), "v3 [                    ] 0% of 0 B  50 B/s"),
     ],
 )
 def test_progress_is_a_line(moment: Progress, text: str) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 EXIT_INTERRUPTED = 130
 MIN_RATE = 1 << 16
+BAR_CELLS = 20
 
 
 def run_keygen(args: argparse.Namespace) -> int:
@@ -200,7 +201,8 @@ def describe_progress(progress: "Progress") -> str:
         return f"waiting for {progress.waiting_for or 'a newer version'}"
     what = {"delta": "delta of ", "applying": "applying delta of "}.get(progress.stage, "")
     share = progress.bytes_done / max(1, progress.bytes_total)
-    parts = [f"{what}v{progress.version}  {share:4.0%} of {format_bytes(progress.bytes_total)}"]
+    bar = "#" * round(share * BAR_CELLS)
+    parts = [f"{what}v{progress.version} [{bar:<{BAR_CELLS}}] {share:.0%} of {format_bytes(progress.bytes_total)}"]
     parts.append(f"{format_bytes(progress.rate)}/s")
     if progress.waiting_for:
         parts.append(f"waiting for {progress.waiting_for}")
