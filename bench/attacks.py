@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from altered import add_adapter, drop_layers, map_linears, round_channels, round_groups, step_back
 from models import load_subject
 from shoal.engine.choice import choose_tokens
-from shoal.rollout import Request
+from shoal.rollout import Request, Rollout
 from shoal.seeds import derive_seed, token_uniforms
 from stage import GROUP, Stage, Work
 
@@ -155,17 +155,13 @@ def edit_one(stage: Stage) -> Work:
 
 @attack("1 hardly possible token, close to the draw", chooses=True)
 def edit_closely(stage: Stage) -> Work:
-    """The editor knows the sampling check: among tokens that the model would hardly write it takes the closest one."""
-    places = _draw_places(stage, 1)
-    planned = plan_uniforms(stage.requests, places)
+    """The editor knows the sampling check: of all places it takes the one where such a token is closest to the draw."""
+    planned = plan_uniforms(stage.requests, {r.id: [_find_opening(stage, r)] for r in stage.honest.rollouts})
 
     def choose(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         tokens = choose_tokens(logits, temperatures, uniforms)[0]
-        probs = (logits / temperatures[:, None]).softmax(-1).double()
-        high = probs.cumsum(-1)
-        distances = torch.maximum(high - probs - uniforms[:, None], uniforms[:, None] - high)
-        closest = distances.masked_fill(probs > UNLIKELY, torch.inf).argmin(-1)
-        odd = torch.isin(uniforms, planned) & (probs <= UNLIKELY).any(-1)
+        distances, closest = _measure_unlikely(logits / temperatures[:, None], uniforms)
+        odd = torch.isin(uniforms, planned) & distances.isfinite()
         return claim_tokens(logits, temperatures, torch.where(odd, closest, tokens))
 
     return stage.generate(stage.model, choose=choose)
@@ -264,6 +260,23 @@ def _edit_tokens(stage: Stage, count: int) -> Work:
         return claim_tokens(logits, temperatures, torch.where(torch.isin(uniforms, planned), others, tokens))
 
     return stage.generate(stage.model, choose=choose)
+
+
+@torch.inference_mode()
+def _find_opening(stage: Stage, rollout: Rollout) -> int:
+    """The place of an honest rollout at which a hardly possible token is closest to the draw."""
+    text = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.token_ids])).long()
+    logits = stage.model(text[None]).logits[0, len(rollout.prompt_ids) - 1 : -1].float()
+    uniforms = torch.from_numpy(token_uniforms(rollout.seed, 0, rollout.num_tokens))
+    return int(_measure_unlikely(logits / rollout.temperature, uniforms)[0].argmin())
+
+
+def _measure_unlikely(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Distance from the draw and id of the closest hardly possible token of each row; infinite if there is none."""
+    probs = logits.softmax(-1).double()
+    high = probs.cumsum(-1)
+    distances = torch.maximum(high - probs - uniforms[:, None], uniforms[:, None] - high)
+    return distances.masked_fill(probs > UNLIKELY, torch.inf).min(-1)
 
 
 def _draw_places(stage: Stage, count: int) -> dict[str, list[int]]:

@@ -93,8 +93,8 @@ def judge_part(part: Part) -> Outcome:
     files = {attack.name: load_records(attack_path(part, attack)) for attack in attacks_of(part)}
     rows = {name: _judge_attack(records, judge, eos_id) for name, records in files.items()}
     chunks = sum(record.num_chunks for half in halves for records in half.values() for record in records)
-    least = min(rates["all"][-1] for rates in rows.values())
-    seen = sum(rates["all"][-1] >= AIM for rates in rows.values()) / len(rows)
+    shares = [rates["all"][-1] for rates in rows.values() if rates[DIFFER][0]]
+    least, seen = min(shares), sum(share >= AIM for share in shares) / len(shares)
     figures = {"caught": least, "seen": seen, "alarms": float(alarms["all"][0]), "chunks": float(chunks)}
     return Outcome(part, _format_part(part, rows, alarms, trials, halves, judge), figures)
 

@@ -29,8 +29,9 @@ from shoal.toploc.finding import Check, Finding
 from shoal.toploc.wealth import average_wealth
 
 TILTS = (-0.75, -0.5, -0.25, -0.1, 0.05, 0.11, 0.25, 0.5, 1.0, 3.0)
-DEEP_TAILS = ((0.999, 30.0), (1 - 1e-4, 100.0), (1 - 1e-5, 200.0))
-"""Tails that are watched with seeds as well; the mean of these bets is an evidence of its own."""
+DEEP_TAILS = ((1 - 1e-4, 20.0), (1 - 1e-5, 200.0), (1 - 1e-6, 2000.0))
+"""Tails that are watched with seeds as well; the mean of these bets is an evidence of its own. A bet costs
+(r - 1) (1 - q) a token while nothing happens: these gain from about one such token in 1,500, 2,600 and 3,800."""
 TAILS = ((0.8, 0.1), (0.9, 0.1), (0.95, 0.1), (0.95, 0.5), (0.99, 0.1), (0.99, 5.0), (0.999, 30.0))
 
 
