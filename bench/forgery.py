@@ -27,13 +27,21 @@ from shoal.engine.base import CHUNK
 from shoal.rollout import Rollout
 from shoal.runtime import tune_process
 from shoal.seeds import derive_seed
+from shoal.toploc.calibration import SHARES
+from shoal.toploc.finding import Check
+from shoal.toploc.fit import FLOORS, UNITS
 from shoal.toploc.probe import probe_dtype
 from shoal.toploc.replay import replay_rollouts
 from shoal.toploc.select import read_bits
+from shoal.toploc.tail import pick_threshold
 from shoal.toploc.verify import verify_batch
 from stage import Stage, draw_requests
 
 FOLDER = OUT / "forgery"
+CHECKS = (Check.EXPONENT, Check.MANTISSA, Check.SIGN)
+RATE = 1e-4 / SHARES / 2 / 16
+"""Per chunk, of a check that has its share of 1e-4 for rollouts of 512 tokens."""
+CONFIDENCE = 0.95
 _NEAR = (-3, -2, -1, 0, 1, 2)
 """Tokens that a prediction looks at: 0 is the one fed, 1 the one then chosen."""
 
@@ -98,9 +106,13 @@ def load_case(name: str, dtype: torch.dtype, rollouts: int, tokens: int) -> Case
     parts = [tables[offset > 0][near[..., column]] for column, offset in enumerate(_NEAR)]
     features = torch.cat((*parts, torch.ones(*near.shape[:2], 1)), dim=-1)
     cut = int(counts[: len(counts) * 3 // 4].sum())
-    largest = honest.max(axis=0)
-    limits = Limits(*(max(floor, 2 * float(seen)) for floor, seen in zip((2.0, 4 / 128, 0.0), largest, strict=True)))
+    limits = Limits(*(_fit_limit(check, column) for check, column in zip(CHECKS, honest.T, strict=True)))
     return Case(title, Texts(states[:cut], features[:cut]), Texts(states[cut:], features[cut:]), limits)
+
+
+def _fit_limit(check: Check, values: NDArray[np.float64]) -> float:
+    """What `shoal calibrate` would allow from these honest chunks."""
+    return pick_threshold(values, RATE, CONFIDENCE, floor=FLOORS[check], unit=UNITS.get(check, 0.0)).value
 
 
 def _measure_case(path: Path, name: str, dtype: torch.dtype, rollouts: int, tokens: int) -> None:
