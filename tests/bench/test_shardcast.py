@@ -111,7 +111,8 @@ def test_a_wait_that_takes_too_long_ends_the_benchmark(crew: Crew) -> None:
 
 
 def test_leaving_the_block_ends_children_and_grandchildren(tmp_path: Path) -> None:
-    script = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    deaf = "['sh', '-c', 'trap \"\" TERM; sleep 1000']"
+    script = f"import subprocess, time; print(subprocess.Popen({deaf}).pid, flush=True); time.sleep(1000)"
     with suppress(KeyError), Crew(tmp_path) as crew:
         member = crew.start("parent", [sys.executable, "-c", script])
         crew.wait_until(lambda: crew.read_log("parent").endswith("\n"), "it had a child")
