@@ -4,7 +4,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHES = ("engine", "trl", "learning", "clipping", "staleness", "filter", "toploc", "forgery", "separation")
+BENCHES = (
+    "engine",
+    "trl",
+    "learning",
+    "clipping",
+    "staleness",
+    "filter",
+    "toploc",
+    "forgery",
+    "separation",
+    "delta",
+    "shardcast",
+    "ledger",
+)
 
 
 def main() -> int:

@@ -44,6 +44,15 @@ def test_an_atomic_write_replaces_the_content_and_leaves_nothing_else(tmp_path: 
     assert list_names(tmp_path) == ["a"]
 
 
+def test_an_atomic_write_may_leave_the_disk_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(os, "fsync", calls.append)
+    write_atomic(tmp_path / "a", b"new", sync=False)
+    assert (tmp_path / "a").read_bytes() == b"new" and list_names(tmp_path) == ["a"] and not calls
+    write_atomic(tmp_path / "a", b"newer")
+    assert len(calls) == 2
+
+
 def test_a_failed_atomic_write_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_atomic(tmp_path / "a", b"old")
 

@@ -28,19 +28,25 @@ _numbers = itertools.count()
 _BLOCK_BYTES = 1 << 16
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that readers see the old content or the new, never a mixture."""
+def write_atomic(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Write a file so that readers see the old content or the new, never a mixture.
+
+    Without `sync` that holds for a kill, and not for a power cut; it does not wait for whatever else is on its way to
+    the disk.
+    """
     temporary = _hidden_path(path, "new")
     try:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_dir(path.parent)
+    if sync:
+        sync_dir(path.parent)
 
 
 def check_output(path: Path) -> None:

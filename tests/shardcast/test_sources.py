@@ -211,3 +211,20 @@ def test_no_source_at_all_is_refused() -> None:
 def test_an_address_that_cannot_be_used_is_refused() -> None:
     with pytest.raises(ConfigError, match="https"):
         SourceBook(["http://127.0.0.1:80", "https://relay.example"])
+
+
+def test_a_busy_source_is_drawn_less_often() -> None:
+    book = build_book(4e6, 4e6)
+    book.sources[0].busy = 3
+    # 10.8: the 99.9 % point for one degree of freedom.
+    assert chi_square(count_draws(book, 4000), [0.2, 0.8]) < 10.8
+
+
+def test_the_rate_of_a_source_is_that_of_all_requests_under_way() -> None:
+    """Four requests share a link of 8 MB/s: each gets a quarter, and the source is as fast as it was alone."""
+    book = build_book(8e6, 8e6)
+    shared = book.sources[0]
+    shared.busy = 3
+    for _ in range(20):
+        book.record_success(shared, 2_000_000, 1.0)
+    assert shared.rate == pytest.approx(8e6, rel=0.01)

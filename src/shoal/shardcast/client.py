@@ -10,7 +10,8 @@ Invariants:
 - one process per output folder: the store's lock.
 
 A power cut can cost the last bytes of a version that was just published: the store finds that at the next start, and
-fetches them into the same files again.
+fetches them into the same files again. It can also cost the newest line of the list; then the folder is in the way, and
+the error says so.
 """
 
 import errno
@@ -101,7 +102,8 @@ class Output:
 
     def _write_list(self, ours: dict[str, str]) -> None:
         if ours != self._ours:
-            write_atomic(self._list, json.dumps(ours).encode() + b"\n")
+            # Without waiting for the disk, where the version itself is on its way: a second for every gigabyte.
+            write_atomic(self._list, json.dumps(ours).encode() + b"\n", sync=False)
             self._ours = ours
 
 

@@ -58,6 +58,7 @@ class Crew:
     @contextmanager
     def charge(self, source: Source, digest: str = "") -> Iterator[None]:
         """Write what goes wrong within the block into the source's record, and go on after the block."""
+        source.busy += bool(digest)
         try:
             yield
         except SourceError as error:
@@ -70,6 +71,8 @@ class Crew:
             else:
                 self.book.record_failure(source, str(error), error.pause)
             self.changed.notify()
+        finally:
+            source.busy -= bool(digest)
 
     async def pick(self, digest: str, avoid: Collection[Source] = ()) -> Source:
         """A source to ask for that version, as soon as one may be asked; `GoneError` if none has it."""

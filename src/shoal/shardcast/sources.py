@@ -1,7 +1,9 @@
 """Upstream servers as a client sees them, and the draw that spreads shards over them.
 
 The weight of a source is its success rate times its rate in bytes per second, both exponential moving averages; a shard
-goes to a source with probability proportional to weight. Greed would put every client onto the same best server.
+goes to a source with probability proportional to weight / (1 + requests under way there). Greed would put every client
+onto the same best server. The rate is that of all requests under way together: each of four gets a quarter of a link,
+and would make a fast source look like a slow one.
 
 Invariants:
 - no weight is ever 0: a source that was bad once is tried again (`FLOOR`), and each draw that goes elsewhere lifts a
@@ -62,6 +64,8 @@ class Source:
     rate: float | None = None
     weight: float | None = None
     """None until something was measured; the mean of the others stands in for it"""
+    busy: int = 0
+    """requests for shards under way"""
     cool_until: float = 0.0
     num_cooled: int = 0
     bans: dict[str, float] = field(default_factory=dict)
@@ -105,7 +109,7 @@ class SourceBook:
         if not ready:
             return None
         weights = self.weigh_all()
-        drawn = rng.choices(ready, [weights[source] for source in ready])[0]
+        drawn = rng.choices(ready, [weights[source] / (1 + source.busy) for source in ready])[0]
         self._lift_others(drawn, sum(weights.values()) / len(weights))
         return drawn
 
@@ -140,7 +144,7 @@ class SourceBook:
 
     def record_rate(self, source: Source, num_bytes: int, seconds: float) -> None:
         """How fast a source was, whether it came to an end or not."""
-        rate = num_bytes / max(seconds, 1e-6)
+        rate = num_bytes / max(seconds, 1e-6) * (1 + source.busy)
         source.rate = rate if source.rate is None else source.rate + self._alpha * (rate - source.rate)
         self._reset_weight(source)
 
