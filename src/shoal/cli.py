@@ -1,7 +1,7 @@
 """The command `shoal`.
 
-Exit codes: 0 done, 1 the disk refused or the answer is no, 2 a mistake in flags, settings or files (each one sentence on stderr), 130
-interrupted.
+Exit codes: 0 done, 1 the disk refused or the answer is no, 2 a mistake in flags, settings or files (each one sentence
+on stderr), 130 interrupted.
 Nothing here imports torch before a command needs it, so help and errors come at once.
 """
 
