@@ -30,6 +30,8 @@ def prefer_first(client: Client) -> None:
     """Make the client ask its first source before any other."""
     book = client.puller.crew.book
     book.record_success(book.sources[0], 10**15, 1.0)
+    for other in book.sources[1:]:  # one that was not measured yet counts as much as the mean
+        book.record_success(other, 1 << 16, 1.0)
 
 
 def on_shards(answer: Callable[[int, asyncio.StreamWriter], Awaitable[None]]) -> Act:
@@ -162,7 +164,9 @@ def test_a_bad_source_costs_only_itself(answer: Any, basin: Any, run: Any, make_
             assert read_files(folder) == files
             assert sorted(home.root.iterdir()) == before
             first, second = client.progress.sources
-            assert bad.list_shards() and first.shards == 0 and first.failures
+            assert bad.list_shards() and first.shards == 0
+            # One that says nothing may be overtaken by the other source before its time is up.
+            assert first.failures or answer is send_nothing
             assert second.failures == 0 and second.wrong == 0
 
     run(work)

@@ -75,6 +75,52 @@ def test_a_connection_is_used_again_when_its_answer_was_read(run: Any) -> None:
     run(work)
 
 
+async def read_aside(pool: LinkPool, size: int, at_once: int) -> bytes:
+    """As `read_all`, in a thread that waits for large pieces."""
+    view = memoryview(bytearray(size))
+    async with pool.request("/x") as answer:
+        answer.start_body(size)
+
+        def read() -> None:
+            done = 0
+            while answer.left:
+                answer.wait_bytes(at_once, 30.0)
+                done += answer.try_receive(view[done:])
+
+        await asyncio.to_thread(read)
+    return bytes(view)
+
+
+def test_short_heads_are_heard_on_a_connection_that_waited_for_large_pieces(run: Any) -> None:
+    async def work() -> None:
+        seen = [0, 0]
+        body = bytes(range(256)) * 1000
+        async with serve(answer_each(b"HTTP/1.1 200 OK\r\nContent-Length: 256000\r\n\r\n" + body, seen)) as url:
+            pool = LinkPool(url, FAST)
+            for _ in range(3):
+                assert await read_aside(pool, len(body), 1 << 16) == body
+            assert seen == [1, 3]
+            pool.close()
+
+    run(work)
+
+
+def test_a_thread_that_waits_for_more_than_is_sent_sees_the_end(run: Any) -> None:
+    async def work() -> None:
+        async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 256000\r\n\r\n" + bytes(1000))
+            await writer.drain()
+
+        async with serve(script) as url:
+            pool = LinkPool(url, FAST)
+            with pytest.raises(SourceError, match="closed in the middle"):
+                await read_aside(pool, 256000, 1 << 16)
+            pool.close()
+
+    run(work)
+
+
 def test_a_connection_that_says_close_is_not_used_again(run: Any) -> None:
     async def work() -> None:
         seen = [0, 0]

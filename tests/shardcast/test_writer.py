@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 from shoal.shardcast import writer as writer_module
 from shoal.shardcast.blob import TAIL_BYTES, Blob
 from shoal.shardcast.errors import ShardError, StaleError
+from shoal.shardcast.pool import run_blocking
+from shoal.shardcast.store import NUM_THREADS
 
 SIZE = 1 << 18
 DATA = os.urandom(2 * SIZE + 1000)
@@ -429,5 +432,214 @@ def test_giving_up_while_waiting_for_a_spare_stops_neither(
             go_on.set()
             await finishing
             assert read_shard(entry.full, 0) == FIRST
+
+    run(work)
+
+
+class Tap:
+    """A source of bytes in the hands of a test: gives what it was given, piece by piece, and knows who asks."""
+
+    def __init__(self, *pieces: bytes, ended: bool = False) -> None:
+        self.pieces = list(pieces)
+        self.ended = ended
+        self.num_calls = 0
+        self.asked = threading.Event()
+
+    def pull(self, view: memoryview) -> int | None:
+        self.num_calls += 1
+        self.asked.set()
+        if not self.pieces:
+            if not self.ended:
+                time.sleep(0.001)
+            return 0 if self.ended else None
+        piece = self.pieces.pop(0)
+        view[: len(piece)] = piece
+        return len(piece)
+
+    async def wait_dry(self) -> None:
+        """Until everything it was given is in place, since it is asked for more."""
+        while self.pieces:
+            await asyncio.sleep(0.001)
+        self.asked.clear()
+        assert await asyncio.to_thread(self.asked.wait, 10)
+
+
+def cut(data: bytes, step: int) -> list[bytes]:
+    return [data[start : start + step] for start in range(0, len(data), step)]
+
+
+@pytest.mark.parametrize("step", [1000, 1 << 15, SIZE])
+def test_a_shard_received_in_pieces_of_any_size_is_verified_and_there(
+    run: Callable[..., Any], maker: Any, step: int
+) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            with entry.full.start(1) as writer:
+                await writer.receive(Tap(*cut(DATA[SIZE : 2 * SIZE], step)).pull)
+                assert writer.written == SIZE and not entry.full.has(1)
+                await writer.finish()
+            assert read_shard(entry.full, 1) == DATA[SIZE : 2 * SIZE]
+
+    run(work)
+
+
+def test_a_source_that_ends_early_is_continued_by_the_next_one(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            with entry.full.start(0) as writer:
+                await writer.receive(Tap(FIRST[:5000], ended=True).pull)
+                assert writer.written == 5000 and not writer.over
+                await writer.write(FIRST[5000:6000])
+                await writer.receive(Tap(FIRST[6000:]).pull)
+                await writer.finish()
+            assert read_shard(entry.full, 0) == FIRST
+
+    run(work)
+
+
+def test_who_waits_for_bytes_is_woken_by_each_piece_but_not_shown_the_tail(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            blob, tap, seen = entry.full, Tap(), [0]
+            with blob.start(0) as writer:
+                receiving = asyncio.create_task(writer.receive(tap.pull))
+                for piece in cut(FIRST[:-TAIL_BYTES], 30_000):
+                    assert blob.ready(0) == seen[-1]
+                    woken = blob.progress(0).wait()
+                    tap.pieces.append(piece)
+                    await woken
+                    seen.append(blob.ready(0))
+                assert seen == [*range(0, SIZE - TAIL_BYTES, 30_000), SIZE - TAIL_BYTES]
+                tap.pieces.append(FIRST[-TAIL_BYTES:])
+                await receiving
+                assert blob.ready(0) == SIZE - TAIL_BYTES
+                await writer.finish()
+            assert blob.ready(0) == SIZE
+
+    run(work)
+
+
+def test_who_waited_before_there_was_a_writer_is_woken_by_the_first_piece(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            assert entry.full.ready(0) == 0
+            woken = entry.full.progress(0).wait()
+            with entry.full.start(0) as writer:
+                receiving = asyncio.create_task(writer.receive(Tap(FIRST[:100]).pull))
+                await woken
+                assert entry.full.ready(0) == 100 and not receiving.done()
+                receiving.cancel()
+                await asyncio.wait([receiving])
+
+    run(work)
+
+
+def test_nobody_is_told_of_bytes_that_nobody_waits_for(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            told = []
+            monkeypatch.setattr(entry.full.places, "notify", told.append)
+            with entry.full.start(0) as writer:
+                await writer.receive(Tap(*cut(FIRST, 1000)).pull)
+                assert len(told) <= 2, "after the first piece, and at the end"
+
+    run(work)
+
+
+def test_a_cancelled_receiver_returns_when_its_thread_has_let_go(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            tap, writer = Tap(FIRST[:5000]), entry.full.start(0)
+            receiving = asyncio.create_task(writer.receive(tap.pull))
+            await tap.wait_dry()
+            receiving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await receiving
+            num_calls = tap.num_calls
+            await asyncio.sleep(0.02)
+            assert tap.num_calls == num_calls and writer.over
+            await maker.fill_shard(entry.full, 0, FILES)
+
+    run(work)
+
+
+def test_the_next_writer_waits_for_the_thread_of_a_receiver_that_gave_up(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            disk = SlowDisk(monkeypatch)
+            first = entry.full.start(0)
+            late = asyncio.create_task(first.receive(Tap(bytes(SIZE // 2), bytes(SIZE // 2)).pull))
+            await disk.wait_begun()
+            first.abort()
+            monkeypatch.undo()
+            second = asyncio.create_task(maker.fill_shard(entry.full, 0, FILES))
+            await asyncio.sleep(0.02)
+            assert not second.done()
+            disk.go_on.set()
+            with pytest.raises(StaleError):
+                await late
+            await second
+            assert read_shard(entry.full, 0) == FIRST
+
+    run(work)
+
+
+def test_a_receiver_that_lost_is_told_so_whoever_won(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            taps = [Tap(bytes(100)), Tap(FIRST[:100])]
+            slow, late = entry.full.start(0), entry.full.start(0, spare=True)
+            losers = [
+                asyncio.create_task(writer.receive(tap.pull)) for writer, tap in zip((slow, late), taps, strict=True)
+            ]
+            for tap in taps:
+                await tap.wait_dry()
+            with entry.full.start(0, spare=True) as winner:
+                await winner.receive(Tap(FIRST).pull)
+                await winner.finish()
+            for loser in losers:
+                with pytest.raises(StaleError):
+                    await loser
+            late.abort()
+            assert read_shard(entry.full, 0) == FIRST and not list(entry.folder.glob("*spare*"))
+
+    run(work)
+
+
+def test_a_disk_that_refuses_ends_a_receiver_with_its_own_error(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            with monkeypatch.context() as patch:
+                patch.setattr(writer_module, "write_at", refuse)
+                writer = entry.full.start(0)
+                with pytest.raises(OSError, match="full"):
+                    await writer.receive(Tap(FIRST).pull)
+                assert writer.over
+            await maker.fill_shard(entry.full, 0, FILES)
+
+    run(work)
+
+
+def test_receivers_that_wait_take_no_thread_from_other_work(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        async with open_entry(maker) as entry:
+            taps = [Tap(b"x") for _ in range(3 * NUM_THREADS)]
+            waiting = [asyncio.create_task(entry.full.start(0, spare=True).receive(tap.pull)) for tap in taps]
+            for tap in taps:
+                await tap.wait_dry()
+            assert await run_blocking(entry.full.pool, lambda: "done") == "done"
+            await maker.fill_shard(entry.full, 1, FILES)
+            for task in waiting:
+                task.cancel()
+            await asyncio.wait(waiting)
 
     run(work)

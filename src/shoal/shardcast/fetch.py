@@ -1,16 +1,18 @@
 """The bytes of one shard from one source into its writer.
 
-Two buffers take turns: while the pool hashes and writes one, the socket fills the other. A buffer is handed on when it
-is full or the socket has nothing more at the moment. Meanwhile the kernel receives: on a fast link pieces grow large,
-on a slow one every byte goes on at once, and whoever reads the shard from us gets it at once too.
+From the head of the answer on, one thread stays on the body: it waits for the socket, receives, hashes and writes. The
+event loop hears of it only when somebody reads along, and now and then for the count.
+
+A piece is what comes in about two milliseconds: few calls on a fast link, no delay worth the name on a slow one, and
+what stops coming is handed on at once. Meanwhile the kernel receives.
 
 The writer keeps what an interrupted source sent; the next source continues behind it. Only its hash, over all bytes,
 makes a shard of them.
 """
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 
 from shoal.shardcast.blob import ShardWriter
 from shoal.shardcast.crew import Crew
@@ -18,9 +20,15 @@ from shoal.shardcast.link import Answer, SourceError
 from shoal.shardcast.sources import Source
 from shoal.shardcast.store import Entry
 
-BUFFER_BYTES = 1 << 20
-_MAX_SPARE = 16
-_spare: list[bytearray] = []
+PIECE_S = 0.002
+"""A piece is what comes in this time, within the bounds below."""
+MIN_PIECE, MAX_PIECE = 1 << 14, 1 << 20
+PATIENCE_S = 0.005
+"""How long a piece is waited for; then what is there goes on."""
+LOOK_S = 0.02
+"""How long a thread waits where nothing comes, before it looks whether it is still wanted."""
+COUNT_S = 0.1
+"""How often the bytes are counted while they come."""
 
 
 class Pace:
@@ -66,8 +74,14 @@ async def fetch_shard(
     headers = [("Range", f"bytes={start}-")] if start else []
     async with crew.ask(source, target, *headers) as answer:
         check_range(answer, start, size)
-        pace = Pace(crew.deadlines.window_s, crew.deadlines.min_rate / share, _now())
-        await _Stream(answer, writer, pace, count).run()
+        pace = Pace(crew.deadlines.window_s, crew.deadlines.min_rate / share, time.monotonic())
+        intake = Intake(answer, pace, count)
+        try:
+            await writer.receive(intake.pull)
+        finally:
+            intake.report()
+        if intake.failure is not None and answer.left:
+            raise intake.failure
 
 
 def check_range(answer: Answer, start: int, size: int) -> None:
@@ -80,75 +94,60 @@ def check_range(answer: Answer, start: int, size: int) -> None:
     answer.start_body(size - start)
 
 
-class _Stream:
-    """One body on its way into a writer."""
+class Intake:
+    """One body on its way into a writer. `pull` runs in the writer's thread, all else on the event loop."""
 
-    def __init__(self, answer: Answer, writer: ShardWriter, pace: Pace, count: Callable[[int], None]) -> None:
+    def __init__(self, answer: Answer, pace: Pace, count: Callable[[int], None]) -> None:
         self._answer = answer
-        self._writer = writer
         self._pace = pace
         self._count = count
-        self._pending: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._begun = self._left_at = self._told_at = time.monotonic()
+        self._idle = True
+        self._arrived = self._counted = 0
+        self.failure: SourceError | None = None
+        """what the source did wrong; the writer hears only that no more comes, and keeps what came before"""
 
-    async def run(self) -> None:
-        with _borrow_buffer() as one, _borrow_buffer() as other:
-            try:
-                view, spare = memoryview(one), memoryview(other)
-                while self._answer.left:
-                    filled = await self._fill(view)
-                    await self._drain()
-                    self._pending = asyncio.create_task(self._writer.write(view[:filled]))
-                    view, spare = spare, view
-                await self._drain()
-            finally:
-                await self._abandon()
-
-    async def _fill(self, view: memoryview) -> int:
-        """Receive until the buffer is full, or nothing more is there at the moment."""
-        filled = 0
+    def pull(self, view: memoryview) -> int | None:
+        """The next piece, as a writer asks for it."""
+        if self.failure is not None:
+            return 0
+        now = time.monotonic()
+        self._pace.forgive(now - self._left_at)  # the time since the last piece was our disk's
         try:
-            async with asyncio.timeout_at(self._pace.deadline) as deadline:
-                while filled < len(view) and self._answer.left:
-                    received = self._answer.try_receive(view[filled:])
-                    if not received and filled:
-                        break
-                    if not received:
-                        received = await self._answer.receive(view[filled:])
-                    filled += received
-                    self._count(received)
-                    if self._pace.advance(received, _now()):
-                        deadline.reschedule(self._pace.deadline)
-        except TimeoutError as error:
-            raise SourceError("too slow or stalled in the middle of a shard") from error
-        return filled
+            received = self._receive(view, now)
+        except SourceError as error:
+            self.failure = error
+            return 0
+        self._left_at = time.monotonic()
+        self._advance(received, self._left_at)
+        return received or (0 if self.failure else None)
 
-    async def _drain(self) -> None:
-        """Wait for the write under way. Its errors are the disk's or the shard's; its time is not the source's."""
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        begun = _now()
-        await pending
-        self._pace.forgive(_now() - begun)
+    def report(self) -> None:
+        """Count what came since the last time."""
+        news = self._arrived - self._counted
+        self._counted += news
+        if news:
+            self._count(news)
 
-    async def _abandon(self) -> None:
-        """After a failure: let the write under way end, since what it writes is kept and its buffer is not ours yet."""
-        if self._pending is not None:
-            await asyncio.wait({self._pending})
-            if not self._pending.cancelled():
-                self._pending.exception()  # what ended the stream is raised already; a full disk will say so again
+    def _receive(self, view: memoryview, now: float) -> int:
+        patience_s = LOOK_S if self._idle else PATIENCE_S
+        num_bytes = 1 if self._idle else size_piece(self._arrived, now - self._begun)
+        self._answer.wait_bytes(num_bytes, max(0.0, min(patience_s, self._pace.deadline - now)))
+        return self._answer.try_receive(view)
 
-
-@contextlib.contextmanager
-def _borrow_buffer() -> Iterator[bytearray]:
-    """A buffer whose pages are there already: fresh ones cost more than what is done with them."""
-    buffer = _spare.pop() if _spare else bytearray(BUFFER_BYTES)
-    try:
-        yield buffer
-    finally:
-        if len(_spare) < _MAX_SPARE:
-            _spare.append(buffer)
+    def _advance(self, received: int, now: float) -> None:
+        self._idle = not received
+        self._arrived += received
+        self._pace.advance(received, now)
+        if now >= self._pace.deadline:
+            self.failure = SourceError("too slow or stalled in the middle of a shard")
+        if self._arrived > self._counted and now - self._told_at >= COUNT_S:
+            self._told_at = now
+            self._loop.call_soon_threadsafe(self.report)
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+def size_piece(num_bytes: int, seconds: float) -> int:
+    """Bytes to wait for on a line that brought so many in so long; powers of two, so that it seldom changes."""
+    wanted = int(num_bytes * PIECE_S / max(seconds, PIECE_S))
+    return min(MAX_PIECE, max(MIN_PIECE, 1 << wanted.bit_length() >> 1))

@@ -138,25 +138,31 @@ async def read_head(
 
     The first byte may take `first_s`, and from then on the rest of the head `rest_s`, however it drips.
     """
-    return await receive_head(_receive_from(sock), conn, first_s=first_s, rest_s=rest_s)
+    head = await receive_head(_receive_from(sock), conn, first_s=first_s, rest_s=rest_s)
+    if isinstance(head, h11.InformationalResponse):
+        raise HttpError("unexpected kind of message")
+    return head
 
 
 async def receive_head(
     receive: Receive, conn: h11.Connection, *, first_s: float, rest_s: float, head_bytes: int = HEAD_BYTES
-) -> h11.Request | h11.Response | None:
-    """As `read_head`, from anywhere; for a connection made with the same `head_bytes`."""
+) -> h11.Request | h11.Response | h11.InformationalResponse | None:
+    """As `read_head`, from anywhere, `100 Continue` included; for a connection made with the same `head_bytes`."""
     seen = len(conn.trailing_data[0])
     if not seen:
         async with asyncio.timeout(first_s):
             seen += await _feed(receive, conn)
-    async with asyncio.timeout(rest_s):
-        while (event := _next_event(conn)) is h11.NEED_DATA:
-            seen += await _feed(receive, conn)
+    event = _next_event(conn)
+    if event is h11.NEED_DATA:  # most heads come in one piece, and need no second timer
+        async with asyncio.timeout(rest_s):
+            while event is h11.NEED_DATA:
+                seen += await _feed(receive, conn)
+                event = _next_event(conn)
     if isinstance(event, h11.ConnectionClosed):
         return None
     if seen - len(conn.trailing_data[0]) > head_bytes:
         raise HttpError("head too long", 431)
-    if not isinstance(event, h11.Request | h11.Response):
+    if not isinstance(event, h11.Request | h11.Response | h11.InformationalResponse):
         raise HttpError("unexpected kind of message")
     return event
 

@@ -99,10 +99,13 @@ class ShardJob:
                 raise GoneError("the version was replaced or dropped")
             self.arrived = False
             with self.blob.start(self.index) as self._writer:
-                await self._fill(self._writer)
+                try:
+                    await self._fill(self._writer)
+                except StaleError:
+                    await self._await_spare()
 
     async def _fill(self, writer: ShardWriter) -> None:
-        """Fill one writer and finish it; return without if the bytes are wrong or the writer was closed under us."""
+        """Fill one writer and finish it; return without if the bytes are wrong."""
         parts: list[Part] = []
         while writer.written < writer.size:
             source = await self._crew.pick(self.entry.digest, avoid=[part.source for part in parts[-1:]])
@@ -110,7 +113,8 @@ class ShardJob:
             try:
                 await self._transfer(self.part, writer)
             except StaleError:
-                return
+                self._record_loss()
+                raise
             finally:
                 parts += [self.part] if self.part.num_bytes else []
                 self.part = None
@@ -134,8 +138,6 @@ class ShardJob:
         try:
             await self._await_hash()
             await writer.finish()
-        except StaleError:
-            return
         except ShardError as error:
             self._blame(parts, str(error))
             return
@@ -155,6 +157,16 @@ class ShardJob:
                 await asyncio.wait({waiter}, timeout=_LOOK_S)
                 waiter.cancel()
 
+    async def _await_spare(self) -> None:
+        """Wait for the one that took our place: it has the right bytes and only puts them where they belong."""
+        if self._spare is not None:
+            await asyncio.wait({self._spare})
+
+    def _record_loss(self) -> None:
+        """Write down how slow the source was that another one overtook."""
+        if self.part is not None and self._spare is not None:
+            self._crew.book.record_rate(self.part.source, self.part.num_bytes, _now() - self.part.begun)
+
     def _blame(self, parts: list[Part], reason: str) -> None:
         givers = {part.source for part in parts}
         if len(givers) > 1:
@@ -169,13 +181,12 @@ class ShardJob:
         with self.blob.start(self.index, spare=True) as writer:
             try:
                 await self._transfer(part, writer)
+                if writer.written == writer.size:
+                    await self._finish(writer, [part])
             except StaleError:
                 return
-            if writer.written == writer.size:
-                await self._finish(writer, [part])
         if self.blob.has(self.index) and self._main is not None:
-            if self.part is not None:
-                self._crew.book.record_rate(self.part.source, self.part.num_bytes, _now() - self.part.begun)
+            self._record_loss()
             self._main.cancel()
 
     def _raise_failure(self) -> None:

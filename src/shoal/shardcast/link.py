@@ -9,7 +9,9 @@ Invariants:
 """
 
 import asyncio
+import math
 import os
+import select
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -70,7 +72,11 @@ class Deadlines:
 
 @dataclass(slots=True)
 class Answer:
-    """One answer while its body is read, by exactly one of `receive`, `try_receive` and `read_piece`."""
+    """One answer while its body is read, in exactly one way.
+
+    `receive` and `read_piece` belong to the event loop, `wait_bytes` and `try_receive` to a thread: while it has the
+    answer, the loop does not look at the socket.
+    """
 
     reply: Reply
     sock: socket.socket
@@ -79,6 +85,8 @@ class Answer:
     """bytes of the body not handed out yet, if it has a length"""
     ended: bool = False
     _raw: bool = False
+    _mark: int = 1
+    """bytes from which on the socket counts as readable"""
     _rest: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def start_body(self, length: int) -> None:
@@ -90,6 +98,15 @@ class Answer:
         if len(self._rest) > length:
             raise SourceError(f"sent more than the {length} bytes it announced")
         self._count_down(0)
+
+    def wait_bytes(self, num_bytes: int, timeout_s: float) -> None:
+        """Block until so many bytes have come, or all that are left, or the connection ended, or the time is over."""
+        if self._rest:
+            return
+        self._set_mark(min(num_bytes, self.left))
+        poller = select.poll()
+        poller.register(self.sock, select.POLLIN)
+        poller.poll(math.ceil(timeout_s * 1000))
 
     def try_receive(self, view: memoryview) -> int:
         """What has arrived already, into `view`; 0 if nothing has."""
@@ -145,6 +162,17 @@ class Answer:
     def _count_down(self, size: int) -> None:
         self.left -= size
         self.ended = not self.left
+        if self.ended:
+            self._set_mark(1)  # the next head on this connection may be shorter than any piece of a body
+
+    def _set_mark(self, num_bytes: int) -> None:
+        if num_bytes == self._mark:
+            return
+        try:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+        except OSError as error:
+            raise SourceError(_phrase_error(error)) from error
+        self._mark = num_bytes
 
 
 class LinkPool:

@@ -1,17 +1,21 @@
 """Writing one shard: bytes go to disk and through the hash as they come, and count when the hash holds.
 
-    start -> write ... -> finish     the shard is verified and stays
-                       -> abort      its bytes are forgotten; whoever was reading along stops
+    start -> write | receive ... -> finish     the shard is verified and stays
+                                 -> abort      its bytes are forgotten; whoever was reading along stops
 
 Races, and how they are broken:
 - a thread may still be writing for a writer that was aborted: the next writer of the shard waits for it, so no late
   byte lands on a verified shard;
 - two writers of one shard would write to one place: the second one, a spare, writes aside and takes the place over only
-  with bytes that are verified.
+  with bytes that are verified;
+- a thread adds bytes while readers on the event loop look how many there are: it adds first and then asks whether
+  anyone looked, they leave word (`_watched`) before they look, so either they see the bytes or the thread sees them.
 """
 
+import asyncio
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,16 +23,17 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 
 from shoal.shardcast.errors import ShardError, StaleError
+from shoal.shardcast.hashing import own_buffer
 from shoal.shardcast.parts import copy_range, write_at
-from shoal.shardcast.pool import run_blocking
+from shoal.shardcast.pool import RECEIVERS, run_blocking
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from shoal.shardcast.blob import Blob
 
-INLINE_BYTES = 1 << 14
-"""So few bytes are written at once: handing them to a thread takes longer."""
+Pull = Callable[[memoryview], int | None]
+"""Puts bytes at the start of a view and says how many; None: none for the moment, 0: no more will come."""
 
 
 class ShardWriter:
@@ -42,6 +47,8 @@ class ShardWriter:
         self._lease = ExitStack()
         self._descriptor = -1
         self._busy = False
+        self._watched = True
+        """whether anyone may wait for more bytes: looked since waiters were last woken, or before there was a writer"""
         self.over = False
         """whether it takes no more bytes"""
         self.shard = blob.layout.shards[index]
@@ -51,7 +58,8 @@ class ShardWriter:
 
     @property
     def visible(self) -> int:
-        """Bytes that lie where the shard's bytes belong."""
+        """Bytes that lie where the shard's bytes belong. Whoever waits for more looks here first."""
+        self._watched = True
         return self.written
 
     async def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -63,15 +71,26 @@ class ShardWriter:
             self.abort()
             raise ShardError(f"more than the {self.size} bytes of shard {self.index}")
         with self._work():
-            if self._descriptor < 0:
-                self._descriptor = await self._open_target()
-                self._check_open()
-            if len(view) <= INLINE_BYTES:
-                self._put_bytes(view)
-            else:
-                await run_blocking(self._blob.pool, self._put_bytes, view)
+            await self._open_once()
+            await run_blocking(self._blob.pool, self._put_bytes, view)
         self._check_open()
         self.written += len(view)
+        self._blob.places.notify(self.index)
+
+    async def receive(self, pull: Pull) -> None:
+        """Add what `pull` gives until all bytes are there or no more come, in one thread that stays on it.
+
+        `pull` must return within some milliseconds, bytes or none: in between the thread looks whether it is still
+        wanted. When this returns or raises, cancelled or not, nobody calls `pull` any more.
+        """
+        assert not self._busy, "one write at a time"
+        self._check_open()
+        with self._work():
+            await self._open_once()
+            halt = threading.Event()
+            loop = asyncio.get_running_loop()
+            await run_blocking(RECEIVERS, self._take_bytes, pull, loop, halt, halt=halt)
+        self._check_open()
         self._blob.places.notify(self.index)
 
     async def finish(self) -> None:
@@ -112,6 +131,11 @@ class ShardWriter:
     def _offset(self) -> int:
         return self.shard.offset
 
+    async def _open_once(self) -> None:
+        if self._descriptor < 0:
+            self._descriptor = await self._open_target()
+            self._check_open()
+
     async def _open_target(self) -> int:
         await self._blob.places.claim(self)
         self._check_open()
@@ -119,6 +143,21 @@ class ShardWriter:
         await self._blob.places.wait_drained(self)
         path = self._blob.path_of(self.shard.file)
         return self._lease.enter_context(self._blob.handles.lease(path, os.O_RDWR | os.O_NOFOLLOW))
+
+    def _take_bytes(self, pull: Pull, loop: asyncio.AbstractEventLoop, halt: threading.Event) -> None:
+        """In a thread: what `pull` gives to disk and through the hash, piece by piece."""
+        buffer = own_buffer()
+        while self.written < self.size and not (halt.is_set() or self._is_stale()):
+            received = pull(buffer[: self.size - self.written])
+            if received == 0:
+                return
+            if received is None:
+                continue
+            self._put_bytes(buffer[:received])
+            self.written += received
+            if self._watched:
+                self._watched = False
+                loop.call_soon_threadsafe(self._blob.places.notify, self.index)
 
     def _put_bytes(self, view: memoryview) -> None:
         write_at(self._descriptor, view, self._offset + self.written)
@@ -130,8 +169,11 @@ class ShardWriter:
         self._blob.places.leave(self, busy=False)
         self._release()
 
+    def _is_stale(self) -> bool:
+        return self.over or self._blob.has(self.index)
+
     def _check_open(self) -> None:
-        if self.over or self._blob.has(self.index):
+        if self._is_stale():
             raise StaleError(f"shard {self.index} was given up or came another way")
 
     @contextmanager
