@@ -62,6 +62,7 @@ class Kind(StrEnum):
     LEASE_END = "lease.end"
     SUB_COMMIT = "sub.commit"
     SUB_RECEIPT = "sub.receipt"
+    SUB_OUTCOME = "sub.outcome"
     VAL_CLAIM = "val.claim"
     VAL_VERDICT = "val.verdict"
     BATCH_CUT = "batch.cut"
@@ -82,6 +83,7 @@ class Kind(StrEnum):
 CREDIT_KINDS = frozenset(
     {
         Kind.VAL_VERDICT,
+        Kind.SUB_OUTCOME,
         Kind.CREDIT_POST,
         Kind.STAKE_LOCK,
         Kind.STAKE_UNBOND,

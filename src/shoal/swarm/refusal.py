@@ -20,13 +20,13 @@ class AuthError(Exception):
         self.code = code
         self.text = text
         self.server_time_ms = server_time_ms
-        """present where the caller's clock was the mistake"""
+        """present where the caller's clock was the mistake (code `clock`), and in whatever the API refuses"""
         self.retry_after_s = retry_after_s
         """present where the same call may succeed later; also for the header `Retry-After`"""
 
     def to_bytes(self) -> bytes:
         """The body of the answer."""
-        body: dict[str, int | str] = {"error": self.code, "text": self.text}
+        body: dict[str, int | str] = {"code": self.code, "text": self.text}
         if self.server_time_ms is not None:
             body["server_time_ms"] = self.server_time_ms
         if self.retry_after_s is not None:
@@ -42,7 +42,7 @@ class AuthError(Exception):
             return None
         if not isinstance(body, dict):
             return None
-        code, text = body.get("error"), body.get("text")
+        code, text = body.get("code"), body.get("text")
         if not isinstance(code, str) or not isinstance(text, str):
             return None
         return cls(

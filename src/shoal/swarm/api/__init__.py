@@ -1,0 +1,1 @@
+"""The control plane over HTTP: routes, who may use them, and what they answer."""

@@ -1,0 +1,84 @@
+"""Routes of validators and trainers: claims, files, verdicts, batches, versions."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+from starlette.types import Receive, Send
+from starlette.types import Scope as AsgiScope
+
+from shoal.swarm.api.nodes import REFUSED
+from shoal.swarm.api.signed import CallerArg, DeskArg, SignedRoute
+from shoal.swarm.blobs.base import BlobReader
+from shoal.swarm.delegation import Scope
+from shoal.swarm.messages import (
+    BatchAnswer,
+    ClaimAnswer,
+    Number,
+    SignedVerdict,
+    SignedVersion,
+    SubmissionId,
+    VerdictAnswer,
+    VersionAnswer,
+)
+
+judge_routes = APIRouter(prefix="/v1", route_class=SignedRoute, tags=["judges"], responses=REFUSED)
+
+_BLOB: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/octet-stream": {}}, "description": "The file."}
+}
+
+
+@judge_routes.post("/claims")
+async def post_claim(desk: DeskArg, caller: CallerArg) -> ClaimAnswer:
+    """Take a submission to judge."""
+    caller.check_scope(Scope.VALIDATE)
+    return await desk.coordinator.claim_job(caller.node)
+
+
+@judge_routes.get("/submissions/{submission}/blob", response_class=Response, responses=_BLOB)
+async def get_blob(desk: DeskArg, caller: CallerArg, submission: SubmissionId) -> Response:
+    """The file of a submission, for who judges it or trains on it."""
+    return _BlobResponse(await desk.coordinator.open_blob(caller.node, submission))
+
+
+@judge_routes.post("/verdicts")
+async def post_verdict(desk: DeskArg, caller: CallerArg, message: SignedVerdict) -> VerdictAnswer:
+    """Say what was found."""
+    caller.check_scope(Scope.VALIDATE)
+    return await desk.coordinator.post_verdict(caller.node, message)
+
+
+@judge_routes.post("/batches/{step}")
+async def cut_batch(desk: DeskArg, caller: CallerArg, step: Number) -> BatchAnswer:
+    """Fix what a step trains on."""
+    return await desk.coordinator.cut_batch(caller.node, step)
+
+
+@judge_routes.get("/batches/{step}")
+async def get_batch(desk: DeskArg, caller: CallerArg, step: Number) -> BatchAnswer:
+    """A batch that was cut."""
+    return await desk.coordinator.get_batch(caller.node, step)
+
+
+@judge_routes.post("/versions")
+async def post_version(desk: DeskArg, caller: CallerArg, message: SignedVersion) -> VersionAnswer:
+    """Say that a version is out."""
+    return await desk.coordinator.publish_version(caller.node, message)
+
+
+class _BlobResponse(Response):
+    """A blob, sent as it is read."""
+
+    def __init__(self, reader: BlobReader) -> None:
+        super().__init__(media_type="application/octet-stream")
+        self.headers["content-length"] = str(reader.size)
+        self._reader = reader
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Called as an ASGI app. What the reader's end does to the sending stays an `OSError` or `HttpError`."""
+        async with self._reader as reader:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for chunk in reader:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,1 @@
+"""Where submissions lie: files named by their SHA-256."""

@@ -1,0 +1,354 @@
+"""A node's side of the control plane: one method for each thing that can be asked of a coordinator.
+
+Invariants:
+- each try of a request is signed anew; what makes a second try harmless is in the request (a lease, a request key, a
+  submission), so the coordinator answers it as it did the first;
+- a node backs off: twice as long after each failure, never shorter than it was asked to wait, and with a random share,
+  so that a thousand nodes do not come back at once. What is refused for good is not tried again;
+- leases, receipts and verdict records are on disk, with a signature that holds, before they are returned;
+- every head that is shown must extend the one held. One that does not is a fork: the evidence is on disk, and this and
+  every later call raise `ForkError`, after a restart too. A node does not work for a coordinator with two histories.
+
+All methods raise `RefusedError` (a final no), `UnreachableError` (no answer after all tries), `KeepError` and
+`ForkError`, and nothing else that the other side could cause.
+"""
+
+import asyncio
+import hashlib
+import os
+import threading
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from shoal.keys import Key
+from shoal.swarm.api.answers import (
+    BundleAnswer,
+    ChallengeAnswer,
+    Done,
+    Explanation,
+    HeadAnswer,
+    Leaders,
+    ProofAnswer,
+    Unbonding,
+)
+from shoal.swarm.asking import Asker, UnreachableError
+from shoal.swarm.client_auth import RequestSigner
+from shoal.swarm.head import ForkError, HeadError, HeadKeeper, Relation, SignedHead, decode_proof
+from shoal.swarm.keepsakes import KeepError, Keepsakes
+from shoal.swarm.link import Answer, Link, Place
+from shoal.swarm.messages import (
+    BatchAnswer,
+    ClaimAnswer,
+    CommitAnswer,
+    Heartbeat,
+    HeartbeatAnswer,
+    JoinRequest,
+    LeaseAnswer,
+    LeaseRequest,
+    Manifest,
+    MemberInfo,
+    ReceiptAnswer,
+    ReturnAnswer,
+    SignedManifest,
+    SignedVerdict,
+    SignedVersion,
+    Status,
+    VerdictAnswer,
+    VerdictStatement,
+    VersionAnswer,
+    VersionStatement,
+    sign_message,
+)
+from shoal.swarm.work import read_challenge, solve_challenge
+
+MAX_ANSWER_BYTES = 1 << 20
+MAX_BATCH_BYTES = 1 << 25
+MAX_WORK = 1 << 30
+"""hashes that a node does at most to join: some minutes"""
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class OpenClient:
+    """What everybody may ask, without a key."""
+
+    def __init__(self, place: Place, *, link: Link | None = None, asker: Asker | None = None) -> None:
+        self._link = link or Link(place)
+        self._asker = asker or Asker()
+
+    async def read_status(self) -> Status:
+        """The run at a glance."""
+        return await self._get("/v1/status", Status)
+
+    async def read_leaders(self) -> Leaders:
+        """Owners by accepted tokens."""
+        return await self._get("/v1/leaders", Leaders)
+
+    async def explain(self, submission: str) -> str:
+        """All that is known of a submission, in words."""
+        return (await self._get(f"/v1/submissions/{submission}/explanation", Explanation)).text
+
+    async def read_descriptor(self) -> bytes:
+        """The run's descriptor, signed; not checked here."""
+        return (await self._get_answer("/v1/descriptor")).body
+
+    async def read_challenge(self, node: str) -> str:
+        """The work to do before joining."""
+        return (await self._get(f"/v1/challenges/{node}", ChallengeAnswer)).challenge
+
+    async def read_head(self) -> SignedHead | None:
+        """The newest signed head; its signature is not looked at."""
+        text = (await self._get("/v1/head", HeadAnswer)).head
+        return None if text is None else _parse_head(text)
+
+    async def read_proof(self, old: int, new: int) -> tuple[bytes, ...]:
+        """What shall prove that the ledger of `new` events begins with that of `old`."""
+        return decode_proof(list((await self._get(f"/v1/proofs/{old}/{new}", ProofAnswer)).proof))
+
+    async def read_event(self, seq: int) -> bytes:
+        """An event with its proof (`Bundle.from_bytes`)."""
+        return (await self._get(f"/v1/events/{seq}", BundleAnswer)).bundle.encode()
+
+    async def bring(self, target: str, message: BaseModel, model: type[Model]) -> Model:
+        """Bring a statement that carries its own signature: an appeal, a revocation, a command."""
+        body = message.model_dump_json().encode()
+        headers = [("Content-Length", str(len(body))), ("Content-Type", "application/json")]
+        attempt = partial(self._link.ask, "POST", target, headers, body, MAX_ANSWER_BYTES)
+        return _parse_answer(model, await self._asker.persist(attempt))
+
+    def close(self) -> None:
+        """Close what is idle."""
+        self._link.close()
+
+    async def _get(self, target: str, model: type[Model]) -> Model:
+        return _parse_answer(model, await self._get_answer(target))
+
+    async def _get_answer(self, target: str) -> Answer:
+        return await self._asker.persist(partial(self._link.ask, "GET", target, [], b"", MAX_ANSWER_BYTES))
+
+
+class NodeClient(OpenClient):
+    """What a node may ask, under its key. `folder` holds its keepsakes and the head; one client per folder."""
+
+    def __init__(
+        self,
+        place: Place,
+        key: Key,
+        *,
+        run: str,
+        coordinator: str,
+        folder: Path,
+        link: Link | None = None,
+        asker: Asker | None = None,
+        signer: RequestSigner | None = None,
+    ) -> None:
+        super().__init__(place, link=link, asker=asker)
+        self._key, self._run = key, run
+        self._signer = signer or RequestSigner(key, run, coordinator)
+        self.keepsakes = Keepsakes(folder, run, coordinator)
+        self.heads = HeadKeeper(folder / "head.json", run, coordinator)
+
+    @property
+    def clock_offset_ms(self) -> int:
+        """How far the coordinator's clock is ahead of ours, as far as known."""
+        return self._signer.offset_ms
+
+    # Membership
+
+    async def join(self, delegation: bytes, software: str = "", max_work: int = MAX_WORK) -> MemberInfo:
+        """Do the work that joining costs, and join."""
+        stamp = await self._make_stamp(max_work)
+        message = JoinRequest(delegation=delegation.decode(), software=software)
+        return await self._call("POST", "/v1/join", MemberInfo, message, [("Shoal-Work", stamp)])
+
+    async def leave(self) -> None:
+        """Leave for now."""
+        await self._call("POST", "/v1/leave", Done)
+
+    async def send_heartbeat(self, beat: Heartbeat) -> HeartbeatAnswer:
+        """Say that we live; the head that comes back is checked against the one held."""
+        answer = await self._call("POST", "/v1/heartbeat", HeartbeatAnswer, beat)
+        if answer.head is not None:
+            await self.check_head(_parse_head(answer.head))
+        return answer
+
+    async def check_head(self, shown: SignedHead) -> Relation:
+        """Hold a head against the one that is held, with a proof if it takes one; `ForkError` ends the work."""
+        try:
+            relation = self.heads.offer_head(shown)
+            if relation is Relation.UNPROVEN and self.heads.held is not None:
+                proof = await self.read_proof(self.heads.held.head.size, shown.head.size)
+                relation = self.heads.offer_head(shown, proof)
+        except HeadError as error:
+            raise KeepError(f"the coordinator showed no head of its own: {error}") from None
+        return relation
+
+    # Work
+
+    async def ask_lease(self, request_key: str | None = None) -> LeaseAnswer:
+        """Ask for work; the same request key again gets the same lease."""
+        message = LeaseRequest(request_key=request_key or os.urandom(16).hex())
+        answer = await self._call("POST", "/v1/leases", LeaseAnswer, message)
+        if answer.lease is not None:
+            if answer.lease.node != self._key.public:
+                raise KeepError("the coordinator sent the lease of another node")
+            self.keepsakes.keep(answer.lease.lease, answer.lease, answer.document)
+        return answer
+
+    async def return_lease(self, lease: str) -> ReturnAnswer:
+        """Give work back."""
+        return await self._call("POST", f"/v1/leases/{lease}/return", ReturnAnswer)
+
+    async def submit(self, manifest: Manifest, path: Path) -> ReceiptAnswer:
+        """Commit to a file, upload it, and keep its receipt."""
+        committed = await self.commit(manifest)
+        return await self.upload(committed.submission, manifest, path)
+
+    async def commit(self, manifest: Manifest) -> CommitAnswer:
+        """Commit to what will be uploaded."""
+        signed = SignedManifest(manifest=manifest, signature=sign_message(self._key, self._run, manifest))
+        return await self._call("POST", "/v1/submissions", CommitAnswer, signed)
+
+    async def upload(self, submission: str, manifest: Manifest, path: Path) -> ReceiptAnswer:
+        """Upload the file of a submission."""
+        target, digest = f"/v1/submissions/{submission}/blob", bytes.fromhex(manifest.blob)
+
+        async def attempt() -> Answer:
+            headers = self._signer.sign_stream("PUT", target, manifest.size, digest)
+            return await self._link.send_file(target, headers, path, MAX_ANSWER_BYTES)
+
+        self._refuse_fork()
+        answer = _parse_answer(ReceiptAnswer, await self._asker.persist(attempt, self._signer))
+        return self._keep_receipt(submission, manifest, answer)
+
+    async def ask_receipt(self, submission: str, manifest: Manifest) -> ReceiptAnswer:
+        """The receipt of a file that is there: once more, or for one that was put into the store itself."""
+        answer = await self._call("POST", f"/v1/submissions/{submission}/receipt", ReceiptAnswer)
+        return self._keep_receipt(submission, manifest, answer)
+
+    async def unbond(self) -> Unbonding:
+        """Begin to get the owner's bond back."""
+        return await self._call("POST", "/v1/unbond", Unbonding)
+
+    # Judging and training
+
+    async def claim_job(self) -> ClaimAnswer:
+        """Take a submission to judge."""
+        return await self._call("POST", "/v1/claims", ClaimAnswer)
+
+    async def fetch_blob(self, submission: str, blob: str, size: int, path: Path) -> None:
+        """The file of a submission into a new file, which is there only if it has the right bytes."""
+        target = f"/v1/submissions/{submission}/blob"
+        temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+
+        async def attempt() -> Answer:
+            found = hashlib.sha256()
+            headers = self._signer.sign_request("GET", target)
+            with temporary.open("wb") as file:
+
+                def take(piece: bytes) -> None:
+                    found.update(piece)
+                    file.write(piece)
+
+                answer = await self._link.fetch(target, headers, size, take)
+            if answer.status == 200 and found.hexdigest() != blob:
+                raise KeepError("the coordinator sent other bytes than those of the submission")
+            return answer
+
+        self._refuse_fork()
+        try:
+            await self._asker.persist(attempt, self._signer)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    async def send_verdict(self, verdict: VerdictStatement) -> VerdictAnswer:
+        """Say what was found."""
+        signed = SignedVerdict(verdict=verdict, signature=sign_message(self._key, self._run, verdict))
+        answer = await self._call("POST", "/v1/verdicts", VerdictAnswer, signed)
+        record = answer.record
+        if (record.submission, record.round, record.validator) != (
+            verdict.submission,
+            verdict.round,
+            self._key.public,
+        ):
+            raise KeepError("the coordinator answered with the record of another verdict")
+        self.keepsakes.keep(f"{record.submission}-{record.round}", record, answer.document)
+        return answer
+
+    async def cut_batch(self, step: int) -> BatchAnswer:
+        """Fix what a step trains on."""
+        return await self._call("POST", f"/v1/batches/{step}", BatchAnswer, max_bytes=MAX_BATCH_BYTES)
+
+    async def read_batch(self, step: int) -> BatchAnswer:
+        """A batch that was cut."""
+        return await self._call("GET", f"/v1/batches/{step}", BatchAnswer, max_bytes=MAX_BATCH_BYTES)
+
+    async def publish_version(self, version: VersionStatement) -> VersionAnswer:
+        """Say that a version is out."""
+        signed = SignedVersion(version=version, signature=sign_message(self._key, self._run, version))
+        return await self._call("POST", "/v1/versions", VersionAnswer, signed)
+
+    async def _call(
+        self,
+        method: str,
+        target: str,
+        model: type[Model],
+        message: BaseModel | None = None,
+        extra: list[tuple[str, str]] | None = None,
+        *,
+        max_bytes: int = MAX_ANSWER_BYTES,
+    ) -> Model:
+        self._refuse_fork()
+        body = b"" if message is None else message.model_dump_json().encode()
+
+        async def attempt() -> Answer:
+            headers = [*self._signer.sign_request(method, target, body), *(extra or [])]
+            return await self._link.ask(method, target, headers, body, max_bytes)
+
+        return _parse_answer(model, await self._asker.persist(attempt, self._signer))
+
+    def _keep_receipt(self, submission: str, manifest: Manifest, answer: ReceiptAnswer) -> ReceiptAnswer:
+        receipt = answer.receipt
+        expected = (submission, manifest.lease, self._key.public, manifest.blob, manifest.size)
+        if (receipt.submission, receipt.lease, receipt.node, receipt.blob, receipt.size) != expected:
+            raise KeepError("the coordinator sent a receipt for something else")
+        self.keepsakes.keep(submission, receipt, answer.document)
+        return answer
+
+    def _refuse_fork(self) -> None:
+        if self.heads.fork is not None:
+            raise ForkError(self.heads.fork)
+
+    async def _make_stamp(self, max_work: int) -> str:
+        """Solve a challenge in a thread, which ends with whoever waits for it."""
+        text = await self.read_challenge(self._key.public)
+        try:
+            challenge = read_challenge(text, self._key.public, max_work)
+        except ValueError as error:
+            raise KeepError(str(error)) from None
+        stop = threading.Event()
+        try:
+            stamp = await asyncio.to_thread(solve_challenge, challenge, stop.is_set)
+        finally:
+            stop.set()
+        assert stamp is not None, "nobody said stop"
+        return stamp
+
+
+def _parse_answer(model: type[Model], answer: Answer) -> Model:
+    try:
+        return model.model_validate_json(answer.body)
+    except ValidationError as error:
+        place = ".".join(str(part) for part in error.errors(include_input=False)[0]["loc"])[:80]
+        raise UnreachableError(f"the answer is not one of a coordinator of this version (at {place})") from None
+
+
+def _parse_head(text: str) -> SignedHead:
+    try:
+        return SignedHead.from_bytes(text.encode())
+    except HeadError as error:
+        raise KeepError(f"the coordinator showed no head: {error}") from None

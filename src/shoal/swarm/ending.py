@@ -1,0 +1,80 @@
+"""The ends of leases, and of all work of somebody who was banned."""
+
+from shoal.swarm.event import Kind
+from shoal.swarm.messages import SubmissionState
+from shoal.swarm.rules.width import halve_width
+from shoal.swarm.state.leases import LeaseRow, find_lease, list_of_owner
+from shoal.swarm.state.nodes import find_node, find_owner
+from shoal.swarm.state.submissions import SubmissionRow, list_open
+from shoal.swarm.turn import Turn
+
+
+def end_lease(
+    turn: Turn, lease: LeaseRow, state: str, because: str, *, blame: bool = False, keep: bool = False
+) -> None:
+    """End a lease: `blame` halves the node's width, `keep` offers the span to the same owner first."""
+    node = find_node(turn.connection, lease.node)
+    assert node is not None, "a lease has a node"
+    width = halve_width(node.aimd) if blame else node.aimd
+    body = {
+        "because": because,
+        "first": lease.first,
+        "node": lease.node,
+        "progress": width.progress,
+        "reserved": lease.owner if keep else "",
+        "state": state,
+        "step": lease.step,
+        "width": width.width,
+    }
+    turn.append(Kind.LEASE_END, lease.lease, body)
+
+
+def drop_upload(turn: Turn, submission: SubmissionRow, because: SubmissionState, *, blame: bool = False) -> None:
+    """Wait no longer for the file of a submission."""
+    lease = find_lease(turn.connection, submission.lease)
+    assert lease is not None, "a submission that awaits its file has a lease"
+    end_lease(turn, lease, "unsent", because.value, blame=blame, keep=blame)
+
+
+def void_work(turn: Turn, owner: str, node: str | None = None) -> None:
+    """End all that an owner, or one node of it, has begun: it is not paid, and others may do it."""
+    for lease in list_of_owner(turn.connection, owner):
+        if node in (None, lease.node):
+            end_lease(turn, lease, "cancelled", "its holder was banned")
+    for submission in list_open(turn.connection, owner):
+        if node in (None, submission.node):
+            _void_submission(turn, submission)
+
+
+def _void_submission(turn: Turn, submission: SubmissionRow) -> None:
+    if submission.state == SubmissionState.COMMITTED:
+        drop_upload(turn, submission, SubmissionState.VOID)
+        return
+    turn.append(
+        Kind.SUB_OUTCOME, submission.submission, empty_outcome(turn, submission, SubmissionState.VOID, "banned")
+    )
+
+
+def empty_outcome(turn: Turn, submission: SubmissionRow, state: SubmissionState, because: str) -> dict[str, object]:
+    """The body of an outcome that pays nothing and changes nobody's record."""
+    node, owner = find_node(turn.connection, submission.node), find_owner(turn.connection, submission.owner)
+    return {
+        "appeal": 0,
+        "because": because,
+        "blob": submission.blob,
+        "fills": 1,
+        "first": submission.first,
+        "holds": [],
+        "node": submission.node,
+        "owner": submission.owner,
+        "paid": 0,
+        "progress": 0 if node is None else node.progress,
+        "purse": "",
+        "signals": [],
+        "soft_row": 0 if owner is None else owner.soft_row,
+        "state": state.value,
+        "step": submission.step,
+        "tokens": 0,
+        "version": submission.version,
+        "width": 1 if node is None else node.width,
+    }

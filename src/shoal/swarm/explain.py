@@ -1,0 +1,79 @@
+"""A submission's story in plain words: every check, number, threshold and posting. For the accused, and for all."""
+
+import json
+from collections.abc import Iterator
+
+from sqlalchemy import Connection, text
+
+from shoal.errors import ConfigError
+from shoal.swarm.event import Event, Kind
+from shoal.swarm.postings import MICRO
+from shoal.swarm.rows import read_event
+from shoal.swarm.state.credit import find_appeal
+from shoal.swarm.state.queue import find_job, list_verdicts
+from shoal.swarm.state.submissions import SubmissionRow, find_submission, list_duplicates
+
+_EVENTS = text("SELECT seq FROM event WHERE subject = :subject ORDER BY seq")
+
+
+def explain_submission(connection: Connection, submission: str) -> str:
+    """All that is known of a submission; ConfigError if there is none."""
+    row = find_submission(connection, submission)
+    if row is None:
+        raise ConfigError(f"{submission[:40]}: no such submission in this ledger")
+    lines = [*_tell_start(row), *_tell_duplicates(connection, row), *_tell_verdicts(connection, row)]
+    lines += [*_tell_outcomes(connection, row), *_tell_rest(connection, row)]
+    return "\n".join(lines)
+
+
+def _tell_start(row: SubmissionRow) -> Iterator[str]:
+    groups = f"groups {row.first} to {row.first + row.count - 1} of step {row.step}"
+    yield f"{row.submission} is {row.state}."
+    yield f"Node {row.node} of owner {row.owner} committed it under {row.lease}."
+    yield f"It is about {groups}, computed with v{row.version}."
+    yield f"File {row.blob}, {row.size} bytes, {row.tokens} tokens by its manifest."
+    if row.received_ms:
+        yield f"Its file arrived {max(0, row.received_ms - row.committed_ms)} ms after the manifest."
+
+
+def _tell_duplicates(connection: Connection, row: SubmissionRow) -> Iterator[str]:
+    for duplicate in list_duplicates(connection, row.submission):
+        yield f"Rollout {duplicate.place} has the tokens of one in {duplicate.rival}, which is {duplicate.rival_state}."
+
+
+def _tell_verdicts(connection: Connection, row: SubmissionRow) -> Iterator[str]:
+    for vote in list_verdicts(connection, row.submission):
+        on = " on appeal" if vote.appeal else ""
+        yield f"Round {vote.round}{on}: validator {vote.validator} says {vote.verdict} ({vote.tokens} tokens)."
+        event = read_event(connection, vote.seq)
+        for finding in [] if event is None else event.content["findings"]:
+            word = "passed" if finding["passed"] else "FAILED"
+            where = f" at {finding['where']}" if finding["where"] else ""
+            yield f"  {finding['check']}: {finding['statistic']}, threshold {finding['threshold']}{where}: {word}"
+
+
+def _tell_outcomes(connection: Connection, row: SubmissionRow) -> Iterator[str]:
+    for (seq,) in connection.execute(_EVENTS, {"subject": row.submission}):
+        event = read_event(connection, int(seq))
+        if event is not None and event.kind in (Kind.SUB_OUTCOME, Kind.SLASH, Kind.APPEAL):
+            yield _tell_event(event)
+            for posting in event.postings:
+                yield f"  {posting.account}: {posting.amount:+d} micro-credits ({posting.amount / MICRO:+.6f})"
+
+
+def _tell_event(event: Event) -> str:
+    content = json.loads(event.body)
+    match event.kind:
+        case Kind.SUB_OUTCOME:
+            return f"Event {event.seq}: {content['state']}, {content['because']}; paid {content['paid']} micro-credits."
+        case Kind.SLASH:
+            return f"Event {event.seq}: {content['amount']} micro-credits of the owner were burned."
+    return f"Event {event.seq}: the owner appealed."
+
+
+def _tell_rest(connection: Connection, row: SubmissionRow) -> Iterator[str]:
+    job, appeal = find_job(connection, row.submission), find_appeal(connection, row.submission)
+    if job is not None and job.state == "queued":
+        yield f"It waits for verdict {job.round}, claimed {job.claims} times so far."
+    if appeal is not None:
+        yield f"The appeal is {appeal.state}."

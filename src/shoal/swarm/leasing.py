@@ -1,0 +1,179 @@
+"""Leases: who gets what work, and what becomes of work that is not done.
+
+    of each open step, the smallest first: what is offered again, then groups that are missing; then backups
+
+Invariants:
+- work is given out for open steps only, and only as much as their batches lack;
+- a span has at most two holders at once, the second one being its backup;
+- what an owner returned or let expire is kept for it for a while: who does not like its tasks meets them again.
+"""
+
+from dataclasses import dataclass
+
+from shoal.swarm.callers import Rows, require_member
+from shoal.swarm.delegation import Scope
+from shoal.swarm.ending import end_lease
+from shoal.swarm.event import Kind
+from shoal.swarm.messages import Lease, LeaseAnswer, ReturnAnswer, Standing
+from shoal.swarm.refusal import AuthError
+from shoal.swarm.rules.age import oldest_version
+from shoal.swarm.rules.batch import count_missing
+from shoal.swarm.rules.deadline import is_backup_due, lease_time
+from shoal.swarm.state.leases import LeaseRow, count_held, find_lease, find_request, find_slowest, list_due
+from shoal.swarm.state.queue import count_queued
+from shoal.swarm.state.spans import count_groups, find_offer
+from shoal.swarm.state.steps import find_step, list_steps, newest_version
+from shoal.swarm.state.submissions import count_open
+from shoal.swarm.tags import Tag
+from shoal.swarm.turn import Turn
+
+MAX_AT_ONCE = 64
+_RETRY_S = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A span to lease."""
+
+    step: int
+    first: int
+    count: int
+    fence: int
+    fresh: bool
+    backup: bool = False
+
+
+def grant_lease(turn: Turn, *, node: str, request_key: str) -> LeaseAnswer:
+    """Give a node work, or say why not."""
+    caller = require_member(turn, node, Scope.WORK)
+    earlier = find_request(turn.connection, node, request_key)
+    if earlier is not None:
+        return _answer_lease(turn, earlier)
+    refusal = _find_refusal(turn, caller)
+    if refusal is not None:
+        return refusal
+    choice = _choose_span(turn, caller)
+    if choice is None:
+        return _refuse_lease(
+            "no_need", "every open step has its groups on their way; a new step opens when one is trained"
+        )
+    name = f"l{turn.next_seq}"
+    turn.append(Kind.LEASE_GRANT, name, _describe_lease(turn, caller, request_key, choice))
+    lease = find_lease(turn.connection, name)
+    assert lease is not None, "it was granted"
+    return _answer_lease(turn, lease)
+
+
+def return_lease(turn: Turn, *, node: str, lease_id: str) -> ReturnAnswer:
+    """Take a lease back; it costs width, or one could choose one's tasks."""
+    require_member(turn, node)
+    lease = find_lease(turn.connection, lease_id)
+    if lease is None or lease.node != node:
+        raise AuthError(404, "unknown_lease", "this node has no such lease")
+    if lease.state != "active":
+        return ReturnAnswer(lease=lease_id, state=lease.state)
+    end_lease(turn, lease, "returned", "returned by its holder", blame=True, keep=True)
+    return ReturnAnswer(lease=lease_id, state="returned")
+
+
+def expire_leases(turn: Turn) -> bool:
+    """End leases whose deadline has passed; whether there may be more."""
+    due = list_due(turn.connection, turn.now_ms, MAX_AT_ONCE)
+    for lease in due:
+        end_lease(turn, lease, "expired", "expired before it was submitted", blame=True, keep=True)
+    return len(due) == MAX_AT_ONCE
+
+
+def _find_refusal(turn: Turn, caller: Rows) -> LeaseAnswer | None:
+    """Why this caller gets no lease now; None if it may have one."""
+    params, connection, mirror = turn.params, turn.connection, turn.setting.mirror
+    newest = newest_version(connection)
+    if newest >= params.steps:
+        return _refuse_lease("finished", "the run is finished", retry_s=0)
+    if mirror.stopped:
+        return _refuse_lease("stopped", "the operator stopped the run", retry_s=60)
+    if newest < 0:
+        return _refuse_lease("no_version", "the run waits for its trainer to publish v0")
+    if count_queued(connection) >= params.max_queue:
+        return _refuse_lease("queue_full", "more work waits for validation than is good; no leases until it is less")
+    if count_open(connection, caller.owner.owner) >= params.max_pending_per_owner:
+        return _refuse_lease("too_many", "too many submissions of this owner wait for their verdict")
+    return _check_width(turn, caller)
+
+
+def _check_width(turn: Turn, caller: Rows) -> LeaseAnswer | None:
+    """As many leases at once as node and owner may hold."""
+    params, (node, owner) = turn.params, caller
+    held = count_held(turn.connection, node.node, owner.owner)
+    if held.node >= min(node.width, node.max_leases):
+        return _refuse_lease("busy", f"this node holds {held.node} leases, as many as it may; deliver them first")
+    most = {Standing.PROBATION.value: params.probation_leases, Standing.LIMITED.value: 1}
+    if held.owner >= min(most.get(owner.standing, params.max_leases_per_owner), params.max_leases_per_owner):
+        return _refuse_lease("busy", f"this owner holds {held.owner} leases, as many as its standing allows")
+    return None
+
+
+def _choose_span(turn: Turn, caller: Rows) -> Choice | None:
+    steps = list_steps(turn.connection, "open")
+    until_ms = turn.now_ms - 1000 * turn.params.reserve_s
+    for step in steps:
+        offer = find_offer(turn.connection, step.step, caller.owner.owner, until_ms)
+        if offer is not None:
+            return Choice(offer.step, offer.first, offer.count, offer.fence + 1, fresh=False)
+        groups = count_groups(turn.connection, step.step)
+        missing = count_missing(turn.params.groups_per_batch, groups.signal, groups.on_their_way)
+        if missing:
+            count = min(missing, turn.params.groups_per_lease)
+            return Choice(step.step, step.next_index, count, fence=1, fresh=True)
+    for step in steps:
+        slow = find_slowest(turn.connection, step.step, caller.owner.owner)
+        if slow is not None and is_backup_due(turn.params, slow.granted_ms, slow.deadline_ms, turn.now_ms):
+            return Choice(slow.step, slow.first, slow.count, slow.fence + 1, fresh=False, backup=True)
+    return None
+
+
+def _describe_lease(turn: Turn, caller: Rows, request_key: str, choice: Choice) -> dict[str, object]:
+    params = turn.params
+    return {
+        "backup": int(choice.backup),
+        "count": choice.count,
+        "deadline_ms": turn.now_ms + lease_time(params, turn.setting.mirror.group_ms, choice.count),
+        "duplicate_tokens": params.duplicate_tokens,
+        "fence": choice.fence,
+        "first": choice.first,
+        "fresh": int(choice.fresh),
+        "newest_version": newest_version(turn.connection),
+        "node": caller.node.node,
+        "owner": caller.owner.owner,
+        "price": params.price,
+        "request_key": request_key,
+        "step": choice.step,
+        "upload_s": params.upload_s,
+    }
+
+
+def _answer_lease(turn: Turn, row: LeaseRow) -> LeaseAnswer:
+    params, step = turn.params, find_step(turn.connection, row.step)
+    assert step is not None, "a lease is of a step that was opened"
+    lease = Lease(
+        run=turn.run,
+        lease=row.lease,
+        node=row.node,
+        step=row.step,
+        first=row.first,
+        count=row.count,
+        group_size=params.group_size,
+        max_tokens=params.max_tokens,
+        beacon=step.beacon,
+        fence=row.fence,
+        newest_version=row.newest_version,
+        oldest_version=oldest_version(row.step, params.async_level),
+        granted_ms=row.granted_ms,
+        deadline_ms=row.deadline_ms,
+        price=row.price,
+    )
+    return LeaseAnswer(lease=lease, document=turn.sign(Tag.LEASE, lease))
+
+
+def _refuse_lease(code: str, reason: str, retry_s: int = _RETRY_S) -> LeaseAnswer:
+    return LeaseAnswer(lease=None, code=code, reason=reason, retry_after_s=retry_s)

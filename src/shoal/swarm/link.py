@@ -1,0 +1,243 @@
+"""A node's connections to its coordinator: one request and its answer at a time on each, kept and used again.
+
+Invariants:
+- every wait has a deadline, and all that can go wrong with the other side becomes a `LinkError` here and nowhere else;
+- no more of an answer is read than the caller allows; redirects are answers like any other, and never followed;
+- a connection is used again only if its answer was read to the last byte;
+- a file is sent once the server says `100 Continue`: one that is refused costs its head alone.
+"""
+
+import asyncio
+import os
+import re
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import h11
+
+from shoal.errors import ConfigError
+from shoal.shardcast.http import HttpError, Url, new_client, parse_count, parse_url, receive_data, receive_head
+from shoal.swarm.client_auth import Headers
+from shoal.swarm.wire import Wire
+
+MAX_IDLE = 4
+CHUNK_BYTES = 1 << 17
+_SCHEME = re.compile(r"https://([^/]+)/?")
+
+
+class LinkError(Exception):
+    """No answer, in a few words. `is_stale`: on a connection kept from before, so that a new one is worth a try."""
+
+    def __init__(self, reason: str, *, is_stale: bool = False) -> None:
+        super().__init__(reason)
+        self.is_stale = is_stale
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a coordinator is."""
+
+    url: Url
+    tls: ssl.SSLContext | None
+
+    def __str__(self) -> str:
+        return str(self.url) if self.tls is None else f"https://{self.url.host}:{self.url.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """How long a node waits for what, in seconds, and the least rate of a body."""
+
+    connect_s: float = 10.0
+    answer_s: float = 60.0
+    """until the first byte of an answer"""
+    rest_s: float = 10.0
+    """for the rest of its head"""
+    window_s: float = 20.0
+    min_rate: int = 4 * 1024
+    """bytes a second of a body, over a window"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer, read to its end."""
+
+    status: int
+    body: bytes
+    retry_after_s: int | None
+
+
+def parse_place(text: str, authority: Path | None = None) -> Place:
+    """A coordinator's address as the user writes it; `authority` is a file of certificates to trust instead."""
+    secure = _SCHEME.fullmatch(text)
+    if secure is None:
+        return Place(parse_url(text), None)
+    host = secure[1]
+    has_port = re.search(r":[0-9]{1,5}$", host) is not None
+    url = parse_url(f"http://{host}" if has_port else f"http://{host}:443")
+    try:
+        return Place(url, ssl.create_default_context(cafile=None if authority is None else str(authority)))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"{authority}: no file of certificates ({error.strerror or error})") from None
+
+
+class Link:
+    """The connections to one coordinator."""
+
+    def __init__(self, place: Place, deadlines: Deadlines | None = None) -> None:
+        self._place = place
+        self._deadlines = deadlines or Deadlines()
+        self._idle: list[Wire] = []
+
+    async def ask(self, method: str, target: str, headers: Headers, body: bytes, max_bytes: int) -> Answer:
+        """A request with a short body."""
+        async with self._take_wire() as (wire, conn):
+            end = [h11.Data(data=body), h11.EndOfMessage()]
+            await _send(wire, conn, self._build_request(method, target, headers), *end)
+            response = await self._read_response(wire, conn)
+            return await _read_answer(wire, conn, response, max_bytes)
+
+    async def send_file(self, target: str, headers: Headers, path: Path, max_bytes: int) -> Answer:
+        """A request whose body is a file."""
+        async with self._take_wire() as (wire, conn):
+            expect = [*headers, ("Expect", "100-continue")]
+            await _send(wire, conn, self._build_request("PUT", target, expect))
+            response = await self._await_word(wire, conn)
+            if response is None:
+                await _send_contents(wire, conn, path)
+                response = await self._read_response(wire, conn)
+            return await _read_answer(wire, conn, response, max_bytes)
+
+    async def fetch(self, target: str, headers: Headers, max_bytes: int, take: Callable[[bytes], None]) -> Answer:
+        """A GET whose answer, if it is a 200, goes piece by piece to `take`, up to `max_bytes`."""
+        async with self._take_wire() as (wire, conn):
+            await _send(wire, conn, self._build_request("GET", target, headers), h11.EndOfMessage())
+            response = await self._read_response(wire, conn)
+            if response.status_code != 200:
+                return await _read_answer(wire, conn, response, max_bytes)
+            async for piece in _read_pieces(wire, conn, max_bytes):
+                take(piece)
+            return Answer(200, b"", None)
+
+    def close(self) -> None:
+        """Close what is idle."""
+        while self._idle:
+            self._idle.pop().abort()
+
+    @asynccontextmanager
+    async def _take_wire(self) -> AsyncIterator[tuple[Wire, h11.Connection]]:
+        """A connection for one exchange; what goes wrong with it is told as `LinkError`."""
+        wire = self._find_idle()
+        is_kept = wire is not None
+        if wire is None:
+            wire = await self._connect()
+        before, conn = wire.received_bytes, new_client()
+        try:
+            yield wire, conn
+        except (OSError, HttpError) as error:
+            is_closed = wire.received_bytes == before and not wire.is_open
+            wire.abort()
+            if is_closed:
+                self.close()  # what else is kept from before is as old, and a try is dear
+            reason = "closed without an answer" if is_closed else _phrase_error(error)
+            raise LinkError(f"{self._place}: {reason}", is_stale=is_kept and is_closed) from error
+        except BaseException:
+            wire.abort()
+            raise
+        self._keep_wire(wire, conn)
+
+    def _find_idle(self) -> Wire | None:
+        while self._idle:
+            wire = self._idle.pop()
+            if wire.is_open:
+                return wire
+            wire.abort()
+        return None
+
+    def _keep_wire(self, wire: Wire, conn: h11.Connection) -> None:
+        is_done = conn.our_state is h11.DONE and conn.their_state is h11.DONE
+        if is_done and wire.is_open and not conn.trailing_data[0] and len(self._idle) < MAX_IDLE:
+            self._idle.append(wire)
+        else:
+            wire.close()
+
+    async def _connect(self) -> Wire:
+        loop = asyncio.get_running_loop()
+        limits = self._deadlines
+        host, port, tls = self._place.url.host, self._place.url.port, self._place.tls
+        try:
+            async with asyncio.timeout(limits.connect_s):
+                _, wire = await loop.create_connection(
+                    lambda: Wire(min_rate=limits.min_rate, window_s=limits.window_s), host, port, ssl=tls
+                )
+        except (OSError, UnicodeError) as error:
+            raise LinkError(f"{self._place}: no connection ({_phrase_error(error)})") from error
+        return wire
+
+    def _build_request(self, method: str, target: str, headers: Headers) -> h11.Request:
+        fields = [("Host", self._place.url.authority), *headers]
+        if method != "GET" and not any(name.lower() == "content-length" for name, _ in headers):
+            fields.append(("Content-Length", "0"))
+        return h11.Request(method=method, target=target, headers=fields)
+
+    async def _await_word(self, wire: Wire, conn: h11.Connection) -> h11.Response | None:
+        """Wait for `100 Continue`; an answer in its place means that no body is wanted."""
+        head = await self._read_any(wire, conn)
+        return None if isinstance(head, h11.InformationalResponse) else head
+
+    async def _read_response(self, wire: Wire, conn: h11.Connection) -> h11.Response:
+        async with asyncio.timeout(self._deadlines.answer_s):
+            while isinstance(head := await self._read_any(wire, conn), h11.InformationalResponse):
+                pass
+        return head
+
+    async def _read_any(self, wire: Wire, conn: h11.Connection) -> h11.Response | h11.InformationalResponse:
+        limits = self._deadlines
+        head = await receive_head(wire.receive, conn, first_s=limits.answer_s, rest_s=limits.rest_s)
+        if head is None:
+            raise HttpError("closed without an answer")
+        assert not isinstance(head, h11.Request), "a client reads answers"
+        return head
+
+
+async def _send(wire: Wire, conn: h11.Connection, *events: h11.Event) -> None:
+    await wire.send(b"".join(conn.send(event) or b"" for event in events))
+
+
+async def _send_contents(wire: Wire, conn: h11.Connection, path: Path) -> None:
+    """Send a file; a server that has heard enough may answer and close before the end, and its answer is read then."""
+    with path.open("rb") as file:
+        try:
+            while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
+                await _send(wire, conn, h11.Data(data=data))
+            await _send(wire, conn, h11.EndOfMessage())
+        except ConnectionError:
+            return
+
+
+async def _read_answer(wire: Wire, conn: h11.Connection, response: h11.Response, max_bytes: int) -> Answer:
+    body = b"".join([piece async for piece in _read_pieces(wire, conn, max_bytes)])
+    retry = next((value.decode("ascii", "replace") for name, value in response.headers if name == b"retry-after"), "")
+    return Answer(response.status_code, body, parse_count(retry))
+
+
+async def _read_pieces(wire: Wire, conn: h11.Connection, max_bytes: int) -> AsyncIterator[bytes]:
+    size = 0
+    while piece := await receive_data(wire.receive_rated, conn):
+        size += len(piece)
+        if size > max_bytes:
+            raise HttpError(f"an answer of more than {max_bytes} bytes")
+        yield piece
+
+
+def _phrase_error(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS ({error.reason or error})"
+    if isinstance(error, OSError) and (error.errno or 0) > 0:
+        return os.strerror(error.errno or 0)
+    return str(error) or type(error).__name__

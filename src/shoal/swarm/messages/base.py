@@ -1,0 +1,69 @@
+"""What messages are made of: texts and numbers with their bounds, and the words of standing and verdict."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+MAX_ROLLOUTS = 256
+"""of one lease"""
+MAX_NUMBER = 2**53
+
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+"""a SHA-256 or a public key"""
+SignatureText = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")]
+RequestKey = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+"""chosen at random by the caller; the same one again gets the first answer"""
+LeaseId = Annotated[str, StringConstraints(pattern=r"^l[0-9]{1,18}$")]
+SubmissionId = Annotated[str, StringConstraints(pattern=r"^s[0-9]{1,18}$")]
+Number = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+ShortText = Annotated[str, StringConstraints(max_length=80, pattern=r"^[ -~]*$")]
+LongText = Annotated[str, StringConstraints(max_length=400, pattern=r"^[ -~]*$")]
+Decimal = Annotated[str, StringConstraints(pattern=r"^-?[0-9]{1,20}(\.[0-9]{1,20})?(e-?[0-9]{1,3})?$")]
+"""a measured number, as text: the ledger holds no floats"""
+
+
+class Message(BaseModel):
+    """Base of all messages."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class Standing(StrEnum):
+    """What the run thinks of an owner; changes by events alone."""
+
+    PROBATION = "probation"
+    GOOD = "good"
+    TRUSTED = "trusted"
+    LIMITED = "limited"
+    BANNED = "banned"
+
+
+class Verdict(StrEnum):
+    """What a validator finds of a submission."""
+
+    ACCEPTED = "accepted"
+    FORM = "rejected_form"
+    SOFT = "rejected_soft"
+    HARD = "rejected_hard"
+    INCONCLUSIVE = "inconclusive"
+
+
+class SubmissionState(StrEnum):
+    """Where a submission is; all but the first two are final (an appeal may replace a rejection)."""
+
+    COMMITTED = "committed"
+    """the manifest is in the ledger, the file is awaited"""
+    RECEIVED = "received"
+    """the file is here, verdicts are awaited"""
+    ACCEPTED = "accepted"
+    FORM = "rejected_form"
+    SOFT = "rejected_soft"
+    HARD = "rejected_hard"
+    INCONCLUSIVE = "inconclusive"
+    UNSENT = "unsent"
+    """the file did not come in time"""
+    SUPERSEDED = "superseded"
+    """another node delivered the same groups first"""
+    VOID = "void"
+    """its owner was banned before it was judged"""

@@ -1,0 +1,51 @@
+"""Signatures beside messages: what is signed is the canonical JSON of the message, as a statement for the ledger."""
+
+from typing import TypeVar
+
+from shoal.keys import Key
+from shoal.swarm.event import EventError, Kind, Statement, encode_body, sign_statement
+from shoal.swarm.messages.judging import AppealStatement, VerdictStatement
+from shoal.swarm.messages.operator import Action, Command
+from shoal.swarm.messages.training import VersionStatement
+from shoal.swarm.messages.work import Manifest
+from shoal.swarm.refusal import AuthError
+
+COMMAND_KINDS = {
+    Action.BAN: Kind.BAN,
+    Action.UNBAN: Kind.UNBAN,
+    Action.PARAMS: Kind.PARAMS,
+    Action.STOP: Kind.ADMIN,
+    Action.RESUME: Kind.ADMIN,
+    Action.CANARY: Kind.CANARY,
+}
+
+Signable = TypeVar("Signable", Manifest, VerdictStatement, VersionStatement, AppealStatement, Command)
+
+
+def sign_message(key: Key, run: str, message: Signable) -> str:
+    """The signature that goes beside a message, in hex."""
+    kind, subject = _frame_message(message)
+    return sign_statement(key, run, kind, subject, message.model_dump(mode="json")).signature.hex()
+
+
+def open_message(run: str, actor: str, message: Signable, signature: str) -> Statement:
+    """The statement for the ledger that a message and its signature make; `AuthError` if it was not signed so."""
+    kind, subject = _frame_message(message)
+    try:
+        body = encode_body(message.model_dump(mode="json"))
+        return Statement(run, actor, kind, subject, body, bytes.fromhex(signature))
+    except EventError as error:
+        raise AuthError(403, "statement", f"not a statement that this key signed for this run ({error})") from None
+
+
+def _frame_message(message: Signable) -> tuple[Kind, str]:
+    match message:
+        case Manifest():
+            return Kind.SUB_COMMIT, message.lease
+        case VerdictStatement():
+            return Kind.VAL_VERDICT, message.submission
+        case AppealStatement():
+            return Kind.APPEAL, message.submission
+        case VersionStatement():
+            return Kind.VERSION_PUBLISH, f"v{message.version}"
+    return COMMAND_KINDS[message.action], message.target

@@ -1,0 +1,150 @@
+"""What holds for all of a run: its limits and prices, all of them integers.
+
+They stand in the genesis. The operator changes them by a signed event, but for the `FIXED` ones, on which the work that
+was done already depends.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import Field, StringConstraints, ValidationError, model_validator
+
+from shoal.config import Settings
+from shoal.errors import ConfigError
+from shoal.swarm.messages import MAX_ROLLOUTS, Standing
+
+FIXED = frozenset({"steps", "async_level", "groups_per_batch", "group_size", "max_tokens"})
+"""Changing breaks: the beacon chain, leases that are out, the order of batches."""
+MILLION = 1_000_000
+
+Count = Annotated[int, Field(ge=1, le=2**31)]
+Natural = Annotated[int, Field(ge=0, le=2**31)]
+Seconds = Annotated[int, Field(ge=1, le=10**8)]
+Share = Annotated[int, Field(ge=0, le=MILLION)]
+"""in millionths"""
+PublicKey = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class RunParams(Settings):
+    """Limits and prices of a run."""
+
+    steps: Annotated[int, Field(ge=1, le=100_000)] = 10
+    async_level: Annotated[int, Field(ge=0, le=64)] = 2
+    """k: a step may train only on rollouts of versions at most this much older than the one it trains"""
+    groups_per_batch: Annotated[int, Field(ge=1, le=65_536)] = 8
+    """groups with a learning signal"""
+    group_size: Annotated[int, Field(ge=1, le=MAX_ROLLOUTS)] = 8
+    max_tokens: Count = 512
+    groups_per_lease: Annotated[int, Field(ge=1, le=MAX_ROLLOUTS)] = 1
+
+    heartbeat_s: Seconds = 10
+    stale_s: Seconds = 45
+    gone_s: Seconds = 120
+    lease_min_s: Seconds = 60
+    lease_first_s: Seconds = 600
+    """until durations were measured"""
+    lease_max_s: Seconds = 3600
+    lease_factor: Annotated[int, Field(ge=1, le=100)] = 3
+    """deadline in medians of what leases took"""
+    late_s: Natural = 5
+    """how long after its end an expired lease may still be submitted, if nobody else delivered"""
+    reserve_s: Natural = 30
+    """how long what an owner returned or let expire is offered to it alone"""
+    backup_after: Share = 500_000
+    """share of its time after which a lease gets a backup, if nothing else is to do"""
+    upload_s: Seconds = 120
+    """an upload has this long, and its size at `UPLOAD_BYTES_S`"""
+    claim_s: Seconds = 120
+    opinion_s: Seconds = 3600
+    """how long another opinion is waited for"""
+    max_rounds: Annotated[int, Field(ge=2, le=9)] = 3
+    max_claims: Annotated[int, Field(ge=2, le=100)] = 5
+    """claims without a verdict after which a submission is inconclusive"""
+    max_queue: Count = 1024
+    """submissions in the queue beyond which no leases are granted"""
+    max_pending_per_owner: Count = 8
+    max_leases_per_owner: Count = 64
+    probation_leases: Count = 4
+    """at once, of all nodes of an owner on probation"""
+    max_width: Count = 16
+    """leases at once of one node"""
+    raise_after: Count = 5
+    """accepted submissions for one more lease at once"""
+    blob_max_bytes: Annotated[int, Field(ge=1, le=2**40)] = 64 * 2**20
+    duplicate_tokens: Natural = 64
+    """rollouts at least this long are compared with all others; 0 for greedy runs: none are"""
+
+    price: Natural = 1
+    """micro-credits per validated token"""
+    verdict_price: Natural = 0
+    """micro-credits for each verdict that helped to decide"""
+    stake_submissions: Natural = 20
+    """accepted submissions whose pay is kept as an owner's bond"""
+    challenge_s: Seconds = 86_400
+    hold_submissions: Natural = 20
+    """pay is held until the owner had this many more submissions accepted, or `hold_max_s` have passed"""
+    hold_max_s: Seconds = 7 * 86_400
+    unbond_s: Seconds = 14 * 86_400
+    slash_share: Share = MILLION
+    """of the bond that a hard verdict burns"""
+    appeal_s: Seconds = 7 * 86_400
+    """how long after a rejection it may be appealed"""
+    appeal_every_s: Natural = 3 * 86_400
+    """between two appeals of one owner"""
+    appeal_fee: Natural = 0
+    """micro-credits, returned if the owner was right"""
+    good_after: Count = 20
+    """accepted submissions"""
+    trusted_after: Count = 500
+    limit_after: Count = 3
+    """soft rejections in a row"""
+    limited_s: Seconds = 3600
+    check_probation: Share = MILLION
+    check_good: Annotated[int, Field(ge=50_000, le=MILLION)] = 250_000
+    check_trusted: Annotated[int, Field(ge=50_000, le=MILLION)] = 100_000
+    canary_every_s: Natural = 0
+    """alarm if no planted submission was rejected for so long; 0 for runs without"""
+
+    trainers: Annotated[tuple[PublicKey, ...], Field(max_length=64)] = ()
+    """nodes or owners that may cut batches and publish versions"""
+    validators: Annotated[tuple[PublicKey, ...], Field(max_length=1024)] = ()
+    """nodes or owners that may judge"""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "RunParams":
+        if self.groups_per_lease * self.group_size > MAX_ROLLOUTS:
+            raise ValueError(f"groups_per_lease times group_size must be at most {MAX_ROLLOUTS}")
+        if not self.lease_min_s <= self.lease_first_s <= self.lease_max_s:
+            raise ValueError("lease_min_s, lease_first_s and lease_max_s must be in this order")
+        if not self.heartbeat_s < self.stale_s < self.gone_s:
+            raise ValueError("heartbeat_s, stale_s and gone_s must grow")
+        if self.hold_max_s < self.challenge_s or self.unbond_s <= self.challenge_s:
+            raise ValueError("hold_max_s must be at least challenge_s, and unbond_s more")
+        return self
+
+    def check_share(self, standing: Standing) -> int:
+        """Share of rollouts whose proof is checked, in millionths."""
+        return {Standing.GOOD: self.check_good, Standing.TRUSTED: self.check_trusted}.get(
+            standing, self.check_probation
+        )
+
+
+def parse_params(content: Any) -> RunParams:
+    """Parameters as they stand in an event; ConfigError for what are none."""
+    try:
+        return RunParams.model_validate(
+            {**content, **{name: tuple(content[name]) for name in ("trainers", "validators")}}
+        )
+    except (ValidationError, TypeError, KeyError) as error:
+        raise ConfigError(f"not the parameters of a run: {error}") from None
+
+
+def dump_params(params: RunParams) -> dict[str, Any]:
+    """Parameters as they stand in an event."""
+    return params.model_dump(mode="json")
+
+
+def check_change(old: RunParams, new: RunParams) -> None:
+    """Refuse a change of what is fixed."""
+    changed = sorted(name for name in FIXED if getattr(old, name) != getattr(new, name))
+    if changed:
+        raise ConfigError(f"fixed for the whole run: {', '.join(changed)}")

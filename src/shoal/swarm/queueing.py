@@ -1,0 +1,72 @@
+"""Claims: who judges what. At least once: a claim that is not fulfilled in time goes to somebody else."""
+
+import json
+
+from shoal.swarm.callers import Rows, require_validator
+from shoal.swarm.event import Kind
+from shoal.swarm.messages import ClaimAnswer, Job, Manifest, Standing
+from shoal.swarm.rows import read_event
+from shoal.swarm.state.credit import find_canary
+from shoal.swarm.state.nodes import find_owner
+from shoal.swarm.state.queue import JobRow, find_claimed, find_job, find_next
+from shoal.swarm.state.steps import find_step
+from shoal.swarm.state.submissions import SubmissionRow, find_submission, list_duplicates
+from shoal.swarm.turn import Turn
+
+_RETRY_S = 2
+
+
+def claim_job(turn: Turn, *, node: str) -> ClaimAnswer:
+    """The submission that a validator judges next; the one it has claimed already, if any."""
+    caller = require_validator(turn, node)
+    job = find_claimed(turn.connection, node, turn.now_ms) or _claim_next(turn, caller)
+    if job is None:
+        return ClaimAnswer(job=None, retry_after_s=_RETRY_S)
+    return ClaimAnswer(job=_describe_job(turn, job))
+
+
+def _claim_next(turn: Turn, caller: Rows) -> JobRow | None:
+    node, owner = caller.node.node, caller.owner.owner
+    job = find_next(turn.connection, node, owner, turn.now_ms)
+    if job is None:
+        return None
+    deadline_ms = turn.now_ms + 1000 * turn.params.claim_s
+    body = {"deadline_ms": deadline_ms, "owner": job.owner, "round": job.round, "validator": node}
+    turn.append(Kind.VAL_CLAIM, job.submission, body)
+    return find_job(turn.connection, job.submission)
+
+
+def _describe_job(turn: Turn, job: JobRow) -> Job:
+    submission = find_submission(turn.connection, job.submission)
+    assert submission is not None, "a job has a submission"
+    step = find_step(turn.connection, submission.step)
+    assert step is not None, "a submission is of a step that was opened"
+    owner = find_owner(turn.connection, submission.owner)
+    standing = Standing.PROBATION if owner is None or job.round > 1 or job.appeal else Standing(owner.standing)
+    return Job(
+        submission=job.submission,
+        round=job.round,
+        step=submission.step,
+        first=submission.first,
+        count=submission.count,
+        group_size=turn.params.group_size,
+        max_tokens=turn.params.max_tokens,
+        beacon=step.beacon,
+        version=submission.version,
+        manifest=_read_manifest(turn, submission),
+        check_ppm=turn.params.check_share(standing),
+        check_seed=turn.setting.chain.draw_check(job.submission, submission.blob),
+        duplicates=tuple(row.place for row in list_duplicates(turn.connection, job.submission)),
+        deadline_ms=job.deadline_ms,
+    )
+
+
+def _read_manifest(turn: Turn, submission: SubmissionRow) -> Manifest:
+    """As it was committed; a planted submission gets one that looks like any other."""
+    event = read_event(turn.connection, int(submission.submission[1:]))
+    assert event is not None, "it was committed before it was received"
+    if find_canary(turn.connection, submission.submission) is None:
+        return Manifest.model_validate_json(event.body)
+    plan = event.content["canary"]
+    shown = {name: plan[name] for name in ("blob", "size", "version", "rollouts")}
+    return Manifest.model_validate_json(json.dumps({**shown, "lease": f"l{max(0, event.seq - 1)}", "fence": 1}))

@@ -1,0 +1,1 @@
+"""What is decided, as pure functions: no clock, no database, no randomness. Each page is tested by its properties."""

@@ -1,0 +1,196 @@
+"""What follows when a submission is decided: pay, record, standing, the span; and what a conviction costs.
+
+Invariants:
+- all of it is in the decision of the last verdict: nobody sees a verdict without its pay, or pay without its verdict;
+- a submission is paid once at most, and never one of an owner that is banned;
+- what a conviction takes is burned.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.swarm.balances import read_balances
+from shoal.swarm.ending import empty_outcome, void_work
+from shoal.swarm.event import Kind
+from shoal.swarm.messages import Standing, SubmissionState, Verdict
+from shoal.swarm.postings import MINT, TREASURY, Posting, name_account
+from shoal.swarm.rules.pay import Payment, count_loss, pay_tokens, pay_verdicts, post_loss, post_payments
+from shoal.swarm.rules.standing import count_soft, next_standing
+from shoal.swarm.rules.width import Width, halve_width, raise_width
+from shoal.swarm.state.credit import find_appeal, find_canary, find_loss, list_bonds
+from shoal.swarm.state.nodes import OwnerRow, find_ban, find_node, find_owner
+from shoal.swarm.state.queue import VerdictRow
+from shoal.swarm.state.submissions import SubmissionRow, list_duplicates
+from shoal.swarm.turn import Turn
+
+_BLAMED = (SubmissionState.FORM, SubmissionState.SOFT, SubmissionState.HARD)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What the verdicts made of a submission."""
+
+    state: SubmissionState
+    because: str
+    votes: Sequence[VerdictRow]
+    tokens: int = 0
+    signals: tuple[int, ...] = ()
+
+
+def settle_submission(turn: Turn, submission: SubmissionRow, finding: Finding) -> int:
+    """Record the outcome with all its consequences; returns what its owner is paid."""
+    if find_canary(turn.connection, submission.submission) is not None:
+        return _settle_canary(turn, submission, finding)
+    finding = _check_duplicates(turn, submission, finding)
+    owner = find_owner(turn.connection, submission.owner)
+    assert owner is not None, "a submission has an owner"
+    assert owner.standing != Standing.BANNED, "the work of a banned owner is void"
+    body, payments = _describe_outcome(turn, submission, owner, finding)
+    turn.append(Kind.SUB_OUTCOME, submission.submission, body, post_payments(payments))
+    _change_standing(turn, owner, finding.state)
+    if finding.state is SubmissionState.HARD:
+        convict_owner(turn, submission)
+    return int(body["paid"])
+
+
+def settle_appeal(turn: Turn, submission: SubmissionRow, finding: Finding) -> int:
+    """Record what an appeal came to: the rejection stands, or its owner is paid and given back what was taken."""
+    reverses = finding.state is SubmissionState.ACCEPTED
+    state = finding.state if reverses else SubmissionState(submission.state)
+    if reverses:
+        _lift_conviction(turn, submission)
+    body = empty_outcome(turn, submission, state, finding.because)
+    owner = find_owner(turn.connection, submission.owner)
+    assert owner is not None, "a submission has an owner"
+    body |= {"appeal": 1, "fills": 0}
+    postings: list[Posting] = []
+    if reverses and find_ban(turn.connection, submission.node, submission.owner) is None:
+        payments = _repay_owner(turn, submission, finding.tokens)
+        paid = sum(payment.amount for payment in payments)
+        body |= {"paid": paid, "purse": "pending", "tokens": finding.tokens, "holds": _list_holds(payments, owner)}
+        postings = _post_appeal(turn, submission, payments)
+    turn.append(Kind.SUB_OUTCOME, submission.submission, body, postings)
+    return int(str(body["paid"]))
+
+
+def convict_owner(turn: Turn, submission: SubmissionRow) -> None:
+    """Two validators found that a submission was faked: burn what its owner holds, and ban it."""
+    owner, params = submission.owner, turn.params
+    accounts = {purse: name_account(purse, owner) for purse in ("pending", "stake", "unbond")}
+    balances = read_balances(turn.connection, list(accounts.values()))
+    held = {purse: balances[account] for purse, account in accounts.items()}
+    loss = count_loss(params, **held)
+    if loss.total:
+        free_ms = max((bond.free_ms for bond in list_bonds(turn.connection, owner)), default=0)
+        body = {"amount": loss.total, "free_ms": free_ms, "owner": owner, "rest": held["unbond"] - loss.unbond}
+        turn.append(Kind.SLASH, submission.submission, body, post_loss(owner, loss))
+    turn.append(Kind.BAN, owner, {"reason": name_conviction(submission.submission), "target": owner})
+    void_work(turn, owner)
+
+
+def name_conviction(submission: str) -> str:
+    """The reason of a ban by verdict, by which an appeal finds it."""
+    return f"hard verdict on {submission}"
+
+
+def _check_duplicates(turn: Turn, submission: SubmissionRow, finding: Finding) -> Finding:
+    """Refuse rollouts that an accepted submission had before."""
+    if finding.state is not SubmissionState.ACCEPTED:
+        return finding
+    for row in list_duplicates(turn.connection, submission.submission):
+        if row.rival_state == SubmissionState.ACCEPTED:
+            because = f"rollout {row.place} has the tokens of one in {row.rival}, which was handed in before"
+            return Finding(SubmissionState.SOFT, because, finding.votes)
+    return finding
+
+
+def _describe_outcome(
+    turn: Turn, submission: SubmissionRow, owner: OwnerRow, finding: Finding
+) -> tuple[dict[str, Any], list[Payment]]:
+    width = _change_width(turn, submission.node, finding.state)
+    body: dict[str, Any] = empty_outcome(turn, submission, finding.state, finding.because)
+    body |= {"progress": width.progress, "soft_row": count_soft(owner.soft_row, finding.state), "width": width.width}
+    payments = pay_verdicts(turn.params, _list_judges(turn, finding.votes))
+    if finding.state is SubmissionState.ACCEPTED:
+        pay = pay_tokens(turn.params, submission.owner, finding.tokens, owner.staked)
+        body |= {"signals": list(finding.signals), "tokens": finding.tokens}
+        if pay is not None:
+            body |= {"paid": pay.amount, "purse": pay.purse}
+            payments.append(pay)
+    body["holds"] = _list_holds(payments, owner)
+    return body, payments
+
+
+def _list_holds(payments: Sequence[Payment], owner: OwnerRow) -> list[dict[str, Any]]:
+    """What is pending, each with how many submissions of its owner were accepted, this one included."""
+    return [
+        {
+            "amount": payment.amount,
+            "number": owner.accepted + 1 if payment.owner == owner.owner else 0,
+            "owner": payment.owner,
+        }
+        for payment in payments
+        if payment.purse == "pending"
+    ]
+
+
+def _list_judges(turn: Turn, votes: Sequence[VerdictRow]) -> list[str]:
+    """Owners of the validators whose verdict was clear, once for each."""
+    judges = [find_node(turn.connection, vote.validator) for vote in votes if vote.verdict != Verdict.INCONCLUSIVE]
+    return [judge.owner for judge in judges if judge is not None and not turn.setting.mirror.is_banned(judge.owner)]
+
+
+def _change_width(turn: Turn, node: str, state: SubmissionState) -> Width:
+    row = find_node(turn.connection, node)
+    assert row is not None, "a submission has a node"
+    if state is SubmissionState.ACCEPTED:
+        return raise_width(row.aimd, turn.params.raise_after, turn.params.max_width)
+    return halve_width(row.aimd) if state in _BLAMED else row.aimd
+
+
+def _change_standing(turn: Turn, old: OwnerRow, state: SubmissionState) -> None:
+    owner = find_owner(turn.connection, old.owner)
+    assert owner is not None, "it was there before"
+    standing = next_standing(
+        turn.params, Standing(owner.standing), state, accepted=owner.accepted, soft_row=owner.soft_row
+    )
+    if standing != owner.standing:
+        turn.append(Kind.NODE_STANDING, owner.owner, {"reason": state.value, "standing": standing.value})
+
+
+def _settle_canary(turn: Turn, submission: SubmissionRow, finding: Finding) -> int:
+    """A planted submission: who accepted it may not judge for a while. What a canary finds is never paid."""
+    body = empty_outcome(turn, submission, finding.state, finding.because)
+    turn.append(Kind.SUB_OUTCOME, submission.submission, {**body, "fills": 0})
+    if finding.state is not SubmissionState.ACCEPTED:
+        return 0
+    for vote in finding.votes:
+        judge = find_node(turn.connection, vote.validator)
+        if vote.verdict == Verdict.ACCEPTED and judge is not None:
+            reason = {"reason": f"accepted the planted {submission.submission}", "standing": Standing.LIMITED.value}
+            turn.append(Kind.NODE_STANDING, judge.owner, reason)
+    return 0
+
+
+def _lift_conviction(turn: Turn, submission: SubmissionRow) -> None:
+    """Undo the ban that this submission caused; one for another reason stays."""
+    ban = find_ban(turn.connection, submission.owner, submission.owner)
+    if ban is not None and ban.reason == name_conviction(submission.submission):
+        turn.append(Kind.UNBAN, submission.owner, {"reason": "its appeal was right", "target": submission.owner})
+
+
+def _repay_owner(turn: Turn, submission: SubmissionRow, tokens: int) -> list[Payment]:
+    """The pay that was due, and what the conviction took."""
+    amounts = (turn.params.price * tokens, find_loss(turn.connection, submission.submission))
+    return [Payment(submission.owner, "pending", amount) for amount in amounts if amount]
+
+
+def _post_appeal(turn: Turn, submission: SubmissionRow, payments: Sequence[Payment]) -> list[Posting]:
+    """Pay, and the fee back."""
+    appeal = find_appeal(turn.connection, submission.submission)
+    postings = post_payments(payments)
+    if appeal is not None and appeal.fee:
+        postings += [Posting(TREASURY, -appeal.fee), Posting(name_account("avail", submission.owner), appeal.fee)]
+    assert all(posting.account != MINT or posting.amount < 0 for posting in postings), "credit is minted, not taken"
+    return postings

@@ -1,0 +1,88 @@
+"""The state of a run: tables that follow from the events alone.
+
+Invariant: these tables are written here and nowhere else, so `shoal ledger verify` can make them again and compare.
+
+All of them are one projection, because events of one kind concern several: a receipt is about a submission, its span
+and the queue. What an event needs of the parameters stands in its body, so a change of rules does not change the past.
+"""
+
+from collections.abc import Callable
+
+from sqlalchemy import Connection
+
+from shoal.swarm.event import Event, Kind
+from shoal.swarm.projection import Projection
+from shoal.swarm.state import credit, leases, nodes, queue, run, spans, steps, submissions
+
+Handler = Callable[[Event, Connection], None]
+
+HANDLERS: dict[str, tuple[Handler, ...]] = {
+    Kind.GENESIS: (run.begin_run,),
+    Kind.PARAMS: (run.note_command, run.change_params),
+    Kind.ADMIN: (run.note_command, run.switch_run),
+    Kind.COORDINATOR_UP: (leases.shift_deadlines, submissions.shift_uploads, queue.shift_claims),
+    Kind.NODE_JOIN: (nodes.add_node,),
+    Kind.NODE_DELEGATE: (nodes.add_node,),
+    Kind.NODE_REVOKE: (nodes.drop_node,),
+    Kind.NODE_LEAVE: (nodes.drop_node,),
+    Kind.NODE_STANDING: (nodes.set_standing,),
+    Kind.BAN: (run.note_command, nodes.add_ban),
+    Kind.UNBAN: (run.note_command, nodes.lift_ban),
+    Kind.STEP_OPEN: (steps.open_step,),
+    Kind.LEASE_GRANT: (steps.take_indices, spans.lease_span, leases.add_lease),
+    Kind.LEASE_END: (leases.end_lease, submissions.drop_submission, spans.release_span, nodes.set_width),
+    Kind.SUB_COMMIT: (submissions.add_submission,),
+    Kind.SUB_RECEIPT: (submissions.receive_submission, spans.deliver_span, queue.queue_job),
+    Kind.VAL_CLAIM: (queue.claim_job,),
+    Kind.VAL_VERDICT: (queue.add_verdict,),
+    Kind.SUB_OUTCOME: (
+        submissions.decide_submission,
+        spans.settle_span,
+        queue.finish_job,
+        nodes.count_outcome,
+        nodes.set_width,
+        credit.add_holds,
+        credit.end_appeal,
+        credit.end_canary,
+    ),
+    Kind.BATCH_CUT: (steps.cut_step, spans.mark_batch),
+    Kind.VERSION_PUBLISH: (steps.add_version,),
+    Kind.CREDIT_POST: (credit.release_holds,),
+    Kind.STAKE_UNBOND: (credit.move_bond,),
+    Kind.SLASH: (credit.burn_credit,),
+    Kind.APPEAL: (queue.reopen_job, credit.add_appeal),
+    Kind.CANARY: (run.note_command, submissions.plant_submission, queue.queue_canary, credit.add_canary),
+}
+
+TABLES = (
+    run.RUN_STATE,
+    run.COMMAND,
+    nodes.OWNER,
+    nodes.NODE,
+    nodes.BAN,
+    steps.STEP,
+    steps.VERSION,
+    spans.SPAN,
+    spans.GROUP,
+    leases.LEASE,
+    submissions.SUBMISSION,
+    submissions.ROLLOUT,
+    submissions.DUPLICATE,
+    queue.JOB,
+    queue.SERVED,
+    queue.VERDICT,
+    credit.HOLD,
+    credit.BOND,
+    credit.LOSS,
+    credit.APPEAL,
+    credit.CANARY,
+)
+
+
+def apply_state(event: Event, connection: Connection) -> None:
+    """Bring all tables up to date with one more event."""
+    for handle in HANDLERS.get(event.kind, ()):
+        handle(event, connection)
+
+
+PROJECTIONS = (Projection("state", TABLES, apply_state),)

@@ -1,0 +1,223 @@
+"""Owners, their nodes, and bans.
+
+Standing is an owner's, liveness (not here) a node's. A ban is a row of its own, on the key of an owner or of a node, so
+it holds whatever else changes.
+"""
+
+from typing import NamedTuple
+
+from sqlalchemy import Column, Connection, Text
+
+from shoal.swarm.db import INT64, define_table
+from shoal.swarm.event import Event
+from shoal.swarm.messages import Standing, SubmissionState
+from shoal.swarm.rules.width import Width
+from shoal.swarm.state.sql import Sql, fetch_row, fetch_rows, insert_into, list_columns
+
+OWNER = define_table(
+    "owner",
+    Column("owner", Text, primary_key=True),
+    Column("standing", Text, nullable=False),
+    Column("since_ms", INT64, nullable=False),
+    Column("accepted", INT64, nullable=False),
+    Column("rejected", INT64, nullable=False),
+    Column("soft_row", INT64, nullable=False),
+    Column("staked", INT64, nullable=False),
+    Column("tokens", INT64, nullable=False),
+    Column("earned", INT64, nullable=False),
+)
+NODE = define_table(
+    "node",
+    Column("node", Text, primary_key=True),
+    Column("owner", Text, nullable=False, index=True),
+    Column("scopes", Text, nullable=False),
+    Column("not_before_ms", INT64, nullable=False),
+    Column("not_after_ms", INT64, nullable=False),
+    Column("max_leases", INT64, nullable=False),
+    Column("digest", Text, nullable=False),
+    Column("joined_ms", INT64, nullable=False),
+    Column("gone", Text, nullable=False),
+    Column("width", INT64, nullable=False),
+    Column("progress", INT64, nullable=False),
+)
+BAN = define_table(
+    "ban",
+    Column("target", Text, primary_key=True),
+    Column("reason", Text, nullable=False),
+    Column("seq", INT64, nullable=False),
+)
+
+
+class OwnerRow(NamedTuple):
+    """An owner and its record."""
+
+    owner: str
+    standing: str
+    since_ms: int
+    accepted: int
+    rejected: int
+    soft_row: int
+    staked: int
+    """submissions whose pay went into the bond"""
+    tokens: int
+    earned: int
+
+
+class NodeRow(NamedTuple):
+    """A node and what its owner allows it."""
+
+    node: str
+    owner: str
+    scopes: str
+    """separated by commas"""
+    not_before_ms: int
+    not_after_ms: int
+    max_leases: int
+    digest: str
+    joined_ms: int
+    gone: str
+    """empty, left or revoked"""
+    width: int
+    progress: int
+
+    @property
+    def aimd(self) -> Width:
+        return Width(self.width, self.progress)
+
+
+_NODES, _OWNERS = f"SELECT {list_columns(NODE)} FROM node", f"SELECT {list_columns(OWNER)} FROM owner"
+_SELECT_NODE, _SELECT_NODES = Sql(f"{_NODES} WHERE node = :node"), Sql(f"{_NODES} ORDER BY node")
+_SELECT_OF_OWNER = Sql(f"{_NODES} WHERE owner = :owner ORDER BY node")
+_SELECT_OWNER, _SELECT_OWNERS = Sql(f"{_OWNERS} WHERE owner = :owner"), Sql(f"{_OWNERS} ORDER BY owner")
+_SELECT_LIMITED = Sql(f"{_OWNERS} WHERE standing = 'limited' AND since_ms <= :before_ms ORDER BY owner LIMIT :most")
+_SELECT_BANS = Sql("SELECT target, reason, seq FROM ban ORDER BY target")
+_SELECT_BAN = Sql("SELECT target, reason, seq FROM ban WHERE target = :node OR target = :owner ORDER BY target")
+_INSERT_NODE, _INSERT_OWNER = insert_into(NODE), insert_into(OWNER)
+_RENEW_NODE = Sql(
+    "UPDATE node SET scopes = :scopes, not_before_ms = :not_before_ms, not_after_ms = :not_after_ms, "
+    "max_leases = :max_leases, digest = :digest, gone = '' WHERE node = :node"
+)
+_SET_GONE = Sql("UPDATE node SET gone = :gone WHERE node = :node")
+_SET_WIDTH = Sql("UPDATE node SET width = :width, progress = :progress WHERE node = :node")
+_SET_STANDING = Sql("UPDATE owner SET standing = :standing, since_ms = :since_ms WHERE owner = :owner")
+_COUNT_OUTCOME = Sql(
+    "UPDATE owner SET accepted = accepted + :accepted, rejected = rejected + :rejected, soft_row = :soft_row, "
+    "staked = staked + :staked, tokens = tokens + :tokens, earned = earned + :earned WHERE owner = :owner"
+)
+_INSERT_BAN = Sql(
+    "INSERT INTO ban (target, reason, seq) VALUES (:target, :reason, :seq) "
+    "ON CONFLICT (target) DO UPDATE SET reason = excluded.reason, seq = excluded.seq"
+)
+_DELETE_BAN = Sql("DELETE FROM ban WHERE target = :target")
+
+_REJECTED = {SubmissionState.FORM, SubmissionState.SOFT, SubmissionState.HARD}
+
+
+class BanRow(NamedTuple):
+    """A ban and the event that made it."""
+
+    target: str
+    reason: str
+    seq: int
+
+
+def find_node(connection: Connection, node: str) -> NodeRow | None:
+    return fetch_row(connection, _SELECT_NODE, NodeRow, node=node)
+
+
+def find_owner(connection: Connection, owner: str) -> OwnerRow | None:
+    return fetch_row(connection, _SELECT_OWNER, OwnerRow, owner=owner)
+
+
+def find_ban(connection: Connection, node: str, owner: str) -> BanRow | None:
+    """The ban of a node or of its owner."""
+    return fetch_row(connection, _SELECT_BAN, BanRow, node=node, owner=owner)
+
+
+def list_nodes(connection: Connection) -> list[NodeRow]:
+    return fetch_rows(connection, _SELECT_NODES, NodeRow)
+
+
+def list_own_nodes(connection: Connection, owner: str) -> list[NodeRow]:
+    return fetch_rows(connection, _SELECT_OF_OWNER, NodeRow, owner=owner)
+
+
+def list_owners(connection: Connection) -> list[OwnerRow]:
+    return fetch_rows(connection, _SELECT_OWNERS, OwnerRow)
+
+
+def list_limited(connection: Connection, before_ms: int, most: int) -> list[OwnerRow]:
+    """Owners that are limited since `before_ms` or longer."""
+    return fetch_rows(connection, _SELECT_LIMITED, OwnerRow, before_ms=before_ms, most=most)
+
+
+def list_bans(connection: Connection) -> list[BanRow]:
+    return fetch_rows(connection, _SELECT_BANS, BanRow)
+
+
+def add_node(event: Event, connection: Connection) -> None:
+    """node.join, node.delegate"""
+    content = event.content
+    row = {name: content[name] for name in ("owner", "not_before_ms", "not_after_ms", "max_leases", "digest")}
+    row |= {"node": event.subject, "scopes": ",".join(content["scopes"])}
+    if find_owner(connection, content["owner"]) is None:
+        empty = dict.fromkeys(("accepted", "rejected", "soft_row", "staked", "tokens", "earned"), 0)
+        ban = find_ban(connection, content["owner"], content["owner"])
+        standing = Standing.PROBATION if ban is None else Standing.BANNED
+        values = {"owner": content["owner"], "standing": standing.value, "since_ms": event.time_ms, **empty}
+        _INSERT_OWNER.run(connection, values)
+    if find_node(connection, event.subject) is None:
+        _INSERT_NODE.run(connection, {**row, "joined_ms": event.time_ms, "gone": "", "width": 1, "progress": 0})
+    else:
+        _RENEW_NODE.run(connection, row)
+
+
+def drop_node(event: Event, connection: Connection) -> None:
+    """node.leave, node.revoke"""
+    gone = "left" if event.kind == "node.leave" else "revoked"
+    _SET_GONE.run(connection, {"node": event.subject, "gone": gone})
+
+
+def set_standing(event: Event, connection: Connection) -> None:
+    """node.standing"""
+    _write_standing(connection, event.subject, event.content["standing"], event.time_ms)
+
+
+def add_ban(event: Event, connection: Connection) -> None:
+    """ban"""
+    target, reason = event.content["target"], event.content["reason"]
+    _INSERT_BAN.run(connection, {"target": target, "reason": reason, "seq": event.seq})
+    _write_standing(connection, target, Standing.BANNED.value, event.time_ms)
+
+
+def lift_ban(event: Event, connection: Connection) -> None:
+    """unban"""
+    target = event.content["target"]
+    if _DELETE_BAN.run(connection, {"target": target}).rowcount:
+        _write_standing(connection, target, Standing.PROBATION.value, event.time_ms)
+
+
+def set_width(event: Event, connection: Connection) -> None:
+    """lease.end, sub.outcome"""
+    content = event.content
+    values = {"node": content["node"], "width": content["width"], "progress": content["progress"]}
+    _SET_WIDTH.run(connection, values)
+
+
+def count_outcome(event: Event, connection: Connection) -> None:
+    """sub.outcome"""
+    content = event.content
+    values = {
+        "owner": content["owner"],
+        "accepted": int(content["state"] == SubmissionState.ACCEPTED),
+        "rejected": int(content["state"] in _REJECTED) - int(content["appeal"]),  # which was counted before
+        "soft_row": content["soft_row"],
+        "staked": int(content["purse"] == "stake"),
+        "tokens": content["tokens"],
+        "earned": content["paid"],
+    }
+    _COUNT_OUTCOME.run(connection, values)
+
+
+def _write_standing(connection: Connection, owner: str, standing: str, since_ms: int) -> None:
+    _SET_STANDING.run(connection, {"owner": owner, "standing": standing, "since_ms": since_ms})

@@ -1,0 +1,81 @@
+"""The run itself: its parameters, whether it is stopped, and the commands that were recorded."""
+
+import json
+from dataclasses import dataclass
+
+from sqlalchemy import Column, Connection, Text
+
+from shoal.canonical import encode_canonical
+from shoal.swarm.db import INT64, define_table
+from shoal.swarm.event import Event
+from shoal.swarm.params import RunParams, parse_params
+from shoal.swarm.state.sql import Sql, fetch_number, fetch_row, insert_into
+
+RUN_STATE = define_table(
+    "run_state",
+    Column("run", Text, primary_key=True),
+    Column("operator", Text, nullable=False),
+    Column("beacon", Text, nullable=False),
+    Column("params", Text, nullable=False),
+    Column("stopped", INT64, nullable=False),
+)
+COMMAND = define_table("command", Column("nonce", Text, primary_key=True), Column("seq", INT64, nullable=False))
+
+_INSERT_RUN, _INSERT_COMMAND = insert_into(RUN_STATE), insert_into(COMMAND)
+_SELECT_RUN = Sql("SELECT run, operator, beacon, params, stopped FROM run_state")
+_SET_PARAMS = Sql("UPDATE run_state SET params = :params")
+_SET_STOPPED = Sql("UPDATE run_state SET stopped = :stopped")
+_SELECT_COMMAND = Sql("SELECT seq FROM command WHERE nonce = :nonce")
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """The run as it is."""
+
+    run: str
+    operator: str
+    beacon: str
+    params: RunParams
+    stopped: bool
+
+
+def read_run(connection: Connection) -> RunRow:
+    """The run of this ledger."""
+    row = fetch_row(connection, _SELECT_RUN, _make_run)
+    if row is None:
+        raise LookupError("a ledger whose genesis has no parameters")
+    return row
+
+
+def find_command(connection: Connection, nonce: str) -> int | None:
+    """The event that recorded a command."""
+    return fetch_number(connection, _SELECT_COMMAND, nonce=nonce) or None
+
+
+def begin_run(event: Event, connection: Connection) -> None:
+    """genesis"""
+    content = event.content
+    if "params" not in content:
+        return  # a ledger without a run: of tests, or of another use
+    row = {name: content[name] for name in ("run", "operator", "beacon")}
+    _INSERT_RUN.run(connection, {**row, "params": encode_canonical(content["params"]).decode(), "stopped": 0})
+
+
+def change_params(event: Event, connection: Connection) -> None:
+    """params"""
+    _SET_PARAMS.run(connection, {"params": encode_canonical(event.content["params"]).decode()})
+
+
+def switch_run(event: Event, connection: Connection) -> None:
+    """admin"""
+    _SET_STOPPED.run(connection, {"stopped": int(event.content["action"] == "stop")})
+
+
+def note_command(event: Event, connection: Connection) -> None:
+    """Whatever the operator signed has a nonce, which is taken once."""
+    if event.signature and "nonce" in event.content:
+        _INSERT_COMMAND.run(connection, {"nonce": event.content["nonce"], "seq": event.seq})
+
+
+def _make_run(run: str, operator: str, beacon: str, params: str, stopped: int) -> RunRow:
+    return RunRow(run, operator, beacon, parse_params(json.loads(params)), bool(stopped))

@@ -1,0 +1,255 @@
+"""Submissions, the hashes of their rollouts, and rollouts that were handed in before.
+
+    committed -> received -> accepted | rejected_* | inconclusive | void,   committed -> unsent | superseded | void
+
+A rollout's hash belongs to the first submission that committed it. A later one with the same hash at another place is a
+duplicate of it, unless the first was not accepted; then an accepted later one takes the hash over. The same hash at the
+same place (step, group, sample) is no duplicate: whoever computes a group gets the same rollouts.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sqlalchemy import Column, Connection, Index, Text
+
+from shoal.swarm.db import INT64, define_table
+from shoal.swarm.event import Event
+from shoal.swarm.messages import SubmissionState
+from shoal.swarm.rules.deadline import upload_time
+from shoal.swarm.state.leases import LeaseRow, submit_lease
+from shoal.swarm.state.spans import retake_span
+from shoal.swarm.state.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
+
+SUBMISSION = define_table(
+    "submission",
+    Column("submission", Text, primary_key=True),
+    Column("lease", Text, nullable=False, unique=True),
+    Column("node", Text, nullable=False),
+    Column("owner", Text, nullable=False),
+    Column("step", INT64, nullable=False),
+    Column("first", INT64, nullable=False),
+    Column("count", INT64, nullable=False),
+    Column("version", INT64, nullable=False),
+    Column("blob", Text, nullable=False, index=True),
+    Column("size", INT64, nullable=False),
+    Column("tokens", INT64, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("committed_ms", INT64, nullable=False),
+    Column("upload_ms", INT64, nullable=False),
+    Column("received_ms", INT64, nullable=False),
+    Column("decided_ms", INT64, nullable=False),
+    Column("paid", INT64, nullable=False),
+)
+Index("submission_due", SUBMISSION.c.state, SUBMISSION.c.upload_ms)
+Index("submission_owner", SUBMISSION.c.owner, SUBMISSION.c.state)
+ROLLOUT = define_table(
+    "rollout",
+    Column("hash", Text, primary_key=True),
+    Column("submission", Text, nullable=False),
+    Column("step", INT64, nullable=False),
+    Column("position", INT64, nullable=False),
+)
+DUPLICATE = define_table(
+    "duplicate",
+    Column("submission", Text, primary_key=True),
+    Column("place", INT64, primary_key=True, autoincrement=False),
+    Column("position", INT64, nullable=False),
+    Column("hash", Text, nullable=False),
+    Column("rival", Text, nullable=False),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SubmissionRow:
+    """A submission."""
+
+    submission: str
+    lease: str
+    node: str
+    owner: str
+    step: int
+    first: int
+    count: int
+    version: int
+    blob: str
+    size: int
+    tokens: int
+    """that the node says it has"""
+    state: str
+    committed_ms: int
+    upload_ms: int
+    """until when the file is awaited"""
+    received_ms: int
+    decided_ms: int
+    paid: int
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in (SubmissionState.COMMITTED, SubmissionState.RECEIVED)
+
+
+class DuplicateRow(NamedTuple):
+    """A rollout that another submission had before."""
+
+    place: int
+    """of the rollout in its submission"""
+    rival: str
+    rival_state: str
+
+
+_SUBMISSIONS = f"SELECT {list_columns(SUBMISSION)} FROM submission"
+_SELECT = Sql(f"{_SUBMISSIONS} WHERE submission = :submission")
+_SELECT_LEASE = Sql(f"{_SUBMISSIONS} WHERE lease = :lease")
+_SELECT_BLOB = Sql(f"{_SUBMISSIONS} WHERE blob = :blob ORDER BY committed_ms, submission")
+_SELECT_DUE = Sql(
+    f"{_SUBMISSIONS} WHERE state = 'committed' AND upload_ms <= :now_ms ORDER BY upload_ms, submission LIMIT :most"
+)
+_SELECT_OPEN = Sql(f"{_SUBMISSIONS} WHERE owner = :owner AND state IN ('committed', 'received') ORDER BY submission")
+_COUNT_OPEN = Sql("SELECT count(*) FROM submission WHERE owner = :owner AND state IN ('committed', 'received')")
+_SELECT_RIVALS = Sql(
+    f"{_SUBMISSIONS} WHERE step = :step AND first = :first AND state = 'committed' ORDER BY submission"
+)
+_SELECT_DUPLICATES = Sql(
+    "SELECT d.place, d.rival, r.state FROM duplicate d JOIN submission r ON r.submission = d.rival "
+    "WHERE d.submission = :submission ORDER BY d.place"
+)
+_INSERT, _INSERT_DUPLICATE = insert_into(SUBMISSION), insert_into(DUPLICATE)
+_INSERT_ROLLOUT = Sql(
+    "INSERT INTO rollout (hash, submission, step, position) VALUES (:hash, :submission, :step, :position) "
+    "ON CONFLICT (hash) DO NOTHING"
+)
+_SELECT_ROLLOUTS = Sql(
+    "SELECT hash, submission, step, position FROM rollout WHERE hash IN (SELECT value FROM json_each(:hashes))",
+    "SELECT hash, submission, step, position FROM rollout WHERE hash IN "
+    "(SELECT jsonb_array_elements_text(CAST(:hashes AS jsonb)))",
+)
+_RECEIVE = Sql(
+    "UPDATE submission SET state = 'received', received_ms = :time_ms WHERE submission = :submission "
+    "AND state = 'committed'"
+)
+_DECIDE = Sql(
+    "UPDATE submission SET state = :state, decided_ms = :time_ms, paid = paid + :paid WHERE submission = :submission"
+)
+_DROP = Sql("UPDATE submission SET state = :state, decided_ms = :time_ms WHERE lease = :lease AND state = 'committed'")
+_SHIFT = Sql("UPDATE submission SET upload_ms = upload_ms + :shift_ms WHERE state = 'committed'")
+_TAKE_OVER = Sql(
+    "UPDATE rollout SET submission = :submission, step = :step, position = (SELECT min(d.position) FROM duplicate d "
+    "WHERE d.submission = :submission AND d.hash = rollout.hash) WHERE hash IN "
+    "(SELECT hash FROM duplicate WHERE submission = :submission)"
+)
+
+
+def find_submission(connection: Connection, submission: str) -> SubmissionRow | None:
+    return fetch_row(connection, _SELECT, SubmissionRow, submission=submission)
+
+
+def find_of_lease(connection: Connection, lease: str) -> SubmissionRow | None:
+    return fetch_row(connection, _SELECT_LEASE, SubmissionRow, lease=lease)
+
+
+def list_with_blob(connection: Connection, blob: str) -> list[SubmissionRow]:
+    return fetch_rows(connection, _SELECT_BLOB, SubmissionRow, blob=blob)
+
+
+def list_unsent(connection: Connection, now_ms: int, most: int) -> list[SubmissionRow]:
+    """Submissions whose file did not come in time."""
+    return fetch_rows(connection, _SELECT_DUE, SubmissionRow, now_ms=now_ms, most=most)
+
+
+def list_open(connection: Connection, owner: str) -> list[SubmissionRow]:
+    """Submissions of an owner that are not decided."""
+    return fetch_rows(connection, _SELECT_OPEN, SubmissionRow, owner=owner)
+
+
+def count_open(connection: Connection, owner: str) -> int:
+    return fetch_number(connection, _COUNT_OPEN, owner=owner)
+
+
+def list_rivals(connection: Connection, step: int, first: int) -> list[SubmissionRow]:
+    """Submissions for a span whose file is awaited."""
+    return fetch_rows(connection, _SELECT_RIVALS, SubmissionRow, step=step, first=first)
+
+
+def list_duplicates(connection: Connection, submission: str) -> list[DuplicateRow]:
+    return fetch_rows(connection, _SELECT_DUPLICATES, DuplicateRow, submission=submission)
+
+
+def add_submission(event: Event, connection: Connection) -> None:
+    """sub.commit"""
+    content = event.content
+    lease = submit_lease(event, connection)
+    if lease.state == "expired":
+        retake_span(connection, lease.step, lease.first)
+    name = f"s{event.seq}"
+    row = {name: content[name] for name in ("lease", "version", "blob", "size")}
+    row |= {name: getattr(lease, name) for name in ("node", "owner", "step", "first", "count")}
+    row |= {
+        "submission": name,
+        "tokens": sum(rollout["tokens"] for rollout in content["rollouts"]),
+        "state": SubmissionState.COMMITTED.value,
+        "committed_ms": event.time_ms,
+        "upload_ms": event.time_ms + upload_time(lease.upload_s, content["size"]),
+    }
+    _INSERT.run(connection, {**row, "received_ms": 0, "decided_ms": 0, "paid": 0})
+    _add_rollouts(connection, name, lease, content["rollouts"])
+
+
+def plant_submission(event: Event, connection: Connection) -> None:
+    """canary"""
+    plan = event.content["canary"]
+    row = {name: plan[name] for name in ("step", "first", "count", "version", "blob", "size")}
+    row |= {"submission": f"s{event.seq}", "lease": f"c{event.seq}", "node": event.actor, "owner": event.actor}
+    row |= {"tokens": 0, "state": SubmissionState.RECEIVED.value, "committed_ms": event.time_ms, "upload_ms": 0}
+    _INSERT.run(connection, {**row, "received_ms": event.time_ms, "decided_ms": 0, "paid": 0})
+
+
+def receive_submission(event: Event, connection: Connection) -> None:
+    """sub.receipt"""
+    values = {"submission": event.subject, "time_ms": event.time_ms}
+    if _RECEIVE.run(connection, values).rowcount != 1:
+        raise ValueError("a receipt for a submission that awaits no file")
+
+
+def drop_submission(event: Event, connection: Connection) -> None:
+    """lease.end of a lease whose file does not come any more"""
+    if event.content["state"] == "unsent":
+        values = {"lease": event.subject, "state": event.content["because"], "time_ms": event.time_ms}
+        _DROP.run(connection, values)
+
+
+def decide_submission(event: Event, connection: Connection) -> None:
+    """sub.outcome"""
+    content = event.content
+    values = {"submission": event.subject, "state": content["state"], "paid": content["paid"]}
+    _DECIDE.run(connection, {**values, "time_ms": event.time_ms})
+    if content["state"] == SubmissionState.ACCEPTED:
+        _TAKE_OVER.run(connection, {"submission": event.subject, "step": content["step"]})
+
+
+def shift_uploads(event: Event, connection: Connection) -> None:
+    """coordinator.up"""
+    _SHIFT.run(connection, {"shift_ms": event.content["shift_ms"]})
+
+
+def _add_rollouts(connection: Connection, name: str, lease: LeaseRow, rollouts: list[dict[str, Any]]) -> None:
+    """Keep the hashes of long rollouts; note which others had before."""
+    start, least = lease.first * (len(rollouts) // lease.count), lease.duplicate_tokens
+    rows = [
+        {"hash": rollout["hash"], "submission": name, "step": lease.step, "position": start + place}
+        for place, rollout in enumerate(rollouts)
+        if least and rollout["tokens"] >= least
+    ]
+    if not rows:
+        return
+    hashes = json.dumps([row["hash"] for row in rows])
+    known = {row[0]: row[1:] for row in _SELECT_ROLLOUTS.run(connection, {"hashes": hashes}).fetchall()}
+    if fresh := [row for row in rows if row["hash"] not in known]:
+        _INSERT_ROLLOUT.run_many(connection, fresh)
+    duplicates = [
+        {**row, "place": row["position"] - start, "rival": known[row["hash"]][0]}
+        for row in rows
+        if row["hash"] in known and tuple(known[row["hash"]][1:]) != (row["step"], row["position"])
+    ]
+    if duplicates:
+        _INSERT_DUPLICATE.run_many(connection, duplicates)

@@ -1,0 +1,282 @@
+"""Everything in any order: a run of 4 steps with 3 owners and 5 workers, under a clock that jumps.
+
+Whatever happened before, at the end an honest newcomer can finish the run, the ledger verifies, and a restart changes
+no answer.
+"""
+
+import contextlib
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from sqlalchemy import text
+
+from shoal.swarm.messages import Action, Heartbeat, Verdict
+from shoal.swarm.refusal import AuthError
+from shoal.swarm.rules.age import is_allowed
+from shoal.swarm.state.spans import count_groups
+from shoal.swarm.state.steps import list_steps
+from shoal.swarm.state.submissions import find_submission
+
+WORKERS = {"a1": "ann", "a2": "ann", "b1": "bob", "b2": "bob", "c1": "cleo"}
+JUDGES = ("judge-a", "judge-b", "judge-c")
+OWNERS = ("ann", "bob", "cleo")
+PURSES = ("stake", "pending", "avail", "unbond")
+SETTINGS = {
+    "steps": 4,
+    "async_level": 1,
+    "groups_per_batch": 3,
+    "groups_per_lease": 2,
+    "group_size": 1,
+    "raise_after": 1,
+    "limit_after": 2,
+    "good_after": 2,
+    "verdict_price": 3,
+    "slash_share": 600_000,
+    "stake_submissions": 2,
+    "reserve_s": 10,
+}
+_SPANS = text("SELECT step, first, count, state, holders, submission FROM span ORDER BY step, first")
+_GROUPS = text("SELECT step, position FROM trained_group ORDER BY step, position")
+_ACTIVE = text("SELECT step, first, state FROM lease WHERE state = 'active'")
+_WAITING = text("SELECT step, first FROM submission WHERE state = 'committed'")
+_BALANCES = text("SELECT account, amount FROM balance")
+_OPEN = text("SELECT count(*) FROM submission WHERE state IN ('committed', 'received')")
+
+
+class Swarm(RuleBasedStateMachine):
+    """What anybody may do at any time. A refusal is an answer; anything else that is raised is a bug."""
+
+    world_type = None
+
+    @initialize()
+    def begin(self):
+        memory = Path("/dev/shm")
+        self.folder = TemporaryDirectory(prefix="shoal-", dir=memory if memory.is_dir() else None)
+        self.world = type(self).world_type(f"sqlite:///{self.folder.name}/run.db", **SETTINGS)
+        for node, owner in WORKERS.items():
+            self.world.join(node, owner)
+        self.world.publish(0)
+        self.leases = {node: [] for node in WORKERS}
+        self.uploads = []
+        self.rejected = []
+        self.frozen = {}
+
+    @rule(seconds=st.sampled_from([0, 3, 31, 130, 400, 3700, 100_000]))
+    def pass_time(self, seconds):
+        self.world.wait(seconds)
+
+    @rule(node=st.sampled_from(sorted(WORKERS)))
+    def ask_lease(self, node):
+        with contextlib.suppress(AuthError):
+            answer = self.world.ask(node)
+            if answer.lease is not None:
+                self.leases[node].append(answer.lease)
+
+    @rule(node=st.sampled_from(sorted(WORKERS)))
+    def give_back(self, node):
+        if self.leases[node]:
+            with contextlib.suppress(AuthError):
+                self.world.run(self.world.coordinator.return_lease(self.world.id(node), self.leases[node].pop().lease))
+
+    @rule(node=st.sampled_from(sorted(WORKERS)), salt=st.sampled_from(["", "x"]), newest=st.booleans())
+    def commit_work(self, node, salt, newest):
+        if self.leases[node]:
+            lease = self.leases[node].pop(0)
+            manifest = self.world.make_manifest(lease, salt=salt, version=None if newest else lease.oldest_version)
+            with contextlib.suppress(AuthError):
+                answer = self.world.commit(node, manifest)
+                self.uploads.append((node, answer.submission, (lease.lease + salt).encode()))
+
+    @rule()
+    def upload_file(self):
+        if self.uploads:
+            with contextlib.suppress(AuthError):
+                self.world.upload(*self.uploads.pop())
+
+    @rule(node=st.sampled_from(sorted(WORKERS)), salt=st.sampled_from(["", "y"]))
+    def deliver_quickly(self, node, salt):
+        with contextlib.suppress(AuthError):
+            answer = self.world.ask(node)
+            if answer.lease is not None:
+                self.world.submit(node, answer.lease, salt=salt)
+
+    @rule(node=st.sampled_from(sorted(WORKERS)), signal=st.booleans())
+    def work_honestly(self, node, signal):
+        self.deliver_quickly(node, "")
+        self.judge_next("judge-a", Verdict.ACCEPTED, signal, "toploc")
+
+    @rule(node=st.sampled_from(sorted(WORKERS)))
+    def be_convicted(self, node):
+        self.deliver_quickly(node, "")
+        self.judge_next("judge-b", Verdict.HARD, False, "toploc")
+        self.judge_next("judge-c", Verdict.HARD, False, "toploc")
+
+    @rule(node=st.sampled_from(sorted(WORKERS)), victim=st.sampled_from(sorted(WORKERS)))
+    def copy_rollouts(self, node, victim):
+        if self.leases[node] and self.leases[victim] and node != victim:
+            stolen = self.world.make_manifest(self.leases[victim][0]).rollouts
+            if len(stolen) == self.leases[node][0].count:
+                with contextlib.suppress(AuthError):
+                    self.world.submit(node, self.leases[node].pop(0), rollouts=stolen)
+
+    @rule(
+        judge=st.sampled_from(JUDGES),
+        verdict=st.sampled_from([Verdict.ACCEPTED, Verdict.ACCEPTED, *Verdict]),
+        signal=st.booleans(),
+        check=st.sampled_from(["toploc", "crash"]),
+    )
+    def judge_next(self, judge, verdict, signal, check):
+        with contextlib.suppress(AuthError):
+            job = self.world.claim(judge).job
+            if job is not None:
+                answer = self.world.post(judge, self.world.describe_verdict(job, verdict, signal=signal, check=check))
+                if answer.record.state.startswith("rejected"):
+                    self.rejected.append(job.submission)
+
+    @rule(judge=st.sampled_from(JUDGES))
+    def claim_only(self, judge):
+        with contextlib.suppress(AuthError):
+            self.world.claim(judge)
+
+    @rule()
+    def train_next(self):
+        step = self.world.coordinator.mirror.newest_version + 1
+        with contextlib.suppress(AuthError):
+            batch = self.world.cut(step).batch
+            if batch is not None:
+                assert len(batch.groups) == SETTINGS["groups_per_batch"]
+                assert all(is_allowed(step, entry.version, SETTINGS["async_level"]) for entry in batch.groups)
+                self.world.publish(step, batch.hash)
+
+    @rule(owner=st.sampled_from(OWNERS), ban=st.integers(0, 3))
+    def order_ban(self, owner, ban):
+        self.world.order(Action.UNBAN if ban else Action.BAN, target=self.world.owner_id(owner))
+
+    @rule(right=st.booleans())
+    def appeal_rejection(self, right):
+        if self.rejected:
+            submission = self.rejected.pop()
+            public = self.world.query(find_submission, submission).owner
+            owner = next(name for name in OWNERS if self.world.owner_id(name) == public)
+            with contextlib.suppress(AuthError):
+                self.world.appeal(owner, submission)
+                for judge in JUDGES:
+                    self.judge_next(judge, Verdict.ACCEPTED if right else Verdict.SOFT, True, "toploc")
+
+    @rule(node=st.sampled_from(sorted(WORKERS)))
+    def take_bond(self, node):
+        with contextlib.suppress(AuthError):
+            self.world.run(self.world.coordinator.unbond(self.world.id(node)))
+
+    @rule(node=st.sampled_from(sorted(WORKERS)))
+    def leave_and_return(self, node):
+        with contextlib.suppress(AuthError):
+            self.world.run(self.world.coordinator.leave(self.world.id(node)))
+            self.world.join(node, WORKERS[node])
+
+    @precondition(lambda self: self.world.coordinator.ledger.size > 40)
+    @rule()
+    def start_again(self):
+        before = self.list_answers()
+        self.world.restart()
+        assert self.list_answers() == before
+
+    @invariant()
+    def postings_sum_to_zero(self):
+        assert sum(amount for _, amount in self.read(_BALANCES)) == 0
+
+    @invariant()
+    def every_index_is_in_one_span_and_held_as_often_as_it_says(self):
+        holders = Counter(tuple(row[:2]) for row in (*self.read(_ACTIVE), *self.read(_WAITING)))
+        groups = Counter(tuple(row) for row in self.read(_GROUPS))
+        next_index = Counter()
+        for step, first, count, state, held, submission in self.read(_SPANS):
+            assert next_index[step] == first, "a gap, or an overlap"
+            next_index[step] += count
+            assert held == holders[step, first]
+            assert (state == "leased") == (held > 0), "who holds nothing leaves it to others"
+            assert (state in ("delivered", "accepted")) == bool(submission)
+            assert all(groups[step, first + place] == (state == "accepted") for place in range(count))
+
+    @invariant()
+    def no_step_has_more_on_its_way_than_it_needs(self):
+        for step in self.world.query(list_steps, "open"):
+            groups = self.world.query(count_groups, step.step)
+            assert groups.signal + groups.on_their_way <= SETTINGS["groups_per_batch"]
+
+    @invariant()
+    def nobody_is_paid_while_banned(self):
+        balances = dict(tuple(row) for row in self.read(_BALANCES))
+        for owner in OWNERS:
+            public = self.world.owner_id(owner)
+            held = sum(balances.get(f"{purse}:{public}", 0) for purse in PURSES)
+            if not self.world.coordinator.mirror.is_banned(public):
+                self.frozen.pop(owner, None)
+                continue
+            free = balances.get(f"avail:{public}", 0)
+            most = self.frozen.setdefault(owner, (held, free))
+            assert held <= most[0] and free <= most[1]
+
+    def teardown(self):
+        if not hasattr(self, "world"):
+            return
+        try:
+            self.finish_run()
+            report = self.world.verify()
+            assert report.holds, report.findings
+        finally:
+            self.world.close()
+            self.folder.cleanup()
+
+    def finish_run(self):
+        """Time ends all that is begun; then a newcomer and honest judges bring the run to its end."""
+        world = self.world
+        for _ in range(3):
+            world.wait(4000)  # limits of judges end too
+        assert self.read(_ACTIVE) == [] and self.read(_WAITING) == []
+        world.join("honest", "dora")
+        for _ in range(300):
+            for judge in JUDGES:
+                while (job := world.claim(judge).job) is not None:
+                    world.post(judge, world.describe_verdict(job))
+            step = world.coordinator.mirror.newest_version + 1
+            if step > SETTINGS["steps"]:
+                break
+            if world.cut(step).batch is not None:
+                world.train(step)
+            elif (answer := world.ask("honest")).lease is not None:
+                world.submit("honest", answer.lease, salt="honest")
+            else:
+                world.wait(4000)
+        assert world.coordinator.mirror.finished, world.coordinator.read_status()
+        assert self.read(_OPEN)[0][0] == 0
+
+    def list_answers(self):
+        world = self.world
+        members = {node: world.coordinator.find_member(world.id(node)) for node in WORKERS}
+        standings = dict(world.coordinator.mirror.standings)
+        beats = {node: world.coordinator.heartbeat(world.id(node), Heartbeat()).newest_version for node in WORKERS}
+        leases = set(world.coordinator.mirror.leases)
+        return members, standings, beats, leases, world.coordinator.read_leaders()
+
+    def read(self, statement):
+        with self.world.coordinator.ledger.read() as connection:
+            return connection.execute(statement).all()
+
+
+@pytest.mark.parametrize("max_examples", [15])
+def test_anything_in_any_order_keeps_the_rules_and_can_be_finished(world, max_examples):
+    Swarm.world_type = type(world)
+    run_state_machine_as_test(Swarm, settings=settings(max_examples=max_examples, stateful_step_count=40))

@@ -1,0 +1,138 @@
+"""Joining, renewing, leaving, revocation, and who is let in."""
+
+import pytest
+
+from shoal.keys import Key
+from shoal.swarm.delegation import Grant, Scope, sign_delegation, sign_revocation
+from shoal.swarm.messages import Action, Heartbeat, Progress, Standing
+from shoal.swarm.refusal import AuthError
+from shoal.swarm.state.leases import find_lease
+from shoal.swarm.state.nodes import find_node
+from shoal.swarm.state.spans import find_span
+
+
+def test_a_stranger_joins_on_probation(world):
+    info = world.join("new", "cleo")
+    assert (info.standing, info.width, info.owner) == (Standing.PROBATION, 1, world.owner_id("cleo"))
+    assert world.coordinator.find_member(world.id("new")).owner == world.owner_id("cleo")
+
+
+def test_joining_again_with_the_same_delegation_appends_nothing(world):
+    grant = Grant(world.id("w1"), "demo", world.now_ms, world.now_ms + 10**9, frozenset({Scope.WORK}), 3)
+    document = sign_delegation(world.owners["ann"], grant)
+    world.run(world.coordinator.join(world.id("w1"), document))
+    size = world.coordinator.ledger.size
+    world.run(world.coordinator.join(world.id("w1"), document))
+    assert world.coordinator.ledger.size == size
+    assert world.query(find_node, world.id("w1")).max_leases == 3
+
+
+def test_a_node_has_one_owner(world):
+    with pytest.raises(AuthError, match="another owner"):
+        world.join("w1", "bob")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"run": "other"}, "another run"),
+        ({"node": "w2"}, "another node key"),
+        ({"start": 1000}, "begins in"),
+    ],
+)
+def test_a_delegation_must_fit(world, changes, text):
+    node, start = world.id(changes.get("node", "w1")), world.now_ms + changes.get("start", 0)
+    grant = Grant(node, changes.get("run", "demo"), start, start + 1000, frozenset({Scope.WORK}), 1)
+    with pytest.raises(AuthError, match=text):
+        world.run(world.coordinator.join(world.id("w1"), sign_delegation(world.owners["ann"], grant)))
+
+
+def test_bytes_that_are_no_delegation_are_refused(world):
+    with pytest.raises(AuthError, match="not a delegation"):
+        world.run(world.coordinator.join(world.id("w1"), b"{}"))
+
+
+def test_an_unknown_node_is_told_to_join(world):
+    stranger = Key.generate().public
+    assert world.coordinator.find_member(stranger) is None
+    with pytest.raises(AuthError, match="join it first"):
+        world.run(world.coordinator.grant_lease(stranger, "0" * 32))
+
+
+def test_a_node_whose_delegation_ended_gets_nothing(world):
+    world.now_ms += 10**10
+    with pytest.raises(AuthError, match="ended"):
+        world.ask("w1")
+
+
+def test_who_leaves_gives_its_work_back_without_blame_and_may_return(world):
+    lease = world.lease("w1")
+    world.run(world.coordinator.leave(world.id("w1")))
+    world.run(world.coordinator.leave(world.id("w1")))
+    assert world.query(find_lease, lease.lease).state == "returned"
+    assert world.lease("w2").first == lease.first
+    with pytest.raises(AuthError, match="join again"):
+        world.ask("w1")
+    world.join("w1", "ann")
+    assert world.ask("w1").lease is not None
+
+
+def test_a_revoked_node_is_out_for_good(world):
+    lease = world.lease("w1")
+    revocation = sign_revocation(world.owners["ann"], world.id("w1"), "demo")
+    world.run(world.coordinator.revoke(revocation))
+    world.run(world.coordinator.revoke(revocation))
+    assert world.coordinator.find_member(world.id("w1")).is_revoked
+    assert world.query(find_lease, lease.lease).state == "cancelled"
+    with pytest.raises(AuthError, match="revoked"):
+        world.ask("w1")
+    with pytest.raises(AuthError, match="revoked"):
+        world.join("w1", "ann")
+    world.restart()
+    assert world.coordinator.find_member(world.id("w1")).is_revoked
+
+
+def test_nobody_revokes_the_node_of_another(world):
+    with pytest.raises(AuthError, match="nothing to revoke"):
+        world.run(world.coordinator.revoke(sign_revocation(world.owners["bob"], world.id("w1"), "demo")))
+
+
+def test_a_heartbeat_tells_which_leases_are_gone(world):
+    mine, theirs = world.lease("w1"), world.lease("w2")
+    world.run(world.coordinator.return_lease(world.id("w2"), theirs.lease))
+    beat = Heartbeat(version=0, leases=(Progress(lease=mine.lease, done=1), Progress(lease=theirs.lease, done=0)))
+    answer = world.coordinator.heartbeat(world.id("w1"), beat)
+    assert answer.cancelled == (theirs.lease,)
+    assert (answer.newest_version, answer.oldest_version, answer.standing) == (0, 0, Standing.PROBATION)
+    assert world.coordinator.heartbeat(world.id("w2"), beat).cancelled == (mine.lease, theirs.lease)
+
+
+def test_a_heartbeat_is_not_in_the_ledger(world):
+    size = world.coordinator.ledger.size
+    world.coordinator.heartbeat(world.id("w1"), Heartbeat())
+    assert world.coordinator.ledger.size == size
+
+
+def test_a_node_learns_why_its_lease_ended(world):
+    lease = world.lease("w1")
+    world.wait(world.params.lease_first_s)
+    (reason,) = world.coordinator.heartbeat(world.id("w1"), Heartbeat()).reasons
+    assert lease.lease in reason and "expired" in reason
+
+
+def test_members_are_the_same_after_a_restart(world):
+    world.order(Action.BAN, target=world.owner_id("ann"))
+    before = {node: world.coordinator.find_member(world.id(node)) for node in world.nodes}
+    world.restart()
+    assert {node: world.coordinator.find_member(world.id(node)) for node in world.nodes} == before
+    assert before["w1"].is_banned and not before["w2"].is_banned
+
+
+def test_an_outage_moves_deadlines(world):
+    lease = world.lease("w1")
+    world.now_ms += 10**6
+    world.restart()
+    world.wait(1)
+    row = world.query(find_lease, lease.lease)
+    assert (row.state, row.deadline_ms) == ("active", lease.deadline_ms + 10**6)
+    assert world.query(find_span, 1, 0).state == "leased"

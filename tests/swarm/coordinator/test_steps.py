@@ -1,0 +1,154 @@
+"""Steps, batches and versions: start, tiny runs, the last step, resume."""
+
+import pytest
+
+from shoal.swarm.beacon import check_beacon
+from shoal.swarm.refusal import AuthError
+from shoal.swarm.state.run import read_run
+from shoal.swarm.state.spans import list_batch
+from shoal.swarm.state.steps import find_step, list_steps
+
+
+def fill_step(world, step, node="w1"):
+    """Work until the batch of a step can be cut."""
+    while world.cut(step).batch is None:
+        world.work(node)
+
+
+def test_a_run_goes_from_start_to_end_and_its_ledger_holds(both_world):
+    world = both_world
+    for step in (1, 2, 3):
+        fill_step(world, step, "w1" if step % 2 else "w2")
+        answer = world.publish(step, world.cut(step).batch.hash)
+    assert answer.finished
+    assert world.ask("w1").code == "finished"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("async_level", [0, 1, 2, 5])
+def test_tiny_runs_end(make_world, steps, async_level):
+    world = make_world(steps=steps, async_level=async_level, groups_per_batch=1)
+    world.join("w1", "ann")
+    world.publish(0)
+    for step in range(1, steps + 1):
+        assert [row.step for row in world.query(list_steps, "open")] == list(
+            range(step, min(step + async_level, steps) + 1)
+        )
+        fill_step(world, step)
+        world.train(step)
+    assert world.ask("w1").code == "finished"
+    assert world.coordinator.mirror.finished
+    assert world.query(list_steps, "open") == []
+
+
+def test_nothing_is_leased_before_v0(make_world):
+    world = make_world()
+    world.join("w1", "ann")
+    assert world.ask("w1").code == "no_version"
+
+
+def test_beacons_are_those_of_the_chain_in_the_genesis(world):
+    tip = world.query(read_run).beacon
+    first, second = (world.query(find_step, step).beacon for step in (1, 2))
+    assert check_beacon(first, tip) and check_beacon(second, first)
+    assert world.query(find_step, 3) is None
+
+
+def test_a_batch_is_cut_once_and_stays(world):
+    fill_step(world, 1)
+    first = world.cut(1)
+    assert world.cut(1) == first
+    assert world.run(world.coordinator.get_batch(world.id("trainer"), 1)) == first
+    world.publish(1, first.batch.hash)
+    assert world.cut(1) == first
+
+
+def test_a_batch_says_what_it_lacks(world):
+    world.work("w1")
+    answer = world.cut(1)
+    assert answer.batch is None and "1 of 2" in answer.reason
+    assert "not open" in world.cut(3).reason
+    with pytest.raises(AuthError, match="steps 1 to 3"):
+        world.cut(4)
+
+
+def test_groups_without_a_signal_are_paid_and_replaced(world):
+    dull = world.work("w1", signal=False)
+    while world.cut(1).batch is None:
+        world.work("w2")
+    batch = world.cut(1).batch
+    assert [entry.index for entry in batch.groups] == [1, 2]
+    assert dull not in {entry.submission for entry in batch.groups}
+    assert world.balance("stake", "ann") == 10 * 200
+
+
+def test_a_version_follows_its_batch_and_the_one_before(world):
+    with pytest.raises(AuthError, match="next version is v1"):
+        world.publish(2)
+    with pytest.raises(AuthError, match="not cut"):
+        world.publish(1)
+    fill_step(world, 1)
+    world.cut(1)
+    with pytest.raises(AuthError, match="not the batch"):
+        world.publish(1, "0" * 64)
+    world.train(1)
+
+
+def test_a_version_published_again_is_answered_and_another_one_refused(world):
+    fill_step(world, 1)
+    first = world.train(1)
+    assert world.publish(1, world.cut(1).batch.hash) == first
+    with pytest.raises(AuthError, match="other hashes"):
+        world.publish(1, world.cut(1).batch.hash, salt="x")
+
+
+def test_only_a_trainer_cuts_and_publishes(world):
+    with pytest.raises(AuthError, match="not among the trainers"):
+        world.run(world.coordinator.cut_batch(world.id("w1"), 1))
+
+
+def test_v0_has_no_batch(make_world):
+    world = make_world()
+    with pytest.raises(AuthError, match="trained on no batch"):
+        world.publish(0, "0" * 64)
+
+
+def test_a_run_goes_on_after_a_restart_at_each_edge(world):
+    for step in (1, 2, 3):
+        world.restart()
+        lease = world.lease("w1")
+        world.restart()
+        submission = world.commit("w1", world.make_manifest(lease)).submission
+        world.restart()
+        world.upload("w1", submission, lease.lease.encode())
+        world.restart()
+        job = world.take("judge-a")
+        world.restart()
+        assert world.take("judge-a") == job
+        world.post("judge-a", world.describe_verdict(job))
+        fill_step(world, step)
+        batch = world.cut(step)
+        world.restart()
+        assert world.cut(step) == batch
+        world.publish(step, batch.batch.hash)
+    assert world.ask("w1").code == "finished"
+
+
+def test_the_batch_does_not_depend_on_who_was_fast(make_world):
+    batches = []
+    for turn in (0, 1):
+        world = make_world(async_level=0, groups_per_batch=3)
+        world.join("w1", "ann")
+        world.join("w2", "bob")
+        world.publish(0)
+        leases = {node: world.lease(node) for node in ("w1", "w2")}
+        order = ("w1", "w2") if turn else ("w2", "w1")
+        for node in order:
+            submission = world.submit(node, leases[node])
+            job = world.take("judge-a")
+            assert job.submission == submission
+            world.post("judge-a", world.describe_verdict(job, signal=job.first != 0))
+        while world.cut(1).batch is None:
+            world.work("w1")
+        batches.append([entry.index for entry in world.query(list_batch, 1)])
+    assert batches[0] == batches[1] == [1, 2, 3]

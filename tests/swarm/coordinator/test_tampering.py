@@ -1,0 +1,61 @@
+"""Who edits any row of the state is found by `ledger verify`."""
+
+import shutil
+
+import pytest
+import sqlalchemy as sa
+
+from shoal.swarm.db import open_engine
+from shoal.swarm.messages import Action, CanaryPlan, RolloutEntry, Verdict
+from shoal.swarm.state import PROJECTIONS, TABLES
+from shoal.swarm.verify import verify_ledger
+
+
+@pytest.fixture
+def full_world(make_world):
+    """A run in which every table has rows."""
+    world = make_world(groups_per_batch=3)
+    for node, owner in (("w1", "ann"), ("w2", "bob"), ("w3", "cleo")):
+        world.join(node, owner)
+    world.publish(0)
+    first = world.lease("w1")
+    world.submit("w1", first)
+    world.judge("judge-a")
+    for _ in range(2):
+        world.work("w1")
+    world.train(1)
+    world.run(world.coordinator.unbond(world.id("w1")))
+    world.work("w1")
+    world.convict("w1")
+    world.appeal("bob", world.work("w2", Verdict.SOFT))
+    rollouts = (RolloutEntry(hash="f" * 64, tokens=100),) * 2
+    plan = CanaryPlan(step=1, first=0, count=1, version=0, blob="e" * 64, size=10, rollouts=rollouts)
+    world.order(Action.CANARY, canary=plan)
+    world.take("judge-b")
+    world.submit("w3", world.lease("w3"), rollouts=world.make_manifest(first).rollouts)
+    world.lease("w2")
+    return world
+
+
+def test_every_edited_added_or_removed_row_is_found(full_world, quick_folder):
+    world = full_world
+    world.coordinator.ledger.close()
+    source, copy = world.url.removeprefix("sqlite:///"), quick_folder / "copy.db"
+    for table in TABLES:
+        for edit in (edit_row(table), f"DELETE FROM {table.name} WHERE rowid = (SELECT max(rowid) FROM {table.name})"):
+            shutil.copy(source, copy)
+            engine = open_engine(f"sqlite:///{copy}")
+            with engine.begin() as connection:
+                assert connection.execute(sa.text(edit)).rowcount >= 1, f"{table.name} has no row"
+            report = verify_ledger(engine, projections=PROJECTIONS)
+            engine.dispose()
+            assert [finding.check for finding in report.findings] == ["projection"], edit
+            assert report.findings[0].text.startswith(f"{table.name} "), edit
+    world.reopen()
+
+
+def edit_row(table):
+    """Change the last column of one row."""
+    column = list(table.columns)[-1]
+    value = f"{column.name} + 1" if isinstance(column.type, sa.Integer) else f"{column.name} || 'x'"
+    return f"UPDATE {table.name} SET {column.name} = {value} WHERE rowid = (SELECT min(rowid) FROM {table.name})"

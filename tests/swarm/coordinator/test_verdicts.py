@@ -1,0 +1,227 @@
+"""The queue, verdicts, second opinions, and what follows."""
+
+import pytest
+
+from shoal.swarm.delegation import Scope
+from shoal.swarm.messages import GroupFinding, SignedVerdict, Standing, SubmissionState, Verdict, sign_message
+from shoal.swarm.refusal import AuthError
+from shoal.swarm.state.nodes import find_node, find_owner
+from shoal.swarm.state.queue import list_verdicts
+from shoal.swarm.state.spans import find_span
+from shoal.swarm.state.submissions import find_submission
+from shoal.swarm.tags import Tag, open_document
+
+
+def state_of(world, submission):
+    return world.query(find_submission, submission).state
+
+
+def test_an_accepted_submission_is_paid_once_by_its_tokens(both_world):
+    world = both_world
+    world.work("w1")  # the first one is the bond
+    submission = world.submit("w1", world.lease("w1"))
+    statement = world.describe_verdict(world.take("judge-a"))
+    answer = world.post("judge-a", statement)
+    assert (answer.record.state, answer.record.paid) == (SubmissionState.ACCEPTED, 10 * 200)
+    assert open_document(world.key.public, Tag.VERDICT, answer.document.encode()) == answer.record.model_dump(
+        mode="json"
+    )
+    world.restart()
+    assert world.post("judge-a", statement) == answer
+    assert (world.balance("stake", "ann"), world.balance("pending", "ann")) == (2000, 2000)
+    assert (world.balance("mint", ""), state_of(world, submission)) == (-4000, SubmissionState.ACCEPTED)
+
+
+def test_a_validator_keeps_its_claim_until_it_judges_or_is_late(world):
+    world.submit("w1", world.lease("w1"))
+    job = world.take("judge-a")
+    assert world.take("judge-a") == job
+    assert world.claim("judge-b").job is None
+    world.wait(world.params.claim_s)
+    other = world.take("judge-b")
+    assert other.submission == job.submission
+    with pytest.raises(AuthError, match="no claim"):
+        world.post("judge-a", world.describe_verdict(job))
+    world.post("judge-b", world.describe_verdict(other))
+
+
+def test_a_late_verdict_counts_while_nobody_else_has_the_claim(world):
+    submission = world.submit("w1", world.lease("w1"))
+    job = world.take("judge-a")
+    world.wait(world.params.claim_s + 1)
+    world.post("judge-a", world.describe_verdict(job))
+    assert state_of(world, submission) == SubmissionState.ACCEPTED
+
+
+def test_nobody_judges_the_work_of_its_own_owner(world):
+    world.join("mine", "judge-a")
+    world.submit("mine", world.lease("mine"))
+    assert world.claim("judge-a").job is None
+    assert world.claim("judge-b").job is not None
+
+
+def test_only_validators_of_the_run_judge(world):
+    world.join("eve", "eve", scopes={Scope.VALIDATE})
+    with pytest.raises(AuthError, match="not among the validators"):
+        world.claim("eve")
+    with pytest.raises(AuthError, match="did not allow"):
+        world.claim("w1")
+
+
+def test_owners_take_turns_in_the_queue(make_world):
+    world = make_world(groups_per_batch=20, probation_leases=20)
+    world.publish(0)
+    for number in range(3):
+        world.join(f"a{number}", "ann")
+    world.join("b", "bob")
+    flood = [world.submit(f"a{number}", world.lease(f"a{number}")) for number in range(3)]
+    lone = world.submit("b", world.lease("b"))
+    served = []
+    for _ in range(4):
+        served.append(world.take("judge-a").submission)
+        world.judge("judge-a")
+    assert served == [flood[0], lone, flood[1], flood[2]]
+
+
+def test_which_rollouts_are_checked_cannot_be_known_before(world):
+    world.submit("w1", world.lease("w1"))
+    world.submit("w2", world.lease("w2"))
+    first, second = world.take("judge-a"), world.take("judge-b")
+    assert first.check_ppm == 1_000_000
+    assert first.check_seed != second.check_seed
+    assert first.check_seed == world.coordinator._setting.chain.draw_check(first.submission, first.manifest.blob)
+
+
+def test_a_verdict_must_fit_its_submission(world):
+    world.submit("w1", world.lease("w1"))
+    job = world.take("judge-a")
+    statement = world.describe_verdict(job)
+    with pytest.raises(AuthError, match="group by group"):
+        world.post("judge-a", statement.model_copy(update={"groups": (GroupFinding(index=7, signal=True),)}))
+    with pytest.raises(AuthError, match="more validated tokens"):
+        world.post("judge-a", statement.model_copy(update={"tokens": 201}))
+    forged = SignedVerdict(verdict=statement, signature=sign_message(world.nodes["judge-b"], "demo", statement))
+    with pytest.raises(AuthError, match="not a statement"):
+        world.run(world.coordinator.post_verdict(world.id("judge-a"), forged))
+
+
+def test_a_verdict_is_said_once(world):
+    world.submit("w1", world.lease("w1"))
+    job = world.take("judge-a")
+    world.post("judge-a", world.describe_verdict(job))
+    with pytest.raises(AuthError, match="judged otherwise"):
+        world.post("judge-a", world.describe_verdict(job, Verdict.SOFT))
+
+
+@pytest.mark.parametrize("verdict", [Verdict.FORM, Verdict.SOFT])
+def test_a_rejection_is_unpaid_and_offers_the_groups_again(world, verdict):
+    submission = world.work("w1", verdict)
+    assert state_of(world, submission) == verdict.value
+    assert world.query(find_span, 1, 0).state == "offered"
+    assert (world.balance("stake", "ann"), world.balance("pending", "ann")) == (0, 0)
+    assert world.query(find_owner, world.owner_id("ann")).rejected == 1
+
+
+def test_one_hard_verdict_is_not_enough(both_world):
+    world = both_world
+    submission = world.work("w1", Verdict.HARD)
+    assert state_of(world, submission) == SubmissionState.RECEIVED
+    assert world.claim("judge-a").job is None  # not the same validator twice
+    job = world.take("judge-b")
+    assert (job.submission, job.round, job.check_ppm) == (submission, 2, 1_000_000)
+    world.post("judge-b", world.describe_verdict(job, Verdict.HARD))
+    assert state_of(world, submission) == SubmissionState.HARD
+    assert world.coordinator.find_member(world.id("w1")).is_banned
+
+
+def test_two_against_one_clear_the_accused(world):
+    submission = world.work("w1", Verdict.HARD)
+    world.judge("judge-b")
+    assert state_of(world, submission) == SubmissionState.RECEIVED
+    world.judge("judge-c")
+    assert state_of(world, submission) == SubmissionState.ACCEPTED
+    assert world.balance("stake", "ann") == 2000
+
+
+def test_without_a_second_opinion_a_hard_verdict_is_a_soft_one(world):
+    submission = world.work("w1", Verdict.HARD)
+    world.wait(world.params.opinion_s)
+    assert state_of(world, submission) == SubmissionState.SOFT
+    assert not world.coordinator.find_member(world.id("w1")).is_banned
+
+
+def test_doubt_is_not_guilt(world):
+    submission = world.work("w1", Verdict.INCONCLUSIVE)
+    assert state_of(world, submission) == SubmissionState.RECEIVED
+    world.judge("judge-b", Verdict.INCONCLUSIVE)
+    world.judge("judge-c", Verdict.INCONCLUSIVE)
+    assert state_of(world, submission) == SubmissionState.INCONCLUSIVE
+    owner = world.query(find_owner, world.owner_id("ann"))
+    assert (owner.rejected, owner.soft_row, owner.accepted) == (0, 0, 0)
+    assert world.query(find_span, 1, 0).state == "offered"
+
+
+def test_a_file_that_crashes_two_checkers_is_bad_form_and_unpaid(world):
+    submission = world.work("w1", Verdict.INCONCLUSIVE, check="crash")
+    world.judge("judge-b", Verdict.INCONCLUSIVE, check="crash")
+    assert state_of(world, submission) == SubmissionState.FORM
+    assert world.balance("stake", "ann") == 0
+
+
+def test_what_kills_every_validator_is_unpaid_in_the_end(world):
+    submission = world.submit("w1", world.lease("w1"))
+    for _ in range(world.params.max_claims):
+        assert world.claim("judge-a").job is not None
+        world.wait(world.params.claim_s)
+    assert state_of(world, submission) == SubmissionState.INCONCLUSIVE
+    assert world.claim("judge-a").job is None
+
+
+def test_soft_rejections_in_a_row_limit_an_owner_and_time_lifts_it(make_world):
+    world = make_world(limit_after=2, groups_per_batch=20)
+    world.join("w1", "ann")
+    world.publish(0)
+    world.work("w1", Verdict.SOFT)
+    world.work("w1", Verdict.SOFT)
+    assert world.coordinator.mirror.standings[world.owner_id("ann")] is Standing.LIMITED
+    world.wait(world.params.limited_s)
+    assert world.coordinator.mirror.standings[world.owner_id("ann")] is Standing.PROBATION
+
+
+def test_accepted_work_makes_an_owner_good_and_its_checks_fewer(make_world):
+    world = make_world(groups_per_batch=20, good_after=2)
+    world.join("w1", "ann")
+    world.publish(0)
+    world.work("w1")
+    world.work("w1")
+    assert world.query(find_owner, world.owner_id("ann")).standing == Standing.GOOD
+    world.submit("w1", world.lease("w1"))
+    assert world.take("judge-a").check_ppm == world.params.check_good
+
+
+def test_validators_are_paid_for_clear_verdicts(make_world):
+    world = make_world(verdict_price=7)
+    world.join("w1", "ann")
+    world.publish(0)
+    world.work("w1", Verdict.INCONCLUSIVE)
+    world.judge("judge-b")
+    assert (world.balance("pending", "judge-a"), world.balance("pending", "judge-b")) == (0, 7)
+
+
+def test_a_file_is_read_by_its_validator_and_the_trainer_alone(world):
+    submission = world.submit("w1", world.lease("w1"))
+    with pytest.raises(AuthError, match="not for this node"):
+        world.run(world.coordinator.open_blob(world.id("judge-a"), submission))
+    world.take("judge-a")
+    assert world.run(world.coordinator.open_blob(world.id("judge-a"), submission))
+    assert world.run(world.coordinator.open_blob(world.id("trainer"), submission))
+    for reader in ("w2", "judge-b"):
+        with pytest.raises(AuthError, match="not for this node"):
+            world.run(world.coordinator.open_blob(world.id(reader), submission))
+
+
+def test_verdicts_are_kept_with_their_rounds(world):
+    submission = world.convict("w1")
+    votes = world.query(list_verdicts, submission)
+    assert [(vote.round, vote.verdict) for vote in votes] == [(1, "rejected_hard"), (2, "rejected_hard")]
+    assert world.query(find_node, world.id("w1")).width == 1
