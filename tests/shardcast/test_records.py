@@ -24,7 +24,6 @@ from shoal.shardcast.records import (
     Head,
     NoDelta,
     Record,
-    check_run,
     decode_body,
     digest_head,
     encode_body,
@@ -295,10 +294,3 @@ def test_heads_that_differ_have_other_digests() -> None:
         digest_head(encode_body(0, head)) for head in (HEAD, replace(HEAD, serial=6), replace(HEAD, anchor=True))
     }
     assert len(digests) == 3 and all(len(digest) == 64 for digest in digests)
-
-
-@pytest.mark.parametrize("text", ["", "-a", "A", "a_b", "a" * 65, "a\n", "../a"])
-def test_names_of_runs_are_plain(text: str) -> None:
-    with pytest.raises(ValueError, match="a run's name"):
-        check_run(text)
-    assert check_run("a-0") == "a-0"

@@ -13,7 +13,6 @@ from shoal.swarm.event import (
     EventError,
     Kind,
     Statement,
-    check_run,
     seal_event,
     sign_statement,
 )
@@ -123,9 +122,3 @@ def test_an_event_with_a_statements_signature_is_signed_by_its_actor() -> None:
     seal_event(draft).check_signed("demo", COORDINATOR.public)
     with pytest.raises(EventError, match="did not sign"):
         seal_event(replace(draft, subject="lease:2")).check_signed("demo", COORDINATOR.public)
-
-
-@pytest.mark.parametrize("name", ["", "A", "-a", "a_b", "a" * 65, "a\n"])
-def test_a_run_has_a_plain_name(name: str) -> None:
-    with pytest.raises(EventError, match="run's name"):
-        check_run(name)

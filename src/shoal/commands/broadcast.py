@@ -77,7 +77,7 @@ def run_tree(args: argparse.Namespace) -> int:
 
 def run_ticket(args: argparse.Namespace) -> int:
     from shoal.keys import Key, check_public
-    from shoal.shardcast.records import check_run
+    from shoal.runname import check_run
     from shoal.shardcast.tickets import issue_ticket
 
     if not 0 < args.hours <= 24 * 366:

@@ -18,6 +18,7 @@ from typing import Any
 from blake3 import blake3
 
 from shoal.keys import Key, verify_signature
+from shoal.runname import RUN
 from shoal.shardcast.errors import ManifestError
 from shoal.shardcast.hashing import HASH_BYTES
 from shoal.shardcast.layout import File, count_shards
@@ -35,7 +36,6 @@ MAX_REASON_CHARS = 200
 
 _CONTEXT = b"shoal-shardcast-1\n"
 _LINE = re.compile(rb'\{"body":(\{[\x20-\x7e]*\}),"sig":"([0-9a-f]{128})"\}')
-_RUN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _REASON = re.compile(rf"[\x20-\x7e]{{1,{MAX_REASON_CHARS}}}")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _HEX_RUN = re.compile(r"[0-9a-f]+")
@@ -89,15 +89,6 @@ class End:
 
 
 Record = Head | Hashes | Delta | NoDelta | End
-
-
-def check_run(text: str) -> str:
-    """The name of a run; ValueError for what is none."""
-    if _RUN.fullmatch(text) is None:
-        raise ValueError(
-            f"{text[:80]!r}: a run's name is 1 to 64 of the characters a-z 0-9 -, and does not begin with -"
-        )
-    return text
 
 
 def strip_newline(line: bytes) -> bytes:
@@ -218,7 +209,7 @@ def _decode_head(fields: dict[str, Any]) -> Head:
     version = _take_int(fields, "version", 0, MAX_NUMBER)
     shard_size = _take_int(fields, "shard_size", MIN_SHARD_BYTES, MAX_SHARD_BYTES)
     head = Head(
-        run=_take_match(fields, "run", _RUN),
+        run=_take_match(fields, "run", RUN),
         version=version,
         serial=_take_int(fields, "serial", 0, MAX_NUMBER),
         shard_size=shard_size,

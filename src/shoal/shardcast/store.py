@@ -25,6 +25,7 @@ from pathlib import Path
 from shoal.errors import ConfigError
 from shoal.files import remove_dir, sweep_leftovers, write_atomic
 from shoal.keys import check_public
+from shoal.runname import check_run
 from shoal.shardcast.blob import Tools
 from shoal.shardcast.entry import MANIFEST, SOURCE, Entry, read_log
 from shoal.shardcast.errors import StaleError
@@ -32,7 +33,6 @@ from shoal.shardcast.handles import Handles
 from shoal.shardcast.manifest import ManifestLog
 from shoal.shardcast.parts import remove_tree
 from shoal.shardcast.pool import run_blocking
-from shoal.shardcast.records import check_run
 from shoal.shardcast.signal import Signal
 from shoal.shardcast.source import Source
 

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 
 from shoal.keys import Key, check_public
+from shoal.runname import check_run
 from shoal.swarm.digest import format_digest
-from shoal.swarm.event import check_run
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.request_head import ALGORITHM, BARE_COMPONENTS, BODY_COMPONENTS, LABEL, NONCE_BYTES, REQUEST_TAG
 from shoal.swarm.signature import build_base, derive_components, format_input, format_signature

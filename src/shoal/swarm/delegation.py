@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from shoal.keys import Key, check_public
-from shoal.swarm.event import check_run
+from shoal.runname import check_run
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.tags import DocumentError, Tag, open_claimed, sign_document
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shoal.keys import Key, check_public
-from shoal.swarm.event import check_run
+from shoal.runname import check_run
 from shoal.swarm.tags import DocumentError, Tag, open_claimed, sign_document
 
 FORMAT = 1

@@ -26,6 +26,7 @@ from typing import Any
 
 from shoal.canonical import MAX_INTEGER, CanonicalError, decode_canonical, encode_canonical
 from shoal.keys import SIGNATURE_BYTES, Key, verify_signature
+from shoal.runname import check_run
 from shoal.swarm.postings import Posting, PostingError, check_postings, encode_postings
 
 HASH_BYTES = 32
@@ -37,7 +38,6 @@ _EVENT_TAG = b"shoal-event-1\n"
 _STATEMENT_TAG = b"shoal-statement-1\n"
 _PUBLIC = re.compile(r"[0-9a-f]{64}")
 _SUBJECT = re.compile(r"(?:[a-z0-9][a-z0-9:/._-]{0,127})?")
-_RUN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 
 
 class EventError(ValueError):
@@ -231,15 +231,6 @@ def check_fields(kind: str, actor: str, subject: str) -> None:
         raise EventError(f"{actor[:80]!r}: an actor is a public key, 64 of the characters 0-9 and a-f")
     if _SUBJECT.fullmatch(subject) is None:
         raise EventError(f"{subject[:130]!r}: a subject is at most 128 of the characters a-z 0-9 : / . _ -")
-
-
-def check_run(text: str) -> str:
-    """The name of a run; EventError for what is none."""
-    if _RUN.fullmatch(text) is None:
-        raise EventError(
-            f"{text[:80]!r}: a run's name is 1 to 64 of the characters a-z 0-9 -, and does not begin with -"
-        )
-    return text
 
 
 def _frame_statement(statement: Statement) -> bytes:

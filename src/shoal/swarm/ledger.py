@@ -27,9 +27,10 @@ from sqlalchemy import Connection, Engine, Table, TextClause, text
 
 from shoal.errors import ConfigError
 from shoal.keys import Key
+from shoal.runname import check_run
 from shoal.swarm.balances import BALANCES
 from shoal.swarm.db import EVENT, HEAD, MERKLE_NODE, POSTING, open_engine, read_snapshot, show_url
-from shoal.swarm.event import GENESIS_PREV, Event, EventError, Kind, Statement, check_run, encode_body, seal_event
+from shoal.swarm.event import GENESIS_PREV, Event, EventError, Kind, Statement, encode_body, seal_event
 from shoal.swarm.head import Head, HeadError, SignedHead, sign_head
 from shoal.swarm.lock import WriterLock
 from shoal.swarm.merkle import Frontier, Node, hash_leaf, load_frontier, prove_consistency, prove_inclusion

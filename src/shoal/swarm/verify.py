@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 from sqlalchemy import Connection, Engine, text
 
+from shoal.runname import check_run
 from shoal.swarm.balances import BALANCES
 from shoal.swarm.db import read_snapshot
-from shoal.swarm.event import GENESIS_PREV, Event, EventError, Kind, check_run
+from shoal.swarm.event import GENESIS_PREV, Event, EventError, Kind
 from shoal.swarm.head import HeadError, SignedHead
 from shoal.swarm.merkle import Frontier, hash_leaf
 from shoal.swarm.migrate import check_schema
@@ -102,7 +103,7 @@ class _Scan:
         try:
             event.check_form()
             run, coordinator = check_run(str(event.content["run"])), event.content["coordinator"]
-        except (EventError, KeyError) as error:
+        except (ValueError, KeyError) as error:
             report.add("form", f"event {event.seq}: not a genesis ({error})")
             return False
         if event.kind != Kind.GENESIS or coordinator != event.actor or event.subject != run:
