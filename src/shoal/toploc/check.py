@@ -123,8 +123,7 @@ class Judge:
     def judge_rollout(self, rollout: Rollout, replay: Replay, results: Sequence[ChunkResult]) -> Report:
         """All findings on an admitted rollout; `results` are those of its proofs."""
         share = self.calibration.share
-        drawn = self.seeded or rollout.temperature == 0  # the likeliest token needs no seed
-        chunks = tuple(measure_chunks(rollout, replay, results, seeded=drawn))
+        chunks = tuple(measure_chunks(rollout, replay, results, seeded=self._is_drawn(rollout)))
         stopped = int(rollout.token_ids[-1]) == self.eos_id
         odds = self._trace_odds(rollout, replay, stopped)
         findings = [
@@ -139,6 +138,10 @@ class Judge:
             findings.append(check_probability(replay.eos_probs, stopped=stopped, rate=share, max_tokens=limit))
         findings.append(Evidence().extend(chunks, self.calibration.bets, odds).judge(share))
         return Report(rollout_id=rollout.id, findings=tuple(findings), chunks=chunks, odds=odds)
+
+    def _is_drawn(self, rollout: Rollout) -> bool:
+        """Whether each token follows from the weights; the likeliest one needs no seed."""
+        return self.seeded or rollout.temperature == 0
 
     def _trace_odds(self, rollout: Rollout, replay: Replay, stopped: bool) -> dict[Stream, np.ndarray]:
         """Exact odds, which are those of sampling: a greedy rollout has none, its tokens are judged by distance."""
@@ -160,7 +163,7 @@ class Judge:
         }
         findings = []
         for check, name in LIMITED.items():
-            if check is Check.SAMPLING and not (self.seeded or rollout.temperature == 0):
+            if check is Check.SAMPLING and not self._is_drawn(rollout):
                 continue
             limits = [self.calibration.limit_chunk(check, chunk) for chunk in chunks]
             own = [

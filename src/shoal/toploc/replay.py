@@ -26,6 +26,8 @@ PACK_TOKENS = 2048
 SLICE_ELEMENTS = 2**23
 """Logits computed at a time: 32 MB in float32, and twice that for their sums."""
 
+_SCALARS = {"id": (str,), "seed": (int,), "temperature": (int, float)}
+
 
 class RolloutError(ValueError):
     """A submitted rollout that cannot be replayed: `field` says which part, the text why."""
@@ -109,9 +111,6 @@ def join_replays(spans: Sequence[VersionRange], replays: Mapping[int, Replay]) -
         tilts=np.concatenate([replay.tilts[rows] for replay, rows in parts]),
         masses=np.concatenate([replay.masses[rows] for replay, rows in parts]),
     )
-
-
-_SCALARS = {"id": (str,), "seed": (int,), "temperature": (int, float)}
 
 
 def _check_fields(rollout: Rollout, request: Request) -> None:

@@ -5,7 +5,7 @@ Three methods, and the result says which one it came from:
 - `order`: the (j+1)-th largest of n samples, with the largest j for which P(Binomial(n, rate) <= j) <= 1 -
   confidence. It assumes nothing but that samples are drawn alike and apart. The smallest n it works for is ln(1 -
   confidence) / ln(1 - rate), about 3 / rate at 95 %.
-- `tail`: below that n, a ray on the paper of the logarithm. Let S(x) be the share of samples beyond x, b the value that
+- `tail`: below that n, a ray in log scale. Let S(x) be the share of samples beyond x, b the value that
   a tenth exceed. If the tail beyond b is nowhere heavier on average than an exponential one, ln(S(b) / S(x)) / (x - b)
   does not fall with x, so any x whose S(x) is bounded bounds all that lies further out:
 
