@@ -17,6 +17,7 @@ BENCHES = (
     "delta",
     "shardcast",
     "ledger",
+    "coordinator",
 )
 
 

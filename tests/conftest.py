@@ -5,6 +5,7 @@ Properties are tried on the same examples each time, however busy the machine is
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from shoal.policy.model import Policy
+    from shoal.recipe import Recipe
+    from shoal.swarm.messages import Lease
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # as the command does, before anything imports torch
 settings.register_profile("shoal", deadline=None, derandomize=True)
@@ -59,6 +62,78 @@ def make_model() -> Callable[..., "PreTrainedModel"]:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             return _sharpen(AutoModelForCausalLM.from_config(config)).eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Folders of two versions of a tiny policy that differ, as workers pull them."""
+    from copy import deepcopy
+
+    import torch
+
+    from shoal.config import PolicyConfig, TinyConfig
+    from shoal.policy.model import Policy, load_policy, save_policy
+    from shoal.tasks.sort import Sort
+
+    folder = tmp_path_factory.mktemp("versions")
+    tiny = TinyConfig(layers=2, width=32, heads=2, kv_heads=1, context=64)
+    policy = load_policy(PolicyConfig(tiny=tiny), alphabet=Sort().alphabet, seed=3)
+    _sharpen(policy.model)
+    found = {}
+    for version in range(2):
+        own = Policy(deepcopy(policy.model), policy.tokenizer)
+        with torch.no_grad():
+            for parameter in own.model.parameters():
+                parameter.mul_(1.0 + 0.05 * version)
+        found[version] = folder / f"v{version}"
+        save_policy(own, found[version])
+    return found
+
+
+@pytest.fixture(scope="session")
+def recipe(versions: dict[int, Path]) -> "Recipe":
+    """Of a run that trains them to sort."""
+    from shoal.policy.model import open_policy
+    from shoal.recipe import Recipe
+    from shoal.toploc.calibration import hash_model
+
+    return Recipe(
+        family="sort",
+        options={"min_length": 3, "max_length": 4},
+        group_size=4,
+        max_tokens=8,
+        model=hash_model(open_policy(versions[0]).model),
+        weights="0" * 64,
+        calibration="0" * 64,
+    )
+
+
+@pytest.fixture(scope="session")
+def make_lease() -> "Callable[..., Lease]":
+    """Leases of that run."""
+    from shoal.swarm.messages import Lease
+
+    def make(name: str = "l1", **changes: object) -> Lease:
+        fields: dict[str, object] = {
+            "run": "demo",
+            "lease": name,
+            "node": "ab" * 32,
+            "step": 1,
+            "first": 0,
+            "count": 2,
+            "group_size": 4,
+            "max_tokens": 8,
+            "beacon": "5a" * 32,
+            "fence": 1,
+            "newest_version": 0,
+            "oldest_version": 0,
+            "granted_ms": 0,
+            "deadline_ms": 60_000,
+            "price": 1,
+        }
+        return Lease.model_validate(fields | changes)
 
     return make
 

@@ -16,6 +16,11 @@ from typing import TYPE_CHECKING
 
 from shoal import __version__
 from shoal.commands.broadcast_flags import add_commands as add_broadcast
+from shoal.commands.launch import add_commands as add_launch
+from shoal.commands.ledger_flags import add_commands as add_ledger
+from shoal.commands.roles import add_commands as add_roles
+from shoal.commands.swarm_flags import add_commands as add_swarm
+from shoal.commands.work import add_commands as add_work
 from shoal.errors import ConfigError, DiskError
 
 if TYPE_CHECKING:
@@ -30,14 +35,19 @@ EXIT_PIPE = 141
 """What a shell reports for a command whose reader went away."""
 
 _EXAMPLES = """examples:
+  shoal demo
+  shoal run examples/demo.toml swarm.workers=3
   shoal train examples/sort.toml
   shoal train examples/sort.toml seed=1 learner.loss.name=grpo
   shoal train examples/sort.toml --dry-run
   shoal eval runs/sort-seed0
   shoal tasks sort
   shoal calibrate runs/sort-seed0 --task sort
+  shoal coordinator --run demo params.steps=10
+  shoal join http://127.0.0.1:8700 --owner owner.key
+  shoal status http://127.0.0.1:8700 --watch
 
-`shoal train --help` lists every setting.
+`shoal train --help` and `shoal coordinator --help` list every setting.
 """
 
 
@@ -72,17 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     """A parser whose help may end with the table of all settings, made only when help is asked for."""
 
-    lists_settings = False
+    describe_settings: Callable[[], str] | None = None
 
     def format_help(self) -> str:
         text = super().format_help()
-        if not self.lists_settings:
-            return text
-        from shoal.config import RunConfig
-        from shoal.schema import describe_settings
-
-        width = max(100, shutil.get_terminal_size((120, 24)).columns)
-        return f"{text}\nsettings:\n{describe_settings(RunConfig, width)}"
+        return text if self.describe_settings is None else f"{text}\nsettings:\n{self.describe_settings()}"
 
 
 def _run_command(argv: Sequence[str] | None) -> int:
@@ -114,7 +118,7 @@ def _build_parser() -> _Parser:
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
 
     train = _add_command(commands, "train", _run_train, "train a policy; the same command resumes an unfinished run")
-    train.lists_settings = True
+    train.describe_settings = _describe_settings
     train.add_argument("--fresh", action="store_true", help="move an existing run directory to DIR.old-N first")
     _add_command(commands, "warmup", _run_warmup, "supervised warm-up only, on the task family's demonstrations")
     evaluate = _add_command(commands, "eval", _run_eval, "evaluate a run, or the starting policy, on held-out tasks")
@@ -123,12 +127,24 @@ def _build_parser() -> _Parser:
     evaluate.add_argument("--markdown", type=Path, metavar="FILE", help="write them as a table (default: not written)")
 
     _add_calibrate(commands)
+    add_launch(commands)
+    add_roles(commands)
+    add_work(commands)
     add_broadcast(commands)
+    add_swarm(commands)
+    add_ledger(commands)
 
     tasks = commands.add_parser("tasks", help="list the task families, or describe one", allow_abbrev=False)
     tasks.add_argument("name", nargs="?", metavar="NAME", help="family to describe (default: list all)")
     tasks.set_defaults(command=_run_tasks)
     return parser
+
+
+def _describe_settings() -> str:
+    from shoal.config import RunConfig
+    from shoal.schema import describe_settings
+
+    return describe_settings(RunConfig, max(100, shutil.get_terminal_size((120, 24)).columns))
 
 
 def _add_command(

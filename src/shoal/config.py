@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -36,6 +36,9 @@ class Settings(BaseModel):
         validate_default=True,
         use_attribute_docstrings=True,
     )
+
+
+Model = TypeVar("Model", bound=Settings)
 
 
 class TinyConfig(Settings):
@@ -224,6 +227,12 @@ FolderName = Annotated[
 ]
 
 
+Secret = Annotated[
+    str,
+    Field(pattern=r"^([0-9a-f]{64})?$", json_schema_extra={"allowed": "nothing, or 64 of the characters 0-9 and a-f"}),
+]
+
+
 class RunConfig(Settings):
     """Everything about one run."""
 
@@ -235,6 +244,8 @@ class RunConfig(Settings):
     """the one seed that all others derive from"""
     steps: Annotated[int, Field(ge=0)] = 60
     """training steps"""
+    beacon: Secret = ""
+    """secret of a swarm's beacons, to draw its tasks and rollouts again; empty: they derive from `seed`"""
     async_level: Annotated[int, Field(ge=0, le=64)] = 0
     """versions by which the sampler lags behind (simulated); 0 is synchronous"""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
@@ -255,15 +266,21 @@ class RunConfig(Settings):
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """The settings of a TOML file (None: the defaults) with `a.b.c=value` overrides laid over it; the last one wins."""
     data = {} if path is None else read_toml(path)
+    data.pop("swarm", None)  # how many processes `shoal run` makes of the same run (shoal.launch.settings)
+    return build_config(RunConfig, data, overrides)
+
+
+def build_config(model: type[Model], data: dict[str, Any], overrides: Sequence[str]) -> Model:
+    """Settings from the tables of a file, which are changed, with overrides laid over them."""
     for override in overrides:
-        _lay_override(data, override)
+        _lay_override(model, data, override)
     try:
-        return RunConfig.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(explain_errors(RunConfig, error)) from None
+        raise ConfigError(explain_errors(model, error)) from None
 
 
-def dump_config(config: RunConfig) -> str:
+def dump_config(config: Settings) -> str:
     """TOML text that loads to an equal configuration."""
     return dump_toml(config.model_dump())
 
@@ -280,7 +297,7 @@ def config_hash(config: Settings, *parts: str) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
-def _lay_override(data: dict[str, Any], override: str) -> None:
+def _lay_override(model: type[Settings], data: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -288,7 +305,7 @@ def _lay_override(data: dict[str, Any], override: str) -> None:
     if not is_utf8(override):
         raise ConfigError(f"{key}: key and value must be UTF-8 text")
     value = parse_value(text)
-    if accepts_text(RunConfig, parts) and not isinstance(value, str):
+    if accepts_text(model, parts) and not isinstance(value, str):
         value = text.strip()  # `name=5` names the run 5: a shell has no other way to write it
     *tables, last = parts
     for part in tables:

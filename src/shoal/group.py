@@ -4,7 +4,7 @@ Group i of a step is a pure function of (beacon, i, weights): task and seeds der
 whoever computes it gets the same rollouts, and nobody chooses what to work on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -67,10 +67,13 @@ def generate_groups(
     """Generate and score planned groups, in the order of the plans."""
     requests = [request for plan in plans for request in plan.requests]
     rollouts = {rollout.id: rollout for rollout in engine.generate(requests)}
-    return [_score_group(family, tokenizer, plan, rollouts) for plan in plans]
+    return [score_group(family, tokenizer, plan, rollouts) for plan in plans]
 
 
-def _score_group(family: Family, tokenizer: PreTrainedTokenizerBase, plan: Plan, rollouts: dict[str, Rollout]) -> Group:
+def score_group(
+    family: Family, tokenizer: PreTrainedTokenizerBase, plan: Plan, rollouts: Mapping[str, Rollout]
+) -> Group:
+    """The group of a plan from its rollouts, by id."""
     own = tuple(rollouts[request.id] for request in plan.requests)
     scores = tuple(family.score(plan.task, decode_completion(tokenizer, rollout.token_ids)) for rollout in own)
     return Group(index=plan.index, task_id=plan.task.id, rollouts=own, scores=scores)

@@ -41,7 +41,8 @@ RESUMABLE = (
 
 `threads` is not among them: it changes the order of summation and so the last bits of every step. What is stored is
 the number in use, never the 0 that stands for all cores. Nor are `eval.tasks`,
-`eval.samples` and `eval.k`: one metrics file holds one kind of pass rate.
+`eval.samples` and `eval.k`: one metrics file holds one kind of pass rate. With a `beacon` neither is `steps`: a chain
+of beacons is as long as its run, and another length has other beacons.
 """
 
 _WAY_OUT = "use --fresh to move it aside, or another name or seed"
@@ -65,7 +66,8 @@ def find_conflict(path: Path, config: RunConfig) -> str | None:
     except ConfigError as error:
         return f"{path}: holds a configuration this version cannot read ({error}); {_WAY_OUT}"
     old, new = flatten_config(stored), flatten_config(config)
-    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key not in RESUMABLE)
+    free = set(RESUMABLE) - ({"steps"} if config.beacon else set())
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key not in free)
     if config.threads == 0 and "threads" in changed:
         changed.remove("threads")  # a dry run does not know yet how many that will be
     if not changed:
@@ -89,7 +91,7 @@ def store_config(config: RunConfig) -> Path:
         if (conflict := find_conflict(path, config)) is not None:
             raise ConfigError(conflict)
         if not is_started(path):
-            lock = _lock_dir(path)
+            lock = lock_dir(path)
             try:
                 write_atomic(path / "config.toml", dump_config(config).encode())
             finally:
@@ -110,7 +112,7 @@ class RunDir:
         """Create the directory or open it to resume; `fresh` moves an existing one aside to `<dir>.old-<n>` first."""
         path = run_path(config)
         with _explain_os_errors(path):
-            lock = _lock_dir(path)
+            lock = lock_dir(path)
             try:
                 if fresh and any(entry.name != ".lock" for entry in path.iterdir()):
                     lock = _start_afresh(path, lock)
@@ -144,11 +146,7 @@ class RunDir:
 
     def append_metrics(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Append one line to metrics.jsonl; durable when this returns."""
-        assert not {"step", "time", "nonfinite"} & metrics.keys(), "names that the line itself uses"
-        values = {name: _finite_or_none(value) for name, value in metrics.items()}
-        num_lost = sum(values[name] is None and metrics[name] is not None for name in metrics)
-        line = {"step": step, "time": round(self._clock(), 3)} | values | ({"nonfinite": num_lost} if num_lost else {})
-        append_line(self.metrics_path, json.dumps(line, allow_nan=False))
+        append_metrics(self.metrics_path, step, metrics, self._clock)
 
     def truncate_after(self, step: int) -> None:
         """Drop metrics lines and rollout files of later steps, which a resumed run will write again; -1 drops all."""
@@ -172,6 +170,17 @@ class RunDir:
             return int(json.loads(line)["step"])
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{self.metrics_path}: line {number} is not a metrics line; {_WAY_OUT}") from None
+
+
+def append_metrics(
+    path: Path, step: int, metrics: Mapping[str, float | None], clock: Callable[[], float] = time.time
+) -> None:
+    """Append one line of metrics to a file that this process alone writes; durable when this returns."""
+    assert not {"step", "time", "nonfinite"} & metrics.keys(), "names that the line itself uses"
+    values = {name: _finite_or_none(value) for name, value in metrics.items()}
+    num_lost = sum(values[name] is None and metrics[name] is not None for name in metrics)
+    line = {"step": step, "time": round(clock(), 3)} | values | ({"nonfinite": num_lost} if num_lost else {})
+    append_line(path, json.dumps(line, allow_nan=False))
 
 
 def _finite_or_none(value: float | None) -> float | None:
@@ -211,12 +220,12 @@ def _start_afresh(path: Path, lock: int) -> int:
     while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
         number += 1
     path.rename(aside)
-    fresh_lock = _lock_dir(path)
+    fresh_lock = lock_dir(path)
     os.close(lock)
     return fresh_lock
 
 
-def _lock_dir(path: Path) -> int:
+def lock_dir(path: Path) -> int:
     """Create the directory if need be and lock it; the descriptor holds the lock."""
     while True:
         path.mkdir(parents=True, exist_ok=True)

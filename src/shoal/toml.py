@@ -51,7 +51,7 @@ def is_utf8(text: str) -> bool:
 
 
 def dump_toml(data: dict[str, Any]) -> str:
-    """Nested dicts of str, int, float and bool as TOML text, values before tables, in the order given."""
+    """Nested dicts of str, int, float, bool and lists of them as TOML text, values before tables, in the order given."""
     return "\n".join(_dump_table(data, ())).lstrip("\n") + "\n"
 
 
@@ -82,9 +82,11 @@ def _dump_key(key: str) -> str:
     return key if _BARE_KEY.fullmatch(key) else _dump_text(key)
 
 
-def _dump_value(value: bool | int | float | str) -> str:
+def _dump_value(value: Any) -> str:
     if isinstance(value, str):
         return _dump_text(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_dump_value(item) for item in value)}]"
     if isinstance(value, bool):
         return "true" if value else "false"
     return repr(value)

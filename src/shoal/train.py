@@ -10,14 +10,8 @@
 """
 
 import time
-from collections import OrderedDict
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass
-from pathlib import Path
-
-import torch
-from transformers import PreTrainedModel
 
 from shoal.config import RunConfig
 from shoal.console import Console
@@ -25,27 +19,18 @@ from shoal.disk import guard_disk
 from shoal.engine.torch import TorchEngine
 from shoal.errors import ConfigError
 from shoal.eval import draw_tasks, evaluate
-from shoal.learner.checkpoint import (
-    Weights,
-    find_newest,
-    load_checkpoint_policy,
-    load_versions,
-    prune_checkpoints,
-    read_state,
-    restore_learner,
-    save_checkpoint,
-)
-from shoal.learner.learner import Learner, Metrics
+from shoal.learner.checkpoint import find_newest
+from shoal.learner.learner import Metrics
 from shoal.parquet import write_groups
-from shoal.policy.model import Policy, find_policy
+from shoal.policy.model import find_policy
 from shoal.report import describe_gain, write_report
+from shoal.resume import open_state, save_state
 from shoal.rollout import Group
 from shoal.rundir import RunDir
 from shoal.runtime import fix_threads, tune_process
 from shoal.sampler import Drawn, Sampler
 from shoal.tasks.registry import load_family
 from shoal.track import Tracker, open_tracker
-from shoal.warmup import Note, load_start
 
 
 def run_training(config: RunConfig, *, fresh: bool = False) -> int:
@@ -81,16 +66,6 @@ def settle_config(config: RunConfig) -> RunConfig:
     return fix_threads(config.model_copy(update={"policy": policy}))
 
 
-@dataclass(slots=True)
-class _State:
-    """What a checkpoint holds: the version after `step`, its learner, and the older versions still to sample with."""
-
-    step: int
-    policy: Policy
-    learner: Learner
-    versions: OrderedDict[int, Weights]
-
-
 class Training:
     """Policy, learner, engine and versions of one run."""
 
@@ -99,7 +74,7 @@ class Training:
         self._config, self._run, self._console, self._tracker = config, run, console, tracker
         self._family = load_family(config.tasks.name, config.tasks.options)
         self._checkpoint = find_newest(run.checkpoints_path)
-        self._state = _open_state(config, self._checkpoint, console.note)
+        self._state = open_state(config, self._checkpoint, console.note)
         self._keep_version()
         policy = self._state.policy
         self._engine = TorchEngine(
@@ -197,28 +172,4 @@ class Training:
         self._console.report_eval(self.step, result.metrics())
 
     def _save(self) -> None:
-        state = self._state
-        older = {version: weights for version, weights in state.versions.items() if version != self.step}
-        save_checkpoint(self._run.checkpoints_path, self.step, state.policy, state.learner, older)
-        prune_checkpoints(self._run.checkpoints_path, self._config.checkpoint.keep)
-
-
-def _open_state(config: RunConfig, checkpoint: Path | None, note: Note) -> _State:
-    """The state in a checkpoint, or that before the first step."""
-    if checkpoint is None:
-        policy = load_start(config, note)
-        reference = deepcopy(policy.model) if config.learner.loss.kl > 0 else None
-        return _State(0, policy, _build_learner(config, policy, reference), OrderedDict())
-    saved = read_state(checkpoint)
-    note(f"resumes after step {saved.step}")
-    policy = load_checkpoint_policy(checkpoint, getattr(torch, config.policy.dtype))
-    # The starting policy is only a reference from here on; without a KL term nobody needs it.
-    reference = load_start(config, note).model if config.learner.loss.kl > 0 else None
-    learner = _build_learner(config, policy, reference)
-    restore_learner(learner, checkpoint, saved)
-    return _State(saved.step, policy, learner, OrderedDict(load_versions(checkpoint)))
-
-
-def _build_learner(config: RunConfig, policy: Policy, reference: PreTrainedModel | None) -> Learner:
-    frozen = None if reference is None else reference.eval()
-    return Learner(policy.model, config.learner, max_tokens=config.engine.max_tokens, reference=frozen)
+        save_state(self._run.checkpoints_path, self._state, self._config.checkpoint.keep)

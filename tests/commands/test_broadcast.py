@@ -1,5 +1,6 @@
 """The commands around shardcast: mistakes are one sentence, and each command does what it prints."""
 
+import argparse
 import re
 import stat
 from pathlib import Path
@@ -8,14 +9,17 @@ import pytest
 
 from shoal.cli import main
 from shoal.commands.broadcast import describe_progress
+from shoal.commands.broadcast_flags import add_commands
+from shoal.commands.serving import build_limits
 from shoal.keys import Key
 from shoal.shardcast.progress import Progress
-from shoal.shardcast.tickets import Ticket, TicketBook, TicketError
+from shoal.shardcast.tickets import Ticket, TicketBook, TicketError, issue_ticket, read_ticket
 
 HEX = "a" * 64
 PUBLISH = ["publish", "nothing", "--version", "1", "--run", "r", "--key", "k", "--data", "d"]
 RELAY = ["relay", "http://127.0.0.1:1", "--run", "r", "--publisher", HEX, "--data", "d"]
 PULL = ["pull", "http://127.0.0.1:1", "--run", "r", "--publisher", HEX]
+TICKET = ["ticket", "--key", "a.key", "--run", "r", "--node", HEX]
 
 
 @pytest.fixture(autouse=True)
@@ -53,14 +57,47 @@ def test_a_key_is_made_once_for_its_owner_alone(capsys) -> None:
         (["pull", "https://x", "--run", "r", "--publisher", HEX], "https"),
         (["pull", "file:///etc/passwd", "--run", "r", "--publisher", HEX], "file:///etc/passwd"),
         (["tree", "ftp://x"], "ftp://x"),
-        (["ticket", "--key", "k", "--run", "r", "--node", HEX, "--hours", "-1"], "--hours"),
+        ([*TICKET, "--hours", "-1"], "--hours"),
+        ([*TICKET, "--hours", "nan"], "--hours"),
+        ([*TICKET, "--run", "Not A Run"], "a run's name"),
+        ([*TICKET, "--node", "me"], "me"),
+        ([*TICKET, "--bytes", "0"], "a ticket is for 1 to"),
+        ([*TICKET, "--bytes", "99999999TB"], "a ticket is for 1 to"),
+        ([*PULL, "--ticket", "two.txt"], "two.txt: holds no ticket"),
+        ([*PULL, "--ticket", "letter.txt"], "letter.txt: holds no ticket"),
+        ([*RELAY, "--ticket", "two.txt"], "two.txt: holds no ticket"),
+        ([*PUBLISH, "--key", "a.key", "--listen", "nowhere"], "--listen: 'nowhere' is no HOST:PORT"),
+        ([*PUBLISH, "--key", "a.key", "--shard-size", "1kB"], "shard_size = 1000"),
+        ([*PUBLISH, "--key", "a.key", "--shard-size", "lots"], "is no number of bytes"),
+        ([*PUBLISH, "--key", "a.key", "--signer", HEX], "--signer: has no effect without --tickets"),
+        ([*PUBLISH, "--key", "a.key", "--listen", "127.0.0.1:0"], "nothing: cannot be published"),
     ],
 )
 def test_a_mistake_is_one_sentence(argv: list[str], text: str, capsys) -> None:
+    key = Key.generate()
+    key.save(Path("a.key"))
+    ticket = issue_ticket(key, run="r", node=HEX, expires=1 << 39, num_bytes=1)
+    Path("two.txt").write_text(f"{ticket}\n{ticket}\n")
+    Path("letter.txt").write_bytes(b"Dear \xff")
     assert main(argv) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith("shoal: ") and printed.err.count("\n") == 1
-    assert text in printed.err
+    *notes, last = printed.err.splitlines()
+    assert printed.out == "" and last.startswith("shoal: ") and text in last
+    assert all(note.startswith(("serving run r at http://127.0.0.1:", "no version yet")) for note in notes)
+
+
+def test_a_ticket_in_a_file_is_shown_as_it_is() -> None:
+    ticket = issue_ticket(Key.generate(), run="r", node=HEX, expires=1 << 39, num_bytes=1)
+    for text in (ticket, f"{ticket}\n", f"  {ticket}\r\n\n"):
+        Path("t.txt").write_text(text)
+        assert read_ticket(Path("t.txt")) == ticket
+
+
+def test_a_server_behind_a_proxy_trusts_nobody_for_an_address() -> None:
+    parser = argparse.ArgumentParser()
+    add_commands(parser.add_subparsers())
+    for flags, trusted in (([], True), (["--behind-proxy"], False)):
+        assert build_limits(parser.parse_args([*RELAY, *flags])).trust_loopback is trusted
 
 
 def test_a_printed_ticket_is_good_where_it_should_be(capsys) -> None:

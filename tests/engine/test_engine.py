@@ -1,5 +1,6 @@
 """The torch engine: what it returns, what it hands to the sink, its limits."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -196,3 +197,30 @@ def test_generate_needs_an_idle_engine(qwen: Policy) -> None:
     engine.submit([ONE])
     with pytest.raises(AssertionError, match="idle"):
         next(iter(engine.generate([replace(ONE, id="two")])))
+
+
+@pytest.mark.parametrize("num_steps", [0, 3, 35])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_is_cancelled_is_gone_and_the_others_are_as_they_were(
+    run, collect, make_requests, qwen: Policy, num_steps: int, swapped: bool
+) -> None:
+    requests = make_requests(6, limits=(40,))
+    alone = run(qwen, requests)
+    collector = collect()
+    engine = TorchEngine(deepcopy(qwen.model), eos_id=qwen.eos_id, slots=7, sink=collector)
+    engine.submit(requests)
+    for _ in range(num_steps):
+        collector.rollouts |= {rollout.id: rollout for rollout in engine.step()}
+    if swapped:
+        engine.swap_weights(1, qwen.model.state_dict())
+    finished, gone = set(collector.rollouts), {request.id for request in requests[::2]}
+    engine.cancel([*gone, "nobody"])
+    collector.finish(engine)
+    kept = {request.id for request in requests[1::2]}
+    assert set(collector.rollouts) == kept | finished
+    for name in kept:
+        assert collector.bits(name)[0] == alone.bits(name)[0]
+        assert swapped or collector.bits(name) == alone.bits(name)
+    engine.submit(requests[:1])
+    collector.chunks.pop(requests[0].id, None)
+    assert collector.finish(engine).bits(requests[0].id)[0] == alone.bits(requests[0].id)[0], "its id is free again"

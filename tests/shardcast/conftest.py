@@ -266,6 +266,28 @@ class Basin:
             (folder / name).write_bytes(data)
         return await self.origin.publish(folder, version, **options)
 
+    async def begin(self, version: int, data: bytes) -> Entry:
+        """A version whose publisher has written nothing but its head."""
+        serial = 1 + max((entry.serial for entry in self.store.entries()), default=0)
+        head = Head(RUN, version, serial, 1 << 16, (File("weights", len(data)),), None, True)
+        return await self.store.adopt(sign_record(self.key, "", 0, head))
+
+    async def add_hashes(self, entry: Entry, data: bytes) -> None:
+        """The hashes of a version that was begun."""
+        record = Hashes(0, hash_shards(data, 1 << 16))
+        await entry.append(sign_record(self.key, entry.digest, len(entry.log.lines), record))
+
+    async def finish(self, entry: Entry, data: bytes) -> None:
+        """What is missing of a version that was begun: its bytes and its end."""
+        if not entry.log.num_hashes:
+            await self.add_hashes(entry, data)
+        for shard in entry.full.layout.shards:
+            with entry.full.start(shard.index) as writer:
+                await writer.write(memoryview(data)[shard.offset :][: shard.size])
+                await writer.finish()
+        await entry.append(sign_record(self.key, entry.digest, len(entry.log.lines), entry.log.compute_end()))
+        await entry.full.settle()
+
     async def get(self, url: Url, target: str) -> Answer:
         """One request to any server, with what came of its body."""
         reader, writer = await asyncio.open_connection(url.host, url.port)

@@ -1,6 +1,7 @@
 import asyncio
 import errno
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,64 @@ def test_foreign_folders_are_never_removed(basin: Any, run: Any, make_bytes: Any
                 await home.publish(version, {"weights": make_bytes(3 * SHARD, version)})
                 await client.pull(version)
             assert list_names(home.root / "out") == [".shardcast", "latest", "v0", "v3", "v99", "vault"]
+
+    run(work)
+
+
+def test_what_a_killed_client_had_moved_aside_is_removed_at_the_next_start(
+    basin: Any, run: Any, make_bytes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        """Stands for a kill: nothing cleans up behind it."""
+
+    remove = shutil.rmtree
+
+    def die_at_old(path: Any, *args: Any, **options: Any) -> None:
+        if Path(path).name.startswith("old-") and Path(path).exists():
+            raise Killed
+        remove(path, *args, **options)
+
+    async def work() -> None:
+        async with basin() as home:
+            hidden = home.root / "out" / ".shardcast"
+            client = await home.client(home.url, keep=1)
+            await home.publish(1, {"weights": make_bytes(3 * SHARD, 1)})
+            await client.pull(1)
+            await home.publish(2, {"weights": make_bytes(3 * SHARD, 2)})
+            with monkeypatch.context() as patch:
+                patch.setattr(client_module.shutil, "rmtree", die_at_old)
+                with pytest.raises(Killed):
+                    await client.pull(2)
+            await client.close()
+            assert (hidden / "old-v1").exists()
+            again = await home.client(home.url, keep=1)
+            assert not (hidden / "old-v1").exists()
+            assert (await again.pull(2)).name == "v2"
+            assert list_names(home.root / "out") == [".shardcast", "latest", "v2"]
+
+    run(work)
+
+
+def test_at_least_one_version_is_kept(basin: Any, run: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            with pytest.raises(ConfigError, match="keep = 0"):
+                await home.client(home.url, keep=0)
+
+    run(work)
+
+
+def test_one_version_kept_is_one_on_disk(basin: Any, run: Any, make_bytes: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            client = await home.client(home.url, keep=1)
+            data = make_bytes(30 * SHARD, 1)
+            for version in (1, 2, 3):
+                data = bytes([data[0] ^ 1]) + data[1:]
+                await home.publish(version, {"weights": data})
+                await client.pull(version)
+                fulls = [path.parent.name[:3] for path in (home.root / "out" / ".shardcast").glob("v*/full")]
+                assert fulls == [f"v{version}-"]
 
     run(work)
 
@@ -284,5 +343,21 @@ def test_a_damaged_list_of_our_folders_is_an_error_that_names_it(basin: Any, run
             (hidden / "published.json").write_bytes(b"{")
             with pytest.raises(ConfigError, match=r"published\.json"):
                 await home.client(home.url)
+
+    run(work)
+
+
+def test_an_older_version_that_takes_the_place_of_the_newest_is_where_the_link_points(
+    basin: Any, run: Any, make_bytes: Any
+) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            for version in (1, 2):
+                await home.publish(version, {"weights": make_bytes(1000, version)})
+            client = await home.client(home.url, keep=1)
+            await client.pull()
+            folder = await client.pull(1)
+            assert folder.is_dir() and (home.root / "out" / "latest").resolve() == folder.resolve()
+            assert not (home.root / "out" / "v2").exists()
 
     run(work)

@@ -328,3 +328,27 @@ def test_a_stream_that_claims_gigabytes_is_refused() -> None:
     for method in Method:
         with pytest.raises(DeltaError, match="damaged"):
             read_stream(Reader(struct.pack("<BI", method, 0xFFFFFFFF)), 1000)
+
+
+def write_sparse(gaps: NDArray[np.uint32], shift: int) -> bytes:
+    """Changes of one unit at these gaps, with so many bits of each split off, whatever an encoder would choose."""
+    parts: list[Any] = [struct.pack("<IBBB", len(gaps), shift, 3, 1)]
+    for bit in range(shift):
+        write_stream(np.packbits((gaps >> bit & 1).astype(np.uint8)), parts)
+    for plane in range(3):
+        write_stream((gaps >> shift >> 8 * plane & 0xFF).astype(np.uint8), parts)
+    write_stream(np.ones(len(gaps), dtype=np.uint8), parts)
+    return join_parts(parts)
+
+
+@pytest.mark.parametrize("shift", range(17))
+def test_gaps_come_back_however_many_of_their_bits_are_split_off(shift: int) -> None:
+    gaps = np.random.default_rng(shift).integers(0, 200_000, size=9, dtype=np.uint32)
+    base = np.zeros(BLOCK_ELEMENTS, dtype="<u2")
+    assert list(np.flatnonzero(decode(Form.SPARSE, write_sparse(gaps, shift), base))) == list(np.cumsum(gaps + 1) - 1)
+
+
+def test_gaps_whose_sum_is_past_all_numbers_are_refused() -> None:
+    gaps = np.full(65537, 65535, dtype=np.uint32)  # their sum is a little over 2^32, and a little over 0 in 32 bits
+    with pytest.raises(DeltaError, match="outside of its block"):
+        decode(Form.SPARSE, write_sparse(gaps, 16), np.zeros(BLOCK_ELEMENTS, dtype="<u2"))

@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from shoal.shardcast import codec
-from shoal.shardcast.delta import DeltaError, DeltaStats, apply_delta, encode_delta
-from shoal.shardcast.delta_format import MAGIC
+from shoal.shardcast import delta as delta_module
+from shoal.shardcast.delta import DeltaError, DeltaStats, PoorError, apply_delta, encode_delta
+from shoal.shardcast.delta_format import MAGIC, count_blocks, list_blocks
 from shoal.shardcast.delta_work import Scratch, Workers
+from shoal.shardcast.tensors import Span
 
 Files = dict[str, bytes]
 DTYPES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "F8_E4M3": 1, "BOOL": 1, "F4": 0}
@@ -438,3 +440,72 @@ def test_an_error_of_the_disk_passes(pair: tuple[Path, Path]) -> None:
 
     with pytest.raises(OSError, match="No space left"):
         encode_delta(*pair, Full())
+
+
+def count_encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the blocks that are encoded, as they are."""
+    sizes: list[int] = []
+    encode_job = delta_module._encode_job
+
+    def encode_and_count(base: int, source: int, scratch: Scratch, block: Any) -> Any:
+        sizes.append(block.size)
+        return encode_job(base, source, scratch, block)
+
+    monkeypatch.setattr(delta_module, "_encode_job", encode_and_count)
+    return sizes
+
+
+def test_a_delta_that_does_not_pay_is_given_up_after_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(1)
+    old, new = (
+        write_folder(tmp_path / name, {f"part{i}": rng.randbytes(64 * 700) for i in range(3)})
+        for name in ("old", "new")
+    )
+    sizes, out = count_encoded(monkeypatch), io.BytesIO()
+    with pytest.raises(PoorError, match="of the checkpoint"):
+        encode_delta(old, new, out, max_share=0.9)
+    assert 16 <= len(sizes) <= 32 and out.getvalue() == b""
+
+
+def test_many_small_files_are_sampled_like_one_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(1)
+    old, new = (
+        write_folder(tmp_path / name, {f"part{i:03d}": rng.randbytes(128) for i in range(200)})
+        for name in ("old", "new")
+    )
+    sizes = count_encoded(monkeypatch)
+    with pytest.raises(PoorError):
+        encode_delta(old, new, io.BytesIO(), max_share=0.9)
+    assert 16 <= len(sizes) <= 32
+
+
+def test_the_sample_is_taken_from_all_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(1)
+    same = rng.randbytes(64 * 900)
+    folders = []
+    for name in ("old", "new"):  # the first part is new, the second is not: a look at the beginning would mislead
+        folders.append(write_folder(tmp_path / name, {"a": rng.randbytes(64 * 300), "b": same}))
+    sizes = count_encoded(monkeypatch)
+    delta, stats = encode(*folders, max_share=0.9)
+    assert 0.2 < 1 / stats.ratio < 0.6 and len(sizes) > 1200
+    assert delta == encode(*folders)[0], "a sample changes nothing"
+    with pytest.raises(PoorError):
+        encode(*folders, max_share=0.2)
+
+
+def test_a_small_checkpoint_is_encoded_without_a_sample(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, stats = encode(*pair)
+    monkeypatch.setattr(delta_module, "_SAMPLED_FROM", 10**6)
+    assert encode(*pair, max_share=0.0)[1] == stats
+    monkeypatch.setattr(delta_module, "_SAMPLED_FROM", 0)
+    monkeypatch.setattr(delta_module, "_SAMPLE_BLOCKS", 1)
+    with pytest.raises(PoorError):
+        encode(*pair, max_share=0.0)
+
+
+@given(st.lists(st.tuples(st.sampled_from((1, 2, 4, 8)), st.integers(1, 500)), max_size=5))
+def test_blocks_are_counted_as_they_are_listed(spans: list[tuple[int, int]]) -> None:
+    made = tuple(Span(width, count) for width, count in spans)
+    assert count_blocks(made) == len(list(list_blocks(made)))

@@ -4,6 +4,9 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -264,7 +267,7 @@ def test_a_wrong_first_half_is_not_blamed_on_who_continued_it_and_not_continued_
                 return True
 
             bad, good = await home.front(send_wrong_half), await home.front()
-            client = await home.client(bad.url, good.url)
+            client = await home.client(bad.url, good.url, deadlines=home.patient)
             prefer_first(client)
             folder = await client.pull()
             assert (folder / "weights").read_bytes() == data
@@ -420,6 +423,47 @@ def test_a_version_replaced_while_it_is_fetched_ends_in_the_new_one(
             while read_files(await client.pull()) != files:
                 await asyncio.sleep(0.01)
             assert sorted(path.name for path in (home.root / "out").iterdir()) == [".shardcast", "latest", "v1"]
+
+    run(work)
+
+
+def flood(listener: socket.socket, target: bytes, ended: threading.Event) -> None:
+    """A source in a thread of its own that answers one target in one-byte chunks, as fast as they are taken."""
+    listener.settimeout(0.1)
+    until = time.monotonic() + 10
+    while time.monotonic() < until and not ended.is_set():
+        try:
+            sock, _ = listener.accept()
+        except TimeoutError:
+            continue
+        with sock, contextlib.suppress(OSError):
+            sock.settimeout(1)
+            if target in sock.recv(4096):
+                sock.sendall(say("200 OK", "Transfer-Encoding: chunked"))
+                while time.monotonic() < until and not ended.is_set():
+                    sock.sendall(b"1\r\nx\r\n" * 10_000)
+    ended.set()
+
+
+@pytest.mark.parametrize("target", [b"/versions", b"/probe"])
+def test_a_source_that_never_stops_sending_tiny_chunks_stops_nobody(
+    basin: Any, run: Any, make_bytes: Any, read_files: Any, target: bytes
+) -> None:
+    async def work() -> None:
+        ended = threading.Event()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            thread = threading.Thread(target=flood, args=(listener, target, ended))
+            thread.start()
+            try:
+                async with basin() as home:
+                    files = {"weights": make_bytes(SIZE, 1)}
+                    await home.publish(1, files)
+                    client = await home.client(f"http://127.0.0.1:{listener.getsockname()[1]}", home.url)
+                    assert read_files(await client.pull()) == files
+                    assert not ended.is_set(), "the client waited until the source stopped by itself"
+            finally:
+                ended.set()
+                await asyncio.to_thread(thread.join)
 
     run(work)
 

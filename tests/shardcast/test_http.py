@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import itertools
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from shoal.errors import ConfigError
 from shoal.shardcast.http import (
     HEAD_BYTES,
+    MAX_CHUNKS,
     HttpError,
     Url,
     build_request,
@@ -22,6 +24,7 @@ from shoal.shardcast.http import (
     parse_url,
     read_data,
     read_head,
+    receive_data,
     receive_into,
     send_event,
     take_rest,
@@ -286,6 +289,80 @@ def test_an_answer_in_chunks_is_read_piece_by_piece_to_its_end() -> None:
             server.sendall(b"2\r\nde\r\n0\r\n\r\n")
             assert await read_data(client, conn) == b"de"
             assert await read_data(client, conn) == b""
+
+    run_bounded(work)
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def frame(*pieces: bytes) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+
+
+async def begin_answer(head: bytes = CHUNKED) -> h11.Connection:
+    """A client's connection that has read the head of an answer, and nothing of its body."""
+    return (await read_answer(head))[1]
+
+
+async def read_body(parts: list[bytes]) -> list[bytes]:
+    """The pieces of a body in chunks that comes in these parts, up to its end."""
+    conn, left = await begin_answer(), list(parts)
+
+    async def receive() -> bytes:
+        return left.pop(0) if left else b""
+
+    pieces = []
+    while piece := await receive_data(receive, conn):
+        assert conn.their_state is h11.SEND_BODY  # its end is told by an empty piece, and by nothing else
+        pieces.append(piece)
+    return pieces
+
+
+def test_chunks_that_came_together_are_one_piece_and_the_end_is_one_of_its_own() -> None:
+    body = frame(b"ab", b"c", b"d" * 1000)
+    assert asyncio.run(read_body([body + b"0\r\n\r\n"])) == [b"abc" + b"d" * 1000]
+    assert asyncio.run(read_body([body, body + b"00", b"\r\n\r\n"])) == [b"abc" + b"d" * 1000] * 2
+
+
+@given(st.lists(st.binary(min_size=1, max_size=40), max_size=20), st.lists(st.integers(0, 900), max_size=8))
+def test_a_body_is_the_same_however_it_is_chunked_and_cut(pieces: list[bytes], cuts: list[int]) -> None:
+    body = frame(*pieces) + b"0\r\n\r\n"
+    places = sorted({0, len(body), *(cut for cut in cuts if cut < len(body))})
+    parts = [body[start:end] for start, end in itertools.pairwise(places)]
+    assert b"".join(asyncio.run(read_body(parts))) == b"".join(pieces)
+
+
+def test_a_body_in_tiny_chunks_is_refused_and_one_in_lines_is_not() -> None:
+    with pytest.raises(HttpError, match="tiny chunks"):
+        asyncio.run(read_body([frame(*[b"x"] * (MAX_CHUNKS + 2))]))
+    few = asyncio.run(read_body([frame(*[b"x"] * MAX_CHUNKS) + b"0\r\n\r\n"]))
+    assert few == [b"x" * MAX_CHUNKS]
+    lines = [b"l" * 258] * ((1 << 16) // 265)  # a manifest with one hash a line, as much as is received at once
+    assert asyncio.run(read_body([frame(*lines), b"0\r\n\r\n"])) == [b"".join(lines)]
+    large = [b"l" * 300] * 1000
+    assert asyncio.run(read_body([frame(*large), b"0\r\n\r\n"])) == [b"".join(large)]
+
+
+def test_a_peer_that_always_has_more_to_say_leaves_a_turn_to_the_others() -> None:
+    async def work() -> None:
+        conn = await begin_answer()
+        turns = 0
+
+        async def take_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async def receive() -> bytes:
+            return frame(b"x" * 300)
+
+        others = asyncio.create_task(take_turns())
+        for _ in range(100):
+            assert await receive_data(receive, conn)
+        others.cancel()
+        assert turns >= 100
 
     run_bounded(work)
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +20,9 @@ import pytest
 
 from shoal.errors import ConfigError
 from shoal.keys import Key
+from shoal.shardcast import delta as delta_module
 from shoal.shardcast import encode as encode_module
+from shoal.shardcast import entry as entry_module
 from shoal.shardcast import publish as publish_module
 from shoal.shardcast.delta import apply_delta
 from shoal.shardcast.errors import ShardError
@@ -31,10 +34,10 @@ DATA = os.urandom(40 * SIZE)
 
 
 @contextlib.asynccontextmanager
-async def open_origin(maker: Any, **settings: Any) -> AsyncIterator[Origin]:
+async def open_origin(maker: Any, *, anchor_every: int = 8, **settings: Any) -> AsyncIterator[Origin]:
     store = await maker.open_store(**settings)
     try:
-        yield Origin(store, maker.key, shard_size=SIZE)
+        yield Origin(store, maker.key, shard_size=SIZE, anchor_every=anchor_every)
     finally:
         await store.close()
 
@@ -290,6 +293,23 @@ def test_a_delta_that_does_not_pay_is_left_out_with_the_reason(run: Callable[...
     run(work)
 
 
+def test_a_delta_that_a_sample_says_does_not_pay_is_not_written(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_module, "_SAMPLED_FROM", 0)
+    monkeypatch.setattr(delta_module, "_SAMPLE_BLOCKS", 1)
+    monkeypatch.setattr(encode_module._BoundedFile, "write", lambda *_: pytest.fail("written"))
+
+    async def work() -> None:
+        folders = [write_checkpoint(maker, name, model=os.urandom(4 * SIZE)) for name in ("old", "new")]
+        async with open_origin(maker) as origin:
+            await origin.publish(folders[0], 1)
+            entry = await origin.publish(folders[1], 2)
+            assert entry.complete and b'"reason":"not smaller than the full version"' in b"".join(entry.log.lines)
+
+    run(work)
+
+
 def test_a_parent_that_changed_meanwhile_gives_no_delta(
     run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +343,7 @@ def test_parents_and_anchors_are_chosen_as_told(run: Callable[..., Any], maker: 
                 (2, True),
                 (8, False),
             ]
+            assert (await origin.publish(folder, 17)).log.head.anchor, "16 was left out"
             assert (await origin.publish(folder, 5)).log.head.parent == 2
             assert (await origin.publish(folder, 10, parent=1)).log.head.parent == 1
             free = (await origin.publish(folder, 11, parent=None)).log.head
@@ -338,13 +359,28 @@ def test_parents_and_anchors_are_chosen_as_told(run: Callable[..., Any], maker: 
 def test_retention_keeps_the_last_versions(run: Callable[..., Any], maker: Any) -> None:
     async def work() -> None:
         folder = write_checkpoint(maker, "ckpt", model=DATA)
-        async with open_origin(maker, keep=2) as origin:
+        async with open_origin(maker, keep=2, anchor_every=1) as origin:
             for version in range(5):
                 await origin.publish(folder, version)
             assert [entry.version for entry in origin.store.entries()] == [3, 4]
             with pytest.raises(ConfigError, match=r"version = 2: .*older than what is kept"):
                 await origin.publish(folder, 2)
             assert (folder / "model").read_bytes() == DATA, "what was published is the trainer's, and stays"
+
+    run(work)
+
+
+def test_the_deltas_back_to_the_newest_anchor_stay_though_they_are_more_than_are_kept(
+    run: Callable[..., Any], maker: Any
+) -> None:
+    async def work() -> None:
+        folder = write_checkpoint(maker, "ckpt", model=DATA)
+        async with open_origin(maker, keep=2, anchor_every=4) as origin:
+            held = []
+            for version in range(1, 10):
+                await origin.publish(folder, version)
+                held.append([entry.version for entry in origin.store.entries()])
+            assert held == [[1], [1, 2], [1, 2, 3], [3, 4], [4, 5], [4, 5, 6], [4, 5, 6, 7], [7, 8], [8, 9]]
 
     run(work)
 
@@ -440,7 +476,8 @@ def test_a_cancelled_publish_leaves_nothing(
         monkeypatch.setattr(publish_module, "hash_shards", hash_slowly)
         monkeypatch.setattr(publish_module, "GROUP_BYTES", SIZE)
         old, new = (write_checkpoint(maker, name, model=data) for name, data in (("o", DATA), ("n", change_some(DATA))))
-        async with open_origin(maker) as origin:
+        notes: list[str] = []
+        async with open_origin(maker, note=notes.append) as origin:
             await origin.publish(old, 1)
             began.clear()
             task = asyncio.create_task(origin.publish(new, 2))
@@ -448,7 +485,7 @@ def test_a_cancelled_publish_leaves_nothing(
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert [entry.version for entry in origin.store.entries()] == [1]
+            assert [entry.version for entry in origin.store.entries()] == [1] and notes == []
             monkeypatch.undo()
             assert (await origin.publish(new, 2)).delta is not None
         assert len(list_names(maker.folder / "store")) == 4
@@ -470,7 +507,8 @@ def test_an_encoding_that_is_not_wanted_any_more_is_stopped(
 
     async def work() -> None:
         old, new = (write_checkpoint(maker, name, model=data) for name, data in (("o", DATA), ("n", change_some(DATA))))
-        async with open_origin(maker) as origin:
+        notes: list[str] = []
+        async with open_origin(maker, note=notes.append) as origin:
             await origin.publish(old, 1)
             monkeypatch.setattr(encode_module, "encode_delta", encode_for_ever)
             task = asyncio.create_task(origin.publish(new, 2))
@@ -478,16 +516,105 @@ def test_an_encoding_that_is_not_wanted_any_more_is_stopped(
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert [entry.version for entry in origin.store.entries()] == [1]
+            assert [entry.version for entry in origin.store.entries()] == [1] and notes == []
 
     run(work)
     assert not ended_by_itself.is_set()
 
 
-def test_a_full_disk_ends_the_publish_and_leaves_the_store_usable(
+class FullDisk:
+    """A file system that takes so many bytes of deltas and no more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_bytes: int, error: int) -> None:
+        self.left, self.error = num_bytes, error
+        write = encode_module._BoundedFile.write
+        disk = self
+
+        class Refusing:
+            def __init__(self, file: Any) -> None:
+                self._file = file
+
+            def fileno(self) -> int:
+                return int(self._file.fileno())
+
+            def write(self, data: Any) -> int:
+                disk.left -= memoryview(data).nbytes
+                if disk.left < 0:
+                    raise OSError(disk.error, os.strerror(disk.error))
+                return int(self._file.write(data))
+
+        def write_little(bounded: Any, data: Any) -> int:
+            if not isinstance(bounded._file, Refusing):
+                bounded._file = Refusing(bounded._file)
+            return write(bounded, data)
+
+        monkeypatch.setattr(encode_module._BoundedFile, "write", write_little)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+@pytest.mark.parametrize("num_bytes", [0, 120])
+def test_a_disk_without_room_for_the_delta_costs_the_delta_alone(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch, error: int, num_bytes: int
+) -> None:
+    async def work() -> None:
+        old, new = (write_checkpoint(maker, name, model=data) for name, data in (("o", DATA), ("n", change_some(DATA))))
+        notes: list[str] = []
+        async with open_origin(maker, note=notes.append) as origin:
+            await origin.publish(old, 1)
+            with monkeypatch.context() as patch:
+                FullDisk(patch, num_bytes, error)
+                entry = await origin.publish(new, 2)
+            assert entry.complete and entry.delta is None and notes == ["version 2 has no delta: no room for it"]
+            assert list_names(entry.folder) == ["manifest.ndjson", "source.json"]
+            assert (await origin.publish(old, 3)).delta is not None
+
+    run(work)
+
+
+def test_a_disk_that_is_full_when_the_last_bytes_are_flushed_costs_the_delta_alone(
     run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*args: Any, **options: Any) -> None:
+    room = os.statvfs(maker.folder)
+
+    class FullJob(encode_module.DeltaJob):
+        def __init__(self, parent: Any, entry: Any) -> None:
+            super().__init__(parent, entry)
+            self.path.symlink_to("/dev/full")
+
+    async def work() -> None:
+        old, new = (write_checkpoint(maker, name, model=data) for name, data in (("o", DATA), ("n", change_some(DATA))))
+        async with open_origin(maker) as origin:
+            await origin.publish(old, 1)
+            monkeypatch.setattr(publish_module, "DeltaJob", FullJob)
+            monkeypatch.setattr(os, "fstatvfs", lambda _: room)
+            entry = await origin.publish(new, 2)
+            assert entry.complete and b"no room for it" in b"".join(entry.log.lines)
+            assert list_names(entry.folder) == ["manifest.ndjson", "source.json"]
+
+    run(work)
+
+
+def test_a_delta_leaves_the_manifest_its_room(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        old, new = (write_checkpoint(maker, name, model=data) for name, data in (("o", DATA), ("n", change_some(DATA))))
+        async with open_origin(maker) as origin:
+            await origin.publish(old, 1)
+            with monkeypatch.context() as patch:
+                status = os.statvfs(maker.folder)
+                little = os.statvfs_result((*status[:4], (1 << 16) // status.f_frsize, *status[5:]))
+                patch.setattr(os, "fstatvfs", lambda _: little)
+                entry = await origin.publish(new, 2)
+            assert entry.complete and b"no room for it" in b"".join(entry.log.lines)
+
+    run(work)
+
+
+def test_a_disk_that_refuses_the_manifest_ends_the_publish_and_leaves_the_store_usable(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "full")
 
     async def work() -> None:
@@ -495,13 +622,142 @@ def test_a_full_disk_ends_the_publish_and_leaves_the_store_usable(
         async with open_origin(maker) as origin:
             await origin.publish(old, 1)
             with monkeypatch.context() as patch:
-                patch.setattr(encode_module, "encode_delta", refuse)
+                patch.setattr(entry_module, "write_at", refuse)
                 with pytest.raises(OSError, match="full"):
                     await origin.publish(new, 2)
             assert [entry.version for entry in origin.store.entries()] == [1]
             assert (await origin.publish(new, 2)).complete
 
     run(work)
+
+
+def test_the_word_that_there_is_no_delta_does_not_wait_for_the_hashes(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    hash_shards = publish_module.hash_shards
+
+    def hash_late(path: Path, shards: Any) -> list[bytes]:
+        assert go_on.wait(10)
+        return hash_shards(path, shards)
+
+    async def work() -> None:
+        old, new = (write_checkpoint(maker, name, model=os.urandom(4 * SIZE)) for name in ("old", "new"))
+        async with open_origin(maker) as origin:
+            await origin.publish(old, 1)
+            monkeypatch.setattr(publish_module, "hash_shards", hash_late)
+            task = asyncio.create_task(origin.publish(new, 2))
+            while origin.store.find(2) is None or not origin.store.find(2).log.delta_settled:
+                await origin.store.changed.wait()
+            assert origin.store.find(2).log.num_hashes == 0
+            go_on.set()
+            assert (await task).complete
+
+    run(work)
+
+
+def deny_reading(monkeypatch: pytest.MonkeyPatch, name: str, error: int) -> None:
+    """Make files of a name unreadable, also for root."""
+    opened = os.open
+
+    def open_but_one(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if Path(path).name == name and not flags & os.O_RDWR:
+            raise OSError(error, os.strerror(error), os.fspath(path))
+        return opened(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", open_but_one)
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.EPERM])
+def test_a_file_that_cannot_be_read_is_a_sentence_and_never_announced(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    async def work() -> None:
+        folder = write_checkpoint(maker, "ckpt", model=DATA, closed=b"x")
+        async with open_origin(maker) as origin:
+            changed = origin.store.changed.wait()
+            with monkeypatch.context() as patch:
+                deny_reading(patch, "closed", error)
+                with pytest.raises(ConfigError, match=re.escape(f"closed: cannot be read ({os.strerror(error)})")):
+                    await origin.publish(folder, 1)
+            assert not changed.done() and origin.store.entries() == []
+            assert (await origin.publish(folder, 1)).complete
+
+    run(work)
+
+
+def test_a_file_that_fails_while_it_is_read_is_a_sentence_and_no_version(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, shards: Any) -> list[bytes]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def work() -> None:
+        folder = write_checkpoint(maker, "ckpt", model=DATA)
+        async with open_origin(maker) as origin:
+            with monkeypatch.context() as patch:
+                patch.setattr(publish_module, "hash_shards", fail)
+                with pytest.raises(ConfigError, match=r"ckpt: cannot be read \(Input/output error\)"):
+                    await origin.publish(folder, 1)
+            assert origin.store.entries() == []
+
+    run(work)
+
+
+def test_a_parent_that_cannot_be_read_any_more_costs_the_delta_alone(
+    run: Callable[..., Any], maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        old = write_checkpoint(maker, "old", model=DATA)
+        new = write_checkpoint(maker, "new", other=change_some(DATA))
+        async with open_origin(maker) as origin:
+            await origin.publish(old, 1)
+            deny_reading(monkeypatch, "model", errno.EACCES)
+            entry = await origin.publish(new, 2)
+            assert entry.complete and b"cannot be compared with its parent" in b"".join(entry.log.lines)
+
+    run(work)
+
+
+def test_files_that_only_can_be_read_are_published_by_who_is_not_root() -> None:
+    code = """
+        import asyncio, os, sys
+        from pathlib import Path
+        from shoal.keys import Key
+        from shoal.shardcast import Origin, Store
+
+        if os.geteuid() == 0:
+            os.setegid(65534)
+            os.seteuid(65534)
+
+        async def main():
+            key = Key.generate()
+            store = await Store.open(Path(sys.argv[1]) / "store", run="reef", publisher=key.public)
+            origin = Origin(store, key)
+            for version in (1, 2):
+                entry = await origin.publish(Path(sys.argv[1]) / f"v{version}", version)
+                with entry.full.locate(0) as (descriptor, offset, size):
+                    os.pread(descriptor, size, offset)
+            print(entry.complete, entry.delta is not None)
+            await store.close()
+
+        asyncio.run(main())
+    """
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to others
+        root = Path(name)
+        root.chmod(0o755)
+        for version, data in ((1, DATA), (2, change_some(DATA))):
+            (root / f"v{version}").mkdir()
+            (root / f"v{version}" / "model").write_bytes(data)
+            (root / f"v{version}" / "model").chmod(0o444)
+            (root / f"v{version}").chmod(0o555)
+        (root / "store").mkdir()
+        (root / "store").chmod(0o777)
+        command = [sys.executable, "-c", textwrap.dedent(code), name]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        for version in (1, 2):
+            (root / f"v{version}").chmod(0o755)
+    assert done.stdout == "True True\n", done.stderr
 
 
 KILLED = """

@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 
+from shoal.errors import ConfigError
+from shoal.shardcast import choice, sources
 from shoal.shardcast.crew import GoneError
+from shoal.shardcast.link import Deadlines
 
 SHARD = 1 << 16
 
@@ -388,6 +391,131 @@ def test_a_version_asked_for_by_number_that_is_gone_is_an_error_and_one_to_come_
     run(work)
 
 
+def test_a_version_is_not_said_to_be_gone_before_every_source_was_heard(
+    basin: Any, run: Any, make_bytes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "PATIENCE_S", 0.05)
+
+    async def work() -> None:
+        async with basin() as home:
+            first = await home.publish(1, {"weights": make_bytes(3 * SHARD, 1)})
+            second = await home.publish(2, {"weights": make_bytes(3 * SHARD, 2)})
+            gate = asyncio.Event()
+
+            async def hold_list(target: str, writer: asyncio.StreamWriter) -> bool:
+                if "/versions" in target:
+                    await gate.wait()
+                return False
+
+            async def list_newest(target: str, writer: asyncio.StreamWriter) -> bool:
+                if target != "/versions":
+                    return first.digest[:16] in target
+                body = second.log.lines[0] + b"\n"
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+                await writer.drain()
+                return True
+
+            slow, quick = await home.front(hold_list), await home.front(list_newest)
+            client = await home.client(quick.url, slow.url, deadlines=home.patient)
+            pulled = asyncio.create_task(client.pull(1))
+            await until(lambda: client.store.find(2) is not None)
+            await asyncio.sleep(0.2)
+            assert not pulled.done()
+            gate.set()
+            assert (await pulled).name == "v1"
+
+    run(work)
+
+
+def test_a_source_that_cannot_be_reached_is_named_when_a_version_is_gone(basin: Any, run: Any, make_bytes: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            await home.publish(3, {"weights": make_bytes(3 * SHARD, 1)})
+            client = await home.client(home.url, "http://127.0.0.1:1")
+            with pytest.raises(GoneError, match=r"the newest is 3 \(not heard: http://127.0.0.1:1\)"):
+                await client.pull(2)
+
+    run(work)
+
+
+HASTY = Deadlines(connect_s=1, head_s=2, rest_s=1, window_s=0.5, stall_s=0.5)
+"""So that a version that does not move is left within a test."""
+
+
+def test_a_version_that_its_publisher_abandoned_is_left_for_one_that_can_be_finished(
+    basin: Any, run: Any, make_bytes: Any, read_files: Any
+) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            files, data = {"weights": make_bytes(9 * SHARD, 1)}, make_bytes(9 * SHARD, 2)
+            await home.publish(1, files)
+            for version, hashed in ((2, False), (3, True)):
+                entry = await home.begin(version, data)
+                if hashed:
+                    await home.add_hashes(entry, data)
+            client = await home.client(home.url, deadlines=HASTY)
+            assert read_files(await client.pull()) == files
+            assert [note for note in home.notes if "left for version 2: nothing came" in note]
+            assert [note for note in home.notes if "left for version 1: nothing came" in note]
+            await home.finish(entry, data)
+            follow = client.follow()
+            while (folder := await anext(follow)).name != "v3":
+                pass
+            assert read_files(folder) == {"weights": data}
+            await follow.aclose()
+
+    run(work)
+
+
+def test_a_version_that_does_not_move_is_waited_for_if_there_is_no_other_or_if_it_was_asked_for(
+    basin: Any, run: Any, make_bytes: Any, read_files: Any
+) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            data = make_bytes(9 * SHARD, 2)
+            entry = await home.begin(2, data)
+            client = await home.client(home.url, deadlines=HASTY, out="alone")
+            alone = asyncio.create_task(client.pull())
+            await until(lambda: client.store.find(2) is not None)
+            await home.publish(1, {"weights": make_bytes(9 * SHARD, 1)}, parent=None)
+            notes: list[str] = []
+            asking = await home.client(home.url, deadlines=HASTY, out="asking", note=notes.append)
+            asked = asyncio.create_task(asking.pull(2))
+            assert (await alone).name == "v1"
+            await asyncio.sleep(1.0)
+            assert not asked.done() and not notes
+            await home.finish(entry, data)
+            assert read_files(await asked) == {"weights": data}
+
+    run(work)
+
+
+def test_wrong_bytes_again_and_again_are_no_sign_of_life(
+    basin: Any, run: Any, make_bytes: Any, read_files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "BAN_S", (0.01, 0.01))
+    monkeypatch.setattr(sources, "COOL_S", (0.01, 0.01))
+
+    async def work() -> None:
+        async with basin() as home:
+            files = {"weights": make_bytes(9 * SHARD, 1)}
+            await home.publish(1, files, parent=None)
+            await home.publish(2, {"weights": make_bytes(9 * SHARD, 2)}, parent=None)
+
+            async def lie(target: str, writer: asyncio.StreamWriter) -> bool:
+                if "/v/2/" not in target or "/full/" not in target:
+                    return False
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % SHARD + bytes(SHARD))
+                await writer.drain()
+                return True
+
+            front = await home.front(lie)
+            client = await home.client(front.url, deadlines=HASTY)
+            assert read_files(await client.pull()) == files
+
+    run(work)
+
+
 def test_following_yields_each_new_version_once_and_never_an_older_one(basin: Any, run: Any, make_bytes: Any) -> None:
     async def work() -> None:
         async with basin() as home:
@@ -420,5 +548,23 @@ def test_shards_are_spread_over_the_sources(basin: Any, run: Any, make_bytes: An
             counts = [len(front.list_shards()) for front in fronts]
             assert min(counts) > 0 and sum(counts) == 80
             assert [source.shards for source in client.progress.sources] == counts
+
+    run(work)
+
+
+def test_a_client_without_a_ticket_is_told_so_and_does_not_ask_for_ever(basin: Any, run: Any, make_bytes: Any) -> None:
+    async def deny(target: str, writer: asyncio.StreamWriter) -> bool:
+        writer.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nWWW-Authenticate: Shoal\r\n\r\n")
+        return True
+
+    async def work() -> None:
+        async with basin() as home:
+            data = make_bytes(SHARD, 1)
+            await home.publish(1, {"weights": data})
+            client = await home.client((await home.front(deny)).url, (await home.front(deny)).url)
+            with pytest.raises(ConfigError, match="every source asks for a ticket"):
+                await client.pull()
+            open_too = await home.client((await home.front(deny)).url, home.url, out="other")
+            assert (await open_too.pull() / "weights").read_bytes() == data, "one that serves us is enough"
 
     run(work)

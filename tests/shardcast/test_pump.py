@@ -1,11 +1,15 @@
 """Late shards, with deadlines so long that only a hedge can save the day within a test."""
 
 import asyncio
+import contextlib
+import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
+
+from shoal.shardcast import pump as pump_module
 from shoal.shardcast.client import Client
-from shoal.shardcast.pump import MAX_URGENT, Pump
 
 SHARD = 1 << 16
 
@@ -24,7 +28,15 @@ def stall_on(*indices: int) -> Callable[[str, asyncio.StreamWriter], Awaitable[b
     return act
 
 
+class Greedy(random.Random):
+    """Draws what weighs most: how often somebody draws depends on the machine, so that a seed alone decides nothing."""
+
+    def choices(self, population: Any, weights: Any = None, **_: Any) -> list[Any]:
+        return [max(zip(weights, population, strict=True), key=lambda pair: pair[0])[1]]
+
+
 def prefer_first(client: Client) -> None:
+    client.puller.crew.rng = Greedy(0)
     book = client.puller.crew.book
     book.record_success(book.sources[0], 10**15, 1.0)
     for other in book.sources[1:]:  # one that was not measured yet counts as much as the mean
@@ -37,14 +49,16 @@ async def until(check: Callable[[], bool]) -> None:
 
 
 def test_the_last_shard_stuck_at_one_source_is_asked_of_another(
-    basin: Any, run: Any, make_bytes: Any, read_files: Any
+    basin: Any, run: Any, make_bytes: Any, read_files: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A source with a late transfer is avoided: on a busy machine no other shard may count as late.
+    monkeypatch.setattr(pump_module, "LATE_S", 3.0)
+
     async def work() -> None:
         async with basin() as home:
             files = {"weights": make_bytes(12 * SHARD, 1)}
             await home.publish(1, files)
             stuck, good = await home.front(stall_on(11)), await home.front()
-            # One at a time: a source with a late transfer is avoided, and on a slow machine any may be late.
             client = await home.client(stuck.url, good.url, deadlines=home.patient, in_flight=1)
             prefer_first(client)
             assert read_files(await client.pull()) == files
@@ -133,14 +147,128 @@ def test_a_cancelled_pull_leaves_no_transfer_behind(basin: Any, run: Any, make_b
     run(work)
 
 
-def test_urgent_shards_are_bounded(basin: Any, run: Any, make_bytes: Any) -> None:
+class Holdup:
+    """A script that writes down which shards are asked for, and keeps those of some versions until the gate opens."""
+
+    def __init__(self, *versions: int) -> None:
+        self.gate = asyncio.Event()
+        self.asked: list[tuple[int, int]] = []
+        self._versions = versions
+
+    async def __call__(self, target: str, writer: asyncio.StreamWriter) -> bool:
+        if "/full/" in target:
+            version, index = int(target.split("/")[2]), int(target.rpartition("/")[2])
+            self.asked.append((version, index))
+            if version in self._versions:
+                await self.gate.wait()
+        return False
+
+
+async def adopt_all(home: Any, client: Client, *versions: int) -> list[Any]:
+    """The versions as a client knows them that holds nothing of them yet."""
+    await until(lambda: all(client.store.find(version) is not None for version in versions))
+    entries = [client.store.find(version) for version in versions]
+    await until(lambda: all(entry.log.ended for entry in entries))
+    return entries
+
+
+def test_what_nobody_waits_for_any_more_is_not_fetched(basin: Any, run: Any, make_bytes: Any) -> None:
     async def work() -> None:
         async with basin() as home:
-            entry = await home.publish(1, {"weights": make_bytes(2 * SHARD, 1)})
-            client = await home.client(home.url)
-            pump = Pump(client.puller.crew)
-            assert all(pump.urge(entry, "full", index) for index in range(MAX_URGENT))
-            assert pump.urge(entry, "full", 3)
-            assert not pump.urge(entry, "full", MAX_URGENT)
+            await home.publish(1, {"weights": make_bytes(40 * SHARD, 1)})
+            hold = Holdup(1)
+            front = await home.front(hold)
+            client = await home.client(front.url, deadlines=home.patient, in_flight=2)
+            (entry,) = await adopt_all(home, client, 1)
+            pump = client.puller.pump
+            with contextlib.ExitStack() as callers:
+                for index in range(30):
+                    callers.enter_context(pump.urge(entry, "full", index, "peer"))
+                await until(lambda: len(hold.asked) == 2)
+            await until(lambda: not pump._jobs)
+            with pump.urge(entry, "full", 33, "peer"):
+                await until(lambda: len(hold.asked) == 3)
+                hold.gate.set()
+                await until(lambda: entry.full.has(33))
+            assert hold.asked == [(1, 0), (1, 1), (1, 33)]
+            assert entry.full.num_missing == 39
+
+    run(work)
+
+
+def test_a_shard_stays_urgent_until_its_last_caller_leaves(basin: Any, run: Any, make_bytes: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            await home.publish(1, {"weights": make_bytes(4 * SHARD, 1)})
+            hold = Holdup(1)
+            front = await home.front(hold)
+            client = await home.client(front.url, deadlines=home.patient)
+            (entry,) = await adopt_all(home, client, 1)
+            pump = client.puller.pump
+            with pump.urge(entry, "full", 2, "one"):
+                with pump.urge(entry, "full", 2, "other"):
+                    await until(lambda: hold.asked == [(1, 2)])
+                await asyncio.sleep(0.05)
+                assert list(pump._jobs) == [(entry.digest, "full", 2)]
+                hold.gate.set()
+                await until(lambda: entry.full.has(2))
+            assert hold.asked == [(1, 2)]
+
+    run(work)
+
+
+def test_who_comes_back_for_a_shard_that_was_just_given_up_gets_it(basin: Any, run: Any, make_bytes: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            await home.publish(1, {"weights": make_bytes(4 * SHARD, 1)})
+            hold = Holdup(1)
+            front = await home.front(hold)
+            client = await home.client(front.url, deadlines=home.patient)
+            (entry,) = await adopt_all(home, client, 1)
+            pump = client.puller.pump
+            with pump.urge(entry, "full", 2, "peer"):
+                await until(lambda: hold.asked == [(1, 2)])
+            with pump.urge(entry, "full", 2, "peer"):  # before the first attempt has ended
+                hold.gate.set()
+                await until(lambda: entry.full.has(2))
+
+    run(work)
+
+
+def test_urgent_shards_of_old_versions_leave_the_places_of_orders_alone(basin: Any, run: Any, make_bytes: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            for version in (1, 2):
+                await home.publish(version, {"weights": make_bytes(20 * SHARD, version)}, parent=None)
+            hold = Holdup(1)
+            front = await home.front(hold)
+            client = await home.client(front.url, deadlines=home.patient, in_flight=2)
+            old, _ = await adopt_all(home, client, 1, 2)
+            with contextlib.ExitStack() as callers:
+                for index in range(20):
+                    callers.enter_context(client.puller.pump.urge(old, "full", index, f"peer {index}"))
+                await until(lambda: len(hold.asked) == 2)
+                assert (await client.pull()).name == "v2"
+            assert sum(version == 1 for version, _ in hold.asked) <= 4
+
+    run(work)
+
+
+def test_of_urgent_shards_those_of_the_newest_version_come_first(basin: Any, run: Any, make_bytes: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            for version in (1, 2):
+                await home.publish(version, {"weights": make_bytes(9 * SHARD, version)}, parent=None)
+            hold = Holdup(1, 2)
+            front = await home.front(hold)
+            client = await home.client(front.url, deadlines=home.patient, in_flight=1)
+            old, new = await adopt_all(home, client, 1, 2)
+            pump = client.puller.pump
+            with contextlib.ExitStack() as callers:
+                for entry, index in ((old, 0), (old, 1), (new, 5), (new, 4)):
+                    callers.enter_context(pump.urge(entry, "full", index, "peer"))
+                hold.gate.set()
+                await until(lambda: old.full.has(1))
+            assert hold.asked == [(2, 5), (2, 4), (1, 0), (1, 1)]
 
     run(work)

@@ -1,4 +1,7 @@
 import asyncio
+import errno
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -6,7 +9,11 @@ from typing import Any
 import pytest
 
 from shoal.errors import ConfigError
+from shoal.shardcast import blob as blob_module
+from shoal.shardcast import relay as relay_module
+from shoal.shardcast import sources
 from shoal.shardcast.limits import ServeLimits
+from shoal.shardcast.link import Deadlines
 from shoal.shardcast.relay import Relay
 
 SHARD = 1 << 16
@@ -262,21 +269,153 @@ def test_the_cache_limit_lets_old_versions_go_first(basin: Any, run: Any, make_b
     run(work)
 
 
-def test_a_version_larger_than_the_cache_is_noted_and_the_rest_is_served(
+def test_a_version_larger_than_the_cache_is_noted_once_not_told_of_and_never_fetched(
     basin: Any, run: Any, make_bytes: Any, read_files: Any
 ) -> None:
     async def work() -> None:
         async with basin() as home:
             small = {"weights": make_bytes(5 * SHARD, 1)}
             await home.publish(1, small, parent=None)
-            relay = await home.relay(home.url, max_bytes=10 * SHARD)
+            front = await home.front()
+            relay = await home.relay(front.url, max_bytes=10 * SHARD)
             await until(lambda: holds_full(relay, 1))
-            await home.publish(2, {"weights": make_bytes(20 * SHARD, 2)}, parent=None)
-            await until(lambda: any("tried again" in note for note in home.notes))
+            large = await home.publish(2, {"weights": make_bytes(20 * SHARD, 2)}, parent=None)
+            await until(lambda: any("no room" in note for note in home.notes))
+            front.targets.clear()
+            answers = [await home.get(relay.server.url, f"/v/2/{large.digest[:16]}/full/{i}") for i in range(5)]
+            assert {answer.status for answer in answers} == {404}
+            assert await list_told(home, relay) == [1]
             client = await home.client(str(relay.server.url))
-            assert read_files(await client.pull(1)) == small
+            assert read_files(await client.pull()) == small
             await home.publish(3, {"weights": make_bytes(5 * SHARD, 3)}, parent=None)
             await until(lambda: holds_full(relay, 3))
+            assert not any("/v/2/" in target and "/full/" in target for target in front.targets)
+            assert sum("version 2" in note for note in home.notes) == 1
+
+    run(work)
+
+
+def test_a_disk_that_takes_no_more_is_noted_once_and_left_alone_for_a_while(
+    basin: Any, run: Any, make_bytes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "DISK_PAUSE_S", 2.0)
+
+    async def refuse(self: Any) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def work() -> None:
+        async with basin() as home:
+            entry = await home.publish(1, {"weights": make_bytes(9 * SHARD, 1)})
+            front = await home.front()
+            with monkeypatch.context() as patch:
+                patch.setattr(blob_module.Blob, "prepare", refuse)
+                relay = await home.relay(front.url)
+                await until(lambda: any("tried again" in note for note in home.notes))
+                await until(lambda: not relay.puller.pump._jobs)
+                asked = len(front.list_shards())
+                for index in range(9):
+                    answer = await home.get(relay.server.url, f"/v/1/{entry.digest[:16]}/full/{index}")
+                    assert answer.status == 404
+                assert len(front.list_shards()) == asked
+            await until(lambda: holds_full(relay, 1))
+            assert len(home.notes) == 1
+
+    run(work)
+
+
+async def list_told(home: Any, relay: Relay) -> list[int]:
+    """The versions that a relay tells others of."""
+    lines = (await home.get(relay.server.url, "/versions")).body.splitlines()
+    return [json.loads(line)["body"]["version"] for line in lines]
+
+
+def test_a_version_is_told_of_only_while_somebody_upstream_does(
+    basin: Any, run: Any, make_bytes: Any, read_files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An origin dies in the middle of a version: who comes late to the relay never hears of it, until it is back."""
+    monkeypatch.setattr(sources, "LOST_S", 0.2)
+    monkeypatch.setattr(sources, "COOL_S", (0.05, 0.2))
+
+    async def work() -> None:
+        async with basin() as home:
+            first, data = {"weights": make_bytes(9 * SHARD, 1)}, make_bytes(9 * SHARD, 2)
+            await home.publish(1, first)
+            front = await home.front()
+            url = front.url
+            relay = await home.relay(url)
+            await until(lambda: holds_full(relay, 1))
+            second = await home.begin(2, data)
+            await home.add_hashes(second, data)
+            await until(lambda: relay.store.find(2) is not None and relay.store.find(2).log.num_hashes == 9)
+            assert await list_told(home, relay) == [1, 2]
+            await front.close()
+            while await list_told(home, relay) != [1]:
+                await asyncio.sleep(0.02)
+            client = await home.client(str(relay.server.url))
+            assert read_files(await client.pull()) == first
+            following = asyncio.create_task(client.pull(2))
+            await until(lambda: client.progress.waiting_for == "version 2 to be published")
+            front._server = await asyncio.start_server(front._serve, "127.0.0.1", int(url.rpartition(":")[2]))
+            await home.finish(second, data)
+            assert read_files(await following) == {"weights": data}
+
+    run(work)
+
+
+def test_an_order_that_does_not_move_makes_room_for_one_that_does(basin: Any, run: Any, make_bytes: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            await home.publish(1, {"weights": make_bytes(9 * SHARD, 1)}, parent=None)
+            await home.publish(2, {"weights": make_bytes(9 * SHARD, 2)}, parent=None)
+
+            async def hold_second(target: str, writer: asyncio.StreamWriter) -> bool:
+                if "/v/2/" in target and "/full/" in target:
+                    await asyncio.sleep(3600)
+                return False
+
+            front = await home.front(hold_second)
+            hasty = Deadlines(connect_s=1, head_s=60, rest_s=1, window_s=60, stall_s=0.5)
+            relay = await home.relay(front.url, deadlines=hasty)
+            await until(lambda: holds_full(relay, 1))
+            assert not holds_full(relay, 2)
+
+    run(work)
+
+
+def test_who_asks_for_old_shards_and_hangs_up_does_not_delay_the_newest_version(
+    basin: Any, run: Any, make_bytes: Any
+) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            first = make_bytes(60 * SHARD, 1)
+            await home.publish(1, {"weights": first})
+            old = await home.publish(2, {"weights": change(first, 7)})
+            gate = asyncio.Event()
+
+            async def hold_old(target: str, writer: asyncio.StreamWriter) -> bool:
+                if "/v/2/" in target and "/full/" in target:
+                    await gate.wait()
+                return False
+
+            front = await home.front(hold_old)
+            relay = await home.relay(front.url, deadlines=home.patient)
+            await until(lambda: relay.store.find(2) is not None and relay.store.find(2).log.ended)
+            await until(lambda: holds_full(relay, 1))
+            urgent = relay.puller.pump._urgent
+            socks = []
+            for index in range(60):
+                _, writer = await asyncio.open_connection(*relay.server.address)
+                writer.write(f"GET /v/2/{old.digest[:16]}/full/{index} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                socks.append(writer)
+            await until(lambda: len(urgent) == 60)
+            assert len(front.list_shards()) - 60 <= 8
+            await home.publish(3, {"weights": make_bytes(20 * SHARD, 3)}, parent=None)
+            await until(lambda: holds_full(relay, 3))
+            for writer in socks:
+                writer.close()
+            await until(lambda: len(urgent) == 0 and not relay.puller.pump._jobs)
+            gate.set()
+            assert relay.store.find(2).full.have_bytes == 0
 
     run(work)
 

@@ -1,5 +1,7 @@
 import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -300,8 +302,10 @@ def test_a_shard_that_nobody_has_is_asked_for_and_answered_when_it_comes(pond, r
     async def work() -> None:
         wanted: list[tuple[int, str, int]] = []
 
-        async def ask(entry: Entry, blob: str, index: int) -> None:
+        @contextmanager
+        def ask(entry: Entry, blob: str, index: int, peer: str) -> Iterator[None]:
             wanted.append((entry.version, blob, index))
+            yield
 
         data = make_bytes(2 * SHARD, 1)
         async with pond(want=ask) as reef:

@@ -547,6 +547,79 @@ def test_a_peer_that_resets_in_the_middle_frees_its_place(pond, run, make_bytes)
     run(work)
 
 
+def count_wants(wanted: list[int]):
+    """A relay's hook that counts who waits for what at this moment."""
+
+    @contextlib.contextmanager
+    def want(entry, blob, index, peer):
+        wanted.append(index)
+        try:
+            yield
+        finally:
+            wanted.remove(index)
+
+    return want
+
+
+@pytest.mark.parametrize("target", ["full/1", "manifest?from=2", "/versions?after=1000&wait=30"])
+def test_who_hangs_up_while_it_waits_is_not_waited_for(pond, run, make_bytes, target: str) -> None:
+    async def work() -> None:
+        wanted: list[int] = []
+        async with pond(want=count_wants(wanted)) as reef:
+            entry = await reef.announce(4, make_bytes(2 * SHARD, 1))
+            sock = await connect(reef.url, 5)
+            await send(sock, build_get(target if target.startswith("/") else reef.target(entry, target)))
+            await wait_for(lambda: reef.server._roster._phases[Phase.PARKED])
+            assert wanted == ([1] if "full" in target else [])
+            sock.close()
+            await wait_for(lambda: not len(reef.server._roster))
+            assert not wanted
+            assert (await read_metrics(reef))['shoal_cut_total{reason="left"}'] == 1
+
+    run(work)
+
+
+def test_who_has_sent_its_next_request_already_is_answered(pond, run, make_bytes) -> None:
+    async def work() -> None:
+        data, wanted = make_bytes(2 * SHARD, 1), []
+        async with pond(want=count_wants(wanted)) as reef:
+            entry = await reef.announce(4, data)
+            with await connect(reef.url, 5) as sock:
+                await send(sock, build_get(reef.target(entry, "full/1")))
+                await wait_for(lambda: wanted)
+                await send(sock, build_get("/healthz"))
+                await asyncio.sleep(0.02)
+                with entry.full.start(1) as writer:
+                    await writer.write(data[SHARD:])
+                    await writer.finish()
+                assert b" 200 " in await read_head(sock)
+                assert await read_until(sock, SHARD) == data[SHARD:]
+                assert b" 200 " in await read_head(sock)
+                assert not wanted
+
+    run(work)
+
+
+def test_a_shard_that_will_never_be_here_is_refused_at_once(pond, run, make_bytes) -> None:
+    async def work() -> None:
+        async with pond(want=lambda *_: None) as reef:
+            entry = await reef.announce(4, make_bytes(2 * SHARD, 1))
+            assert (await reef.get(reef.target(entry, "full/1"))).status == 404
+
+    run(work)
+
+
+def test_only_versions_that_pass_are_listed(pond, run, make_bytes) -> None:
+    async def work() -> None:
+        async with pond(announce=lambda entry: entry.version != 2) as reef:
+            entries = [await reef.announce(version, make_bytes(SHARD, 1)) for version in (1, 2, 3)]
+            listed = (await reef.get("/versions")).body
+            assert listed == b"".join(entries[number].log.lines[0] + b"\n" for number in (0, 2))
+            assert (await reef.get("/versions?after=101&wait=1")).body == entries[2].log.lines[0] + b"\n"
+
+    run(work)
+
+
 def test_accepting_survives_a_lack_of_descriptors_and_resets(pond, run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         limits = ServeLimits(header_seconds=60)

@@ -60,8 +60,8 @@ def test_every_server_is_drawn_once_even_if_relays_name_each_other() -> None:
 
 
 def test_control_characters_of_a_server_do_not_reach_the_terminal() -> None:
-    text = draw_tree([node(A, role="\x1b[2Jrelay", peers=[{"address": "\x07", "sent_bytes": 0}])])
-    assert "\x1b" not in text and "\x07" not in text
+    text = draw_tree([node(A, role="\x1b[2Jrelay", peers=[{"address": "\x07\n1.2.3.4", "sent_bytes": 0}])])
+    assert "\x1b" not in text and "\x07" not in text and len(text.splitlines()) == 2
 
 
 def answer_with(body: bytes, head: str = "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n") -> Node:
@@ -102,6 +102,14 @@ def test_a_good_answer_is_taken() -> None:
         GOOD | {"versions": [entry(1, 2, delta_bytes=[])]},
         GOOD | {"role": 3},
         GOOD | {"peers": [{}]},
+        GOOD | {"role": "relay\norigin http://127.0.0.1:1  v9 100% of 62 GB  sent 1 TB, 1 GB/s"},
+        GOOD | {"role": "client"},
+        GOOD | {"role": []},
+        GOOD | {"peers": [{"address": "1.2.3.4", "sent_bytes": 0, "version": "\x1b]0;own\x07\x1b[2J"}]},
+        GOOD | {"peers": [{"address": "1.2.3.4", "sent_bytes": 0, "version": True}]},
+        GOOD | {"peers": [{"address": "1.2.3.4", "sent_bytes": 0, "version": -1}]},
+        GOOD | {"peers": [{"address": "1" * 65, "sent_bytes": 0, "version": None}]},
+        GOOD | {"peers": [{"address": "1.2.3.4", "sent_bytes": 0}] * 4097},
         GOOD | {"upstreams": 5},
     ],
 )
@@ -118,6 +126,8 @@ def test_an_answer_of_another_shape_is_no_server_of_ours(status: object) -> None
         (b"", "HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: {}\r\n\r\n"),
         (b"", "SSH-2.0\r\n\r\n"),
         (b" " * (2 << 20), "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n"),
+        (b"[" * 500_000, "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n"),
+        (b"1\r\n \r\n" * 5000, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"),
     ],
 )
 def test_what_is_no_status_is_an_error_in_words(body: bytes, head: str) -> None:

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.errors import DiskError
 from shoal.shardcast import entry as entry_module
@@ -40,6 +42,47 @@ def read(*pieces: bytes, max_bytes: int | None = None) -> list[bytes]:
 def test_lines_are_put_together_from_pieces() -> None:
     assert read(b"a", b"b\nc", b"\n", b"d\n\ne\n") == [b"ab\n", b"c\n", b"d\n", b"\n", b"e\n"]
     assert read() == []
+
+
+@given(st.binary(max_size=300).map(lambda data: data.replace(b"x", b"\n")), st.lists(st.integers(1, 20)))
+def test_lines_do_not_depend_on_how_they_come(data: bytes, sizes: list[int]) -> None:
+    pieces, rest = [], data + b"\n"
+    for size in sizes:
+        pieces.append(rest[:size])
+        rest = rest[size:]
+    expected = [line + b"\n" for line in (data + b"\n").split(b"\n")[:-1]]
+    assert read(*(piece for piece in [*pieces, rest] if piece)) == expected
+
+
+def test_a_long_line_in_tiny_pieces_is_not_searched_over_and_over() -> None:
+    class Piece(bytes):
+        searched = 0
+
+        def split(self, *args: Any) -> list[bytes]:
+            Piece.searched += len(self)
+            return super().split(*args)
+
+    assert read(*[Piece(b"x")] * 5000, Piece(b"\n")) == [b"x" * 5000 + b"\n"]
+    assert Piece.searched == 5001
+
+
+def test_between_two_lines_the_others_have_a_turn() -> None:
+    async def work() -> int:
+        turns = 0
+
+        async def take_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        others = asyncio.create_task(take_turns())
+        async for _ in read_lines(FakeAnswer(b"line\n" * 100), 1.0, None):  # type: ignore[arg-type]
+            pass
+        others.cancel()
+        return turns
+
+    assert asyncio.run(work()) >= 100
 
 
 def test_a_torn_an_endless_or_a_too_long_body_is_the_sources_fault() -> None:
@@ -86,6 +129,24 @@ def test_a_manifest_that_falls_silent_is_read_on_elsewhere(
     run(work)
 
 
+def test_a_version_that_is_not_wanted_any_more_is_nobodys(basin: Any, run: Any, make_bytes: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            for version in (1, 2, 3, 4):
+                await home.publish(version, {"weights": make_bytes(SHARD, version)}, parent=None)
+            front = await home.front()
+            client = await home.client(front.url, keep=1)
+            source = client.puller.crew.book.sources[0]
+            await until(lambda: source.listed)
+            assert source.heads >= {entry.digest for entry in client.store.entries()}
+            await home.publish(0, {"weights": make_bytes(SHARD, 9)}, parent=None)
+            stale = home.store.find(0).digest
+            await until(lambda: sum("/versions" in target for target in front.targets) >= 3)
+            assert stale not in source.heads
+
+    run(work)
+
+
 def test_a_source_that_took_a_version_back_is_not_asked_for_it(
     basin: Any, run: Any, make_bytes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +164,67 @@ def test_a_source_that_took_a_version_back_is_not_asked_for_it(
             await home.store.drop(first)
             await until(lambda: len(book.sources[0].heads) == 1)
             assert book.list_holders(first.digest) == []
+
+    run(work)
+
+
+def test_a_version_in_the_store_has_its_source_at_once(
+    basin: Any, run: Any, make_bytes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sees a head in the store, in the middle of a list, also finds who announced it."""
+    seen: list[bool] = []
+
+    async def work() -> None:
+        async with basin() as home:
+            for version in (1, 2, 3):
+                await home.publish(version, {"weights": make_bytes(SHARD, version)}, parent=None)
+            client = await home.client(home.url, keep=5)
+            book, store = client.puller.crew.book, client.store
+
+            async def look() -> None:
+                known = 0
+                while known < 3:
+                    await store.changed.wait()
+                    known = len(store.entries())
+                    seen.extend(bool(book.list_holders(entry.digest)) for entry in store.entries())
+
+            looking = asyncio.create_task(look())
+            await looking
+            assert seen and all(seen)
+
+    original = watch.Watcher._adopt
+
+    async def dawdle(self: Any, *args: Any) -> None:
+        await asyncio.sleep(0.02)
+        await original(self, *args)
+
+    monkeypatch.setattr(watch.Watcher, "_adopt", dawdle)
+    run(work)
+
+
+def test_a_manifest_being_read_takes_no_place_in_the_draw(basin: Any, run: Any, make_bytes: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            entry = await home.publish(1, {"weights": make_bytes(3 * SHARD, 1)})
+            gate = asyncio.Event()
+
+            async def hold(target: str, writer: asyncio.StreamWriter) -> bool:
+                if "/manifest" in target:
+                    writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+                    await writer.drain()
+                if "/manifest" in target or "/full/" in target:
+                    await gate.wait()
+                return "/manifest" in target
+
+            front = await home.front(hold)
+            client = await home.client(front.url, deadlines=home.patient)
+            source = client.puller.crew.book.sources[0]
+            await until(lambda: any("/manifest" in target for target in front.targets))
+            await asyncio.sleep(0.05)
+            assert source.busy == 0
+            with client.puller.pump.urge(client.store.find_digest(entry.digest), "full", 1, "peer"):
+                await until(lambda: len(front.list_shards()) == 1)
+                assert source.busy == 1
 
     run(work)
 

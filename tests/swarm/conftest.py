@@ -2,6 +2,9 @@
 
 PostgreSQL is a private cluster in a temporary folder, reached by a socket in it, with fsync on. It refuses to run as
 root, so as root it is started as another user. Where it is not installed its tests are skipped.
+
+Folders are in memory where that is possible: a kill is not a loss of power. Where a test opens a ledger its database
+begins as a copy of one that has the tables.
 """
 
 import itertools
@@ -13,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -22,9 +26,13 @@ from shoal.keys import Key
 from shoal.swarm.db import INT64, open_engine
 from shoal.swarm.event import Event, Kind
 from shoal.swarm.ledger import Ledger
+from shoal.swarm.migrate import upgrade_schema
 from shoal.swarm.projection import Projection
 
 _START_S = 30
+_MEMORY = Path("/dev/shm")
+_WITH_TABLES = {"open_ledger", "both_world"}
+"""fixtures whose database may have its tables already"""
 
 LEASE = sa.Table(
     "test_lease",
@@ -59,7 +67,7 @@ def cluster() -> Iterator[Path]:
     tools = _find_tools()
     user = _choose_user()
     # A path of a socket holds about 100 characters, less than pytest's folders have.
-    folder = Path(tempfile.mkdtemp(prefix="shoal-pg-"))
+    folder = Path(tempfile.mkdtemp(prefix="shoal-pg-", dir=_find_memory()))
     try:
         if user is not None:
             os.chown(folder, user.pw_uid, user.pw_gid)
@@ -76,21 +84,45 @@ def cluster() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
+@pytest.fixture(scope="session")
+def migrated() -> Iterator[Path]:
+    """A SQLite database with all tables and no rows, to copy."""
+    with TemporaryDirectory(prefix="shoal-", dir=_find_memory()) as folder:
+        path = Path(folder) / "migrated.db"
+        _make_tables(f"sqlite:///{path}")
+        yield path
+
+
+@pytest.fixture(scope="session")
+def migrated_server(cluster: Path) -> str:
+    """The name of such a database of the PostgreSQL server."""
+    _run_command(cluster, "CREATE DATABASE migrated")
+    _make_tables(f"postgresql://shoal@/migrated?host={cluster}")
+    return "migrated"
+
+
+@pytest.fixture
+def quick_folder() -> Iterator[Path]:
+    """A folder in memory where there is one."""
+    with TemporaryDirectory(prefix="shoal-", dir=_find_memory()) as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """An empty database."""
+def url(request: pytest.FixtureRequest, quick_folder: Path) -> Iterator[str]:
+    """A database; empty, unless the test begins with opening a ledger in it."""
+    has_tables = bool(_WITH_TABLES & set(request.fixturenames))
     if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path}/ledger.db"
+        if has_tables:
+            shutil.copy(request.getfixturevalue("migrated"), quick_folder / "ledger.db")
+        yield f"sqlite:///{quick_folder}/ledger.db"
         return
     folder = request.getfixturevalue("cluster")
     name = f"test_{next(_names)}"
-    engine = sa.create_engine(_server_url(folder, "postgres"), isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:
-        connection.exec_driver_sql(f"CREATE DATABASE {name}")
+    model = request.getfixturevalue("migrated_server") if has_tables else "template1"
+    _run_command(folder, f"CREATE DATABASE {name} TEMPLATE {model}")
     yield f"postgresql://shoal@/{name}?host={folder}"
-    with engine.connect() as connection:
-        connection.exec_driver_sql(f"DROP DATABASE {name} WITH (FORCE)")
-    engine.dispose()
+    _run_command(folder, f"DROP DATABASE {name} WITH (FORCE)")
 
 
 @pytest.fixture
@@ -175,6 +207,27 @@ def _start_server(tools: Path, data: Path, folder: Path, user: pwd.struct_passwd
         else:
             engine.dispose()
             return server
+
+
+def _find_memory() -> Path | None:
+    return _MEMORY if _MEMORY.is_dir() else None
+
+
+def _make_tables(url: str) -> None:
+    engine = open_engine(url)
+    upgrade_schema(engine)
+    if engine.dialect.name == "sqlite":  # all of it in the one file
+        with engine.connect() as connection:
+            connection.exec_driver_sql("COMMIT")
+            connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+    engine.dispose()
+
+
+def _run_command(folder: Path, command: str) -> None:
+    engine = sa.create_engine(_server_url(folder, "postgres"), isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.exec_driver_sql(command)
+    engine.dispose()
 
 
 def _server_url(folder: Path, database: str) -> str:

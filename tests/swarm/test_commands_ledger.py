@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from shoal.commands.ledger import EXIT_BROKEN, check_proof, load_head, prove_event, show_events, verify_database
 from shoal.errors import ConfigError
 from shoal.keys import Key
 from shoal.swarm.bundle import Bundle
-from shoal.swarm.commands_ledger import EXIT_BROKEN, run_check, run_prove, run_show, run_verify
 from shoal.swarm.db import is_sqlite, open_engine
 from shoal.swarm.event import Event, EventError, Kind, seal_event
 from shoal.swarm.head import Head, sign_head
@@ -33,7 +33,7 @@ def ledger(open_ledger: OpenLedger) -> Ledger:
 
 
 def test_verify_says_that_a_ledger_holds(ledger: Ledger, url: str, leases: Projection, key: Key) -> None:
-    code, text = run_verify(url, projections=[leases])
+    code, text, _ = verify_database(url, projections=[leases])
     assert code == 0
     assert text.splitlines()[:2] == [
         "ledger of run demo: holds",
@@ -47,7 +47,7 @@ def test_verify_names_what_is_broken(ledger: Ledger, url: str, leases: Projectio
     with engine.begin() as connection:
         connection.exec_driver_sql("UPDATE balance SET amount = amount + 1 WHERE account <> 'mint'")
     engine.dispose()
-    code, text = run_verify(url, projections=[leases])
+    code, text, _ = verify_database(url, projections=[leases])
     assert code == EXIT_BROKEN
     assert f"projection: balance 'pending:{OWNER}': amount is 2500001, not 2500000" in text
     assert "BROKEN, 1 findings" in text
@@ -58,37 +58,37 @@ def test_verify_compares_with_a_head_that_a_node_holds(
 ) -> None:
     head = asyncio.run(ledger.sign_head())
     (tmp_path / "head").write_bytes(head.to_bytes())
-    assert run_verify(url, held=tmp_path / "head", projections=[leases]).code == 0
+    assert verify_database(url, held=load_head(tmp_path / "head"), projections=[leases]).code == 0
     (tmp_path / "head").write_bytes(b"{}")
     with pytest.raises(ConfigError, match="not the form of a signed head"):
-        run_verify(url, held=tmp_path / "head")
+        load_head(tmp_path / "head")
     with pytest.raises(ConfigError, match="cannot be read"):
-        run_verify(url, held=tmp_path / "none")
+        load_head(tmp_path / "none")
 
 
 def test_show_lists_the_last_events_one_per_line(ledger: Ledger, url: str) -> None:
-    lines = run_show(url, count=2).text.splitlines()
+    lines = show_events(url, count=2).text.splitlines()
     assert len(lines) == 3 and lines[2] == "3 events"
     assert "lease.grant" in lines[0] and "lease:1" in lines[0]
     assert "val.verdict" in lines[1] and "2.5 credits" in lines[1]
-    assert run_show(url, first=0, count=1).text.splitlines()[0].split()[0] == "0"
+    assert show_events(url, first=0, count=1).text.splitlines()[0].split()[0] == "0"
 
 
 def test_show_gives_one_event_in_full_by_number_or_hash(ledger: Ledger, url: str) -> None:
-    text = run_show(url, event="2").text
+    text = show_events(url, event="2").text
     assert f"posting    +2.500000  pending:{OWNER}" in text
     digest = text.split("\nhash       ")[1][:64]
-    assert run_show(url, event=digest).text == text
+    assert show_events(url, event=digest).text == text
 
 
 def test_show_sends_nothing_to_the_terminal_that_it_would_obey(ledger: Ledger, url: str) -> None:
-    assert "\\u009b31m" in run_show(url, event="1").text
-    assert run_show(url, event="1").text.isascii() and run_show(url).text.isascii()
+    assert "\\u009b31m" in show_events(url, event="1").text
+    assert show_events(url, event="1").text.isascii() and show_events(url).text.isascii()
 
 
 @pytest.mark.parametrize("event", ["9", "x", "-1", "0" * 64, "\u0663", "1" * 30, ""])
 def test_an_event_that_does_not_exist_is_named(ledger: Ledger, url: str, event: str) -> None:
-    for command in (lambda: run_show(url, event=event), lambda: run_prove(url, event)):
+    for command in (lambda: show_events(url, event=event), lambda: prove_event(url, event)):
         with pytest.raises(ConfigError, match="no event with this number or hash"):
             command()
 
@@ -96,15 +96,15 @@ def test_an_event_that_does_not_exist_is_named(ledger: Ledger, url: str, event: 
 def test_a_proof_can_be_checked_with_the_public_key_alone(ledger: Ledger, url: str, key: Key, tmp_path: Path) -> None:
     path = tmp_path / "proof.json"
     for event in ("0", "1", "2"):
-        path.write_text(run_prove(url, event).text + "\n")
-        code, text = run_check(path, run="demo", coordinator=key.public)
+        path.write_text(prove_event(url, event).to_bytes().decode() + "\n")
+        code, text, _ = check_proof(path, run="demo", coordinator=key.public)
         assert code == 0 and text.startswith(f"event      {event}\n")
-    assert run_check(path, run="demo", coordinator=Key.generate().public).code == EXIT_BROKEN
-    assert run_check(path, run="other", coordinator=key.public).code == EXIT_BROKEN
+    assert check_proof(path, run="demo", coordinator=Key.generate().public).code == EXIT_BROKEN
+    assert check_proof(path, run="other", coordinator=key.public).code == EXIT_BROKEN
 
 
 def test_a_changed_proof_proves_nothing(ledger: Ledger, url: str, key: Key) -> None:
-    data = run_prove(url, "2").text.encode()
+    data = prove_event(url, "2").to_bytes()
     value = json.loads(data)
     assert Bundle.from_bytes(data).to_bytes() == data
     changes = [
@@ -152,19 +152,19 @@ def test_a_coordinator_cannot_prove_that_somebody_said_what_they_did_not_sign(ke
 def test_an_event_without_a_head_over_it_cannot_be_proved_yet(ledger: Ledger, url: str) -> None:
     ledger.submit(lambda draft: draft.append(Kind.ADMIN, body={})).result()
     with pytest.raises(ConfigError, match="no signed head covers it yet"):
-        run_prove(url, "3")
+        prove_event(url, "3")
     asyncio.run(ledger.sign_head())
-    assert run_prove(url, "3").code == 0
+    assert prove_event(url, "3").event.seq == 3
 
 
 def test_what_is_no_ledger_is_refused_and_no_file_is_made(tmp_path: Path) -> None:
     missing, other = tmp_path / "missing.db", tmp_path / "other.db"
     other.write_bytes(b"something else " * 100)
     with pytest.raises(ConfigError, match="no such file"):
-        run_verify(str(missing))
+        verify_database(str(missing))
     assert not missing.exists()
     with pytest.raises(ConfigError, match="cannot be read"):
-        run_show(str(other))
+        show_events(str(other))
 
 
 def test_a_damaged_ledger_is_named_when_it_is_shown(ledger: Ledger, url: str) -> None:
@@ -177,5 +177,5 @@ def test_a_damaged_ledger_is_named_when_it_is_shown(ledger: Ledger, url: str) ->
         connection.exec_driver_sql("UPDATE posting SET line = 7 WHERE line = 1")
     engine.dispose()
     with pytest.raises(ConfigError, match=r"the ledger was damaged \(posting: line 7 of event 2"):
-        run_show(url)
-    assert run_verify(url).code == EXIT_BROKEN
+        show_events(url)
+    assert verify_database(url).code == EXIT_BROKEN

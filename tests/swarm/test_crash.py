@@ -20,7 +20,7 @@ from shoal.swarm.rows import read_events
 from shoal.swarm.verify import verify_ledger
 
 OWNER = "ab" * 32
-ROUNDS = 5
+ROUNDS = 3
 WRITER = """
     import asyncio, sys
     from pathlib import Path
@@ -73,7 +73,7 @@ def append_until_killed(url: str, key_path: Path, number: int, answers: int) -> 
     return [line.strip() for line in lines if line.endswith("\n")]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 def test_a_killed_writer_loses_nothing_it_answered_and_leaves_nothing_half(
     open_ledger: Callable[..., Ledger], url: str, key: Key, tmp_path: Path, leases: Projection, seed: int
 ) -> None:

@@ -19,6 +19,7 @@ from cryptography.x509.oid import NameOID
 
 from shoal.errors import ConfigError
 from shoal.shardcast.metrics import Registry
+from shoal.swarm import exchange
 from shoal.swarm.exchange import HEAD_BYTES, HttpLimits, Receive, Scope, Send
 from shoal.swarm.link import Link, LinkError, parse_place
 from shoal.swarm.serve import Server, load_tls
@@ -96,6 +97,16 @@ def test_a_request_and_its_body_reach_the_app() -> None:
             got = await ask(server, request("/a?b=1", CLOSE, method="POST", body=b"hello"))
             assert got.startswith(b"HTTP/1.1 200 OK\r\n")
             assert got.endswith(b"\r\n\r\nPOST /a 127.0.0.1 hello")
+
+    asyncio.run(check())
+
+
+def test_every_answer_says_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        async with serving() as server:
+            for now_s, text in ((1_000_000_000, b"Sun, 09 Sep 2001 01:46:40 GMT"), (1_000_000_001, b"01:46:41 GMT")):
+                monkeypatch.setattr(exchange.time, "time", lambda now_s=now_s: float(now_s))
+                assert text in await ask(server, request("/", CLOSE))
 
     asyncio.run(check())
 
@@ -389,8 +400,8 @@ def test_a_flood_of_silent_bytes_is_held_within_bounds() -> None:
             reader, writer = await asyncio.open_connection(*server.address)
             writer.write(b"PUT / HTTP/1.1\r\nHost: a\r\nContent-Length: 100000000\r\n\r\n" + bytes(50_000_000))
             await asyncio.sleep(0.2)
-            (exchange,) = server._exchanges.values()
-            assert exchange._wire.received_bytes < 200_000
+            (served,) = server._exchanges.values()
+            assert served._wire.received_bytes < 200_000
             assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
             writer.transport.abort()
 

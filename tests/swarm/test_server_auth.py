@@ -14,7 +14,7 @@ from shoal.swarm.client_auth import RequestSigner
 from shoal.swarm.delegation import Scope
 from shoal.swarm.nonces import NonceBook
 from shoal.swarm.refusal import AuthError
-from shoal.swarm.server_auth import Authenticator, AuthLimits, Caller, Member
+from shoal.swarm.server_auth import Authenticator, AuthLimits, Caller, Member, verify_known
 from shoal.swarm.work import JoinRate, WorkGate, read_challenge, solve_challenge
 
 NODE, OTHER, SERVER, OWNER = (Key.generate() for _ in range(4))
@@ -265,3 +265,15 @@ def test_a_stamp_does_not_stand_for_a_signature(door: Door) -> None:
     forged.append((b"shoal-work", make_stamp(door, stranger).encode()))
     door.refuse(lambda: door.auth.check_join("POST", "/v1/join", forged, "10.0.0.9", NOW_MS), 401, "signature")
     assert len(door.book) == 0
+
+
+def test_a_key_that_is_kept_ready_checks_as_one_that_is_not(door: Door) -> None:
+    signature = NODE.sign(b"message")
+    for _ in range(2):
+        assert verify_known(NODE.public, b"message", signature)
+        assert not verify_known(OTHER.public, b"message", signature)
+        assert not verify_known(NODE.public, b"other", signature)
+        assert not verify_known(NODE.public, b"message", signature + b"x")
+        assert not verify_known("no key", b"message", signature)
+        # the neutral point, under which this fits every message
+        assert not verify_known("01" + "00" * 31, b"message", bytes([1, *bytes(63)]))

@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
+from shoal.commands import swarm_call
+from shoal.commands.ledger import verify_database
+from shoal.commands.swarm_ask import ask_explanation, ask_status
+from shoal.commands.swarm_node import join_run
 from shoal.errors import ConfigError
 from shoal.keys import Key
-from shoal.swarm import commands_swarm
-from shoal.swarm.asking import Asker, Patience, RefusedError
+from shoal.swarm.asking import Asker, Patience, RefusedError, UnreachableError
 from shoal.swarm.client import NodeClient
 from shoal.swarm.client_auth import read_clock_ms
-from shoal.swarm.commands_ledger import run_verify
-from shoal.swarm.commands_swarm import run_explain, run_join, run_status
 from shoal.swarm.delegation import Grant, Scope, sign_delegation
 from shoal.swarm.descriptor import Descriptor, open_descriptor, sign_descriptor
 from shoal.swarm.link import parse_place
@@ -44,7 +45,6 @@ from shoal.swarm.messages import (
 )
 from shoal.swarm.params import RunParams
 from shoal.swarm.service import Service, ServiceConfig, open_service
-from shoal.swarm.state import PROJECTIONS
 from shoal.swarm.tags import DocumentError
 
 OPERATOR, OWNER, JUDGE = Key.generate(), Key.generate(), Key.generate()
@@ -134,8 +134,8 @@ def test_a_run_of_one_step_goes_from_the_first_join_to_the_last_version(tmp_path
                 last = VersionStatement(version=1, root="1" * 64, manifest="1" * 64, batch=batch.hash)
                 assert (await judge.publish_version(last)).finished
                 assert (await worker.send_heartbeat(Heartbeat())).finished
-                assert receipt.submission in (await run_explain(service.url, receipt.submission)).text
-                assert "finished" in (await run_status(service.url)).text
+                assert receipt.submission in (await ask_explanation(service.url, receipt.submission)).text
+                assert "finished" in (await ask_status(service.url)).text
                 leaders = (await worker.read_leaders()).leaders
                 assert [line.owner for line in leaders if line.tokens] == [OWNER.public]
                 await service.coordinator.ledger.sign_head()
@@ -143,7 +143,7 @@ def test_a_run_of_one_step_goes_from_the_first_join_to_the_last_version(tmp_path
                 assert worker.heads.held is not None
 
     asyncio.run(check())
-    assert run_verify(f"sqlite:///{tmp_path}/data/ledger.db", projections=PROJECTIONS).code == 0
+    assert verify_database(f"sqlite:///{tmp_path}/data/ledger.db").code == 0
 
 
 def test_an_operators_ban_reaches_every_later_request(tmp_path: Path) -> None:
@@ -166,29 +166,29 @@ def test_an_operators_ban_reaches_every_later_request(tmp_path: Path) -> None:
 
 
 def test_the_commands_join_and_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands_swarm, "_QUICK", Patience(tries=1))
+    monkeypatch.setattr(swarm_call, "QUICK", Patience(tries=1))
 
     async def check() -> None:
         OWNER.save(tmp_path / "owner.key")
         async with running(tmp_path / "data") as service:
-            outcome = await run_join(service.url, folder=tmp_path / "node", owner=tmp_path / "owner.key")
+            outcome = await join_run(service.url, folder=tmp_path / "node", owner=tmp_path / "owner.key")
             assert outcome.code == 0 and OWNER.public in outcome.text
-            again = await run_join(
+            again = await join_run(
                 str(tmp_path / "data" / "descriptor.json"),
                 folder=tmp_path / "node",
                 delegation=tmp_path / "node" / "delegation.json",
                 coordinator=service.coordinator.public,
             )
             assert again.code == 0
-            other = await run_join(
-                service.url, folder=tmp_path / "node", owner=tmp_path / "owner.key", coordinator=JUDGE.public
-            )
-            assert other.code == 1 and service.coordinator.public in other.text
-            assert (await run_status(service.url)).text.startswith("run demo: going on")
-            missing = await run_explain(service.url, "s99")
-            assert missing.code == 1 and "no such submission (not_found)" in missing.text
-        with pytest.raises(ConfigError, match="no descriptor"):
-            await run_join(service.url, folder=tmp_path / "node", owner=tmp_path / "owner.key")
+            with pytest.raises(ConfigError, match=service.coordinator.public):
+                await join_run(
+                    service.url, folder=tmp_path / "node", owner=tmp_path / "owner.key", coordinator=JUDGE.public
+                )
+            assert (await ask_status(service.url)).text.startswith("run demo: going on")
+            with pytest.raises(RefusedError, match=r"no such submission \(not_found\)"):
+                await ask_explanation(service.url, "s99")
+        with pytest.raises(UnreachableError, match="no connection"):
+            await join_run(service.url, folder=tmp_path / "node", owner=tmp_path / "owner.key")
 
     asyncio.run(check())
 
@@ -228,11 +228,11 @@ def test_a_descriptor_is_believed_only_under_one_of_its_own_keys() -> None:
 _PROCESS = """
 import asyncio, sys
 from pathlib import Path
-from shoal.swarm.commands_swarm import run_coordinator
+from shoal.commands.swarm_serve import serve_run
 from shoal.swarm.service import ServiceConfig
 
 config = ServiceConfig.model_validate_json(sys.argv[2], strict=True)
-asyncio.run(run_coordinator(config, Path(sys.argv[1])))
+asyncio.run(serve_run(config, Path(sys.argv[1])))
 """
 
 
@@ -302,4 +302,4 @@ def test_kill_minus_nine_in_the_middle_of_an_upload_costs_a_retry_and_nothing_el
         assert list((tmp_path / "data" / "blobs" / "incoming").iterdir()) == []
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert run_verify(f"sqlite:///{tmp_path}/data/ledger.db", projections=PROJECTIONS).code == 0
+    assert verify_database(f"sqlite:///{tmp_path}/data/ledger.db").code == 0

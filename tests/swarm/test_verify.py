@@ -369,11 +369,12 @@ def test_a_ledger_can_be_verified_while_it_is_written(open_ledger: OpenLedger, u
     futures[-1].result()
 
 
-def test_a_database_without_a_ledger_is_refused_and_an_empty_ledger_is_found(
-    open_ledger: OpenLedger, url: str, leases: Projection
-) -> None:
+def test_a_database_without_a_ledger_is_refused(url: str, leases: Projection) -> None:
     with pytest.raises(ConfigError, match="holds no ledger"):
         verify(url, [leases])
+
+
+def test_an_empty_ledger_is_found(open_ledger: OpenLedger, url: str, leases: Projection) -> None:
     open_ledger().close()
     with open_unguarded(url) as connection:
         connection.exec_driver_sql("DELETE FROM event")

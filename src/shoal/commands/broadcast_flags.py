@@ -4,10 +4,21 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shoal.commands import broadcast
+from shoal.commands import broadcast, origin
 
 Commands = Any
 """argparse's own type for this is private"""
+
+
+class _Given(argparse.Action):
+    """Stores a value, or adds it to a list, and the name of the flag to `given`: a default is nobody's word."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        value = True if self.nargs == 0 else values
+        setattr(args, self.dest, [*getattr(args, self.dest), value] if isinstance(self.default, list) else value)
+        args.given = {*args.given, self.option_strings[0]}
 
 
 def add_commands(commands: Commands) -> None:
@@ -39,10 +50,11 @@ def _add_publish(commands: Commands) -> None:
     add("--version", type=int, required=True, metavar="N", help="number of the version")
     add("--key", type=Path, required=True, metavar="FILE", help="the publisher's key, see `shoal keygen`")
     _add_common(parser)
-    add("--shard-size", default="8MiB", metavar="BYTES", help="size of the pieces (%(default)s)")
-    add("--anchor-every", type=int, default=8, metavar="N", help="versions between two full ones (%(default)s)")
+    add("--shard-size", action=_Given, default="8MiB", metavar="BYTES", help="size of the pieces (%(default)s)")
+    text = "a version that relays hold in full, so often (%(default)s)"
+    add("--anchor-every", action=_Given, type=int, default=8, metavar="N", help=text)
     _add_serving(parser)
-    parser.set_defaults(command=broadcast.run_publish)
+    parser.set_defaults(command=origin.run_publish)
 
 
 def _add_relay(commands: Commands) -> None:
@@ -87,7 +99,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--run", required=True, metavar="NAME", help="name of the run")
     add("--data", type=Path, required=True, metavar="DIR", help="folder of its own for what is served")
-    add("--keep", type=int, default=5, metavar="N", help="versions to keep (%(default)s)")
+    text = "versions to keep (%(default)s), beside those that lead from an anchor to the newest"
+    add("--keep", action=_Given, type=int, default=5, metavar="N", help=text)
+    parser.set_defaults(given=frozenset())
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:
@@ -99,16 +113,14 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_serving(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--listen",
-        default="127.0.0.1:8600",
-        metavar="HOST:PORT",
-        help="where to serve (%(default)s); port 0: any free one",
-    )
-    add("--rate", metavar="RATE", help="most that is sent, e.g. 200Mbit or 25MB a second (default: no limit)")
-    add("--peer-rate", metavar="RATE", help="most that is sent to one address (default: no limit)")
-    add("--tickets", action="store_true", help="serve only who shows a ticket signed by the publisher or a signer")
-    add(
-        "--signer", action="append", default=[], metavar="HEX", help="public key whose tickets are good too; repeatable"
-    )
+    def add(flag: str, text: str, **options: Any) -> None:
+        parser.add_argument(flag, action=_Given, help=text, **options)
+
+    place = "where to serve (%(default)s); port 0: any free one"
+    add("--listen", place, default="127.0.0.1:8600", metavar="HOST:PORT")
+    add("--rate", "most that is sent, e.g. 200Mbit or 25MB a second (default: no limit)", metavar="RATE")
+    add("--peer-rate", "most that is sent to one address (default: no limit)", metavar="RATE")
+    add("--tickets", "serve only who shows a ticket signed by the publisher or a signer", nargs=0, default=False)
+    add("--signer", "public key whose tickets are good too; repeatable", default=[], metavar="HEX")
+    proxied = "limit callers from this machine like all others: a proxy passes strangers on"
+    add("--behind-proxy", proxied, nargs=0, default=False)

@@ -35,5 +35,8 @@ class Engine(Protocol):
     def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
         """Submit and step until these are done, in order of finishing."""
 
+    def cancel(self, ids: Iterable[str]) -> None:
+        """Forget these requests, wherever they are; those that finished already are no error."""
+
     def swap_weights(self, version: int, weights: dict[str, torch.Tensor]) -> None:
         """Replace the weights in place; every tensor must be given, with its shape."""

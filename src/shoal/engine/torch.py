@@ -8,7 +8,7 @@
   for which a row's bits do not depend on the others (`measure_rows`), and attention on tiles of fixed size.
 - After a weight swap what is under way is computed anew from its tokens: no key or value outlives its weights.
 
-Life of a request: submit -> queue -> row -> rollout; on a swap row -> queue.
+Life of a request: submit -> queue -> row -> rollout; on a swap row -> queue; on a cancellation it is gone from either.
 """
 
 from collections import deque
@@ -108,6 +108,18 @@ class TorchEngine:
         if self._sink:
             self._pass_hidden(rows, hidden, finished)
         return self._take_finished(finished.nonzero()[:, 0].tolist())
+
+    @torch.inference_mode()
+    def cancel(self, ids: Iterable[str]) -> None:
+        """Forget these requests, wherever they are; those that finished already are no error."""
+        gone = self._ids & set(ids)
+        if not gone:
+            return
+        if any(ticket.token_ids for ticket in self._queue):
+            self._admit_tickets()  # what a swap put back must come to its own row before another leaves the line
+        self._queue = deque(ticket for ticket in self._queue if ticket.request.id not in gone)
+        self._close_holes([row for row, ticket in enumerate(self._rows) if ticket.request.id in gone])
+        self._ids -= gone
 
     @torch.inference_mode()
     def swap_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:

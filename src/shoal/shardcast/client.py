@@ -17,8 +17,9 @@ the error says so.
 import errno
 import json
 import os
+import re
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -34,6 +35,8 @@ from shoal.shardcast.store import Entry, Store
 HIDDEN = ".shardcast"
 DEFAULT_KEEP = 2
 """Versions kept: the newest, and the one before, which somebody may still be reading."""
+_ASIDE = "old-"
+_OURS = re.compile(r"v(0|[1-9][0-9]{0,18})")
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
 
 
@@ -46,6 +49,8 @@ class Output:
         self._list = folder / HIDDEN / "published.json"
         check_latest(folder / "any")
         self._ours = self._read_list()
+        for path in self._list.parent.glob(f"{_ASIDE}*"):  # a kill between moving a version aside and removing it
+            shutil.rmtree(path)
 
     def publish(self, entry: Entry) -> Path:
         """Make a complete version appear, remove those beyond the newest `keep`; where it is."""
@@ -54,7 +59,9 @@ class Output:
             self._place(entry, target)
         if not self._is_newer(target.name):
             link_latest(target)
-        self._remove_old()
+        self._remove_old(target.name)
+        if not (self._folder / LATEST).exists():  # it was at one of those
+            link_latest(target)
         return target
 
     def _is_newer(self, name: str) -> bool:
@@ -81,10 +88,12 @@ class Output:
         built.rename(target)
         shutil.rmtree(aside, ignore_errors=True)
 
-    def _remove_old(self) -> None:
-        names = sorted((name for name in self._ours if (self._folder / name).is_dir()), key=_number)
+    def _remove_old(self, newest: str) -> None:
+        """Remove what is too much. The one that was asked for last counts as the newest, whatever its number is."""
+        names = [name for name in self._ours if name != newest and (self._folder / name).is_dir()]
+        names = [*sorted(names, key=_number), newest]
         for name in names[: -self._keep]:
-            aside = self._list.parent / f"old-{name}"
+            aside = self._list.parent / f"{_ASIDE}{name}"
             shutil.rmtree(aside, ignore_errors=True)
             (self._folder / name).rename(aside)
             shutil.rmtree(aside)
@@ -97,8 +106,12 @@ class Output:
         except FileNotFoundError:
             return {}
         except ValueError:
-            raise ConfigError(f"{self._list}: cannot be read; move it away, then v folders are yours") from None
-        return {str(name): str(digest) for name, digest in dict(found).items()}
+            found = None
+        if not isinstance(found, dict) or not all(_OURS.fullmatch(name) for name in found):
+            raise ConfigError(
+                f"{self._list}: is no list of published versions; move it away, and the v<N> folders beside {HIDDEN}"
+            )
+        return {name: str(digest) for name, digest in found.items()}
 
     def _write_list(self, ours: dict[str, str]) -> None:
         if ours != self._ours:
@@ -110,9 +123,10 @@ class Output:
 class Client:
     """Pulls versions into an output folder. Use it as `async with await Client.open(...) as client`."""
 
-    def __init__(self, out: Path, store: Store, output: Output, puller: Puller) -> None:
+    def __init__(self, out: Path, store: Store, output: Output, puller: Puller, keep: int) -> None:
         self._out = out
         self._output = output
+        self._keep = keep
         self.store = store
         self.puller = puller
 
@@ -132,8 +146,13 @@ class Client:
         note: Callable[[str], None] = lambda _: None,
     ) -> "Client":
         """Open an output folder, or make it. ConfigError if another process has it."""
+        if keep < 1:
+            raise ConfigError(f"keep = {keep}: at least one version has to be kept")
         with guard_disk(out):
-            store = await Store.open(out / HIDDEN, run=run, publisher=publisher, keep=keep, note=note)
+            # One more: a version that its publisher never finishes must not push out the one before.
+            store = await Store.open(
+                out / HIDDEN, run=run, publisher=publisher, keep=keep + 1, serves=False, role="client", note=note
+            )
             try:
                 output = Output(out, keep)
                 puller = Puller(
@@ -142,7 +161,7 @@ class Client:
             except BaseException:
                 await store.close()
                 raise
-        return cls(out, store, output, puller)
+        return cls(out, store, output, puller, keep)
 
     async def __aenter__(self) -> "Client":
         try:
@@ -171,7 +190,7 @@ class Client:
         with guard_disk(self._out):
             return await self._publish(await self.puller.pull(version))
 
-    async def follow(self) -> AsyncIterator[Path]:
+    async def follow(self) -> AsyncGenerator[Path, None]:
         """Folders of versions as they become complete, always the newest."""
         with guard_disk(self._out):
             async for entry in self.puller.follow():
@@ -179,7 +198,17 @@ class Client:
 
     async def _publish(self, entry: Entry) -> Path:
         with entry.hold():
-            return await run_blocking(None, self._output.publish, entry)
+            folder = await run_blocking(None, self._output.publish, entry)
+        await self._drop_old()
+        return folder
+
+    async def _drop_old(self) -> None:
+        """Let the bytes of versions go that are older than those to be kept; they were there to be built on."""
+        complete = [entry.version for entry in self.store.entries() if entry.complete]
+        oldest = min(complete[-self._keep :], default=0)
+        for entry in self.store.entries():
+            if entry.version < oldest and entry.disk_bytes and not entry.held:
+                await self.store.drop(entry)
 
 
 def _link_file(source: Path, target: Path) -> None:

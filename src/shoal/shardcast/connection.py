@@ -25,6 +25,7 @@ from typing import cast
 
 import h11
 
+from shoal.shardcast.hangup import watch_peer
 from shoal.shardcast.http import HttpError, new_server, read_head, set_options, wait_writable
 from shoal.shardcast.limits import MAX_QUANTUM, Bucket, Peer, Phase, RateGuard, Roster, ServeLimits
 from shoal.shardcast.metrics import ServeMetrics
@@ -80,6 +81,18 @@ class Connection:
             yield
         finally:
             self.enter_phase(Phase.BUSY)
+
+    async def wait_parked(self, signal: "asyncio.Future[None]", left_s: float) -> bool:
+        """Wait for a signal; False if it did not come in time. `CutError` if the peer hangs up before."""
+        try:
+            with self.park(), watch_peer(self._sock) as left:
+                waited = {signal, left}
+                done, _ = await asyncio.wait(waited, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            signal.cancel()
+        if left in done and signal not in done:
+            raise CutError("left")
+        return signal in done
 
     async def read_request(self, first_s: float) -> h11.Request | None:
         """The next request; None if the peer has none any more. `HttpError` for what we do not serve."""

@@ -8,7 +8,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from shoal.shardcast.link import Answer, Deadlines, LinkPool, MissingError, SourceError, WrongError
+from shoal.shardcast.link import Answer, Deadlines, DeniedError, LinkPool, MissingError, SourceError, WrongError
 from shoal.shardcast.signal import Signal
 from shoal.shardcast.sources import Source, SourceBook
 
@@ -56,9 +56,12 @@ class Crew:
             yield answer
 
     @contextmanager
-    def charge(self, source: Source, digest: str = "") -> Iterator[None]:
-        """Write what goes wrong within the block into the source's record, and go on after the block."""
-        source.busy += bool(digest)
+    def charge(self, source: Source, digest: str = "", *, shard: bool = False) -> Iterator[None]:
+        """Write what goes wrong within the block into the source's record, and go on after the block.
+
+        A request for a shard counts as one under way; lists and manifests wait most of the time and take no link.
+        """
+        source.busy += shard
         try:
             yield
         except SourceError as error:
@@ -69,10 +72,11 @@ class Crew:
                 source.heads.discard(digest)
                 source.tally.reason = str(error)
             else:
+                source.denied = isinstance(error, DeniedError)
                 self.book.record_failure(source, str(error), error.pause)
             self.changed.notify()
         finally:
-            source.busy -= bool(digest)
+            source.busy -= shard
 
     async def pick(self, digest: str, avoid: Collection[Source] = ()) -> Source:
         """A source to ask for that version, as soon as one may be asked; `GoneError` if none has it."""

@@ -16,12 +16,14 @@ Invariants:
   checksums here are there to name a wrong parent early, not to withstand a forger.
 """
 
+import io
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,6 +34,7 @@ from shoal.shardcast.delta_format import (
     BlockRecord,
     FileEntry,
     Header,
+    count_blocks,
     list_blocks,
     pack_block,
     read_block,
@@ -44,10 +47,16 @@ from shoal.shardcast.errors import DeltaError
 from shoal.shardcast.names import check_name
 from shoal.shardcast.tensors import plan_spans
 
-__all__ = ["DeltaError", "DeltaStats", "apply_delta", "encode_delta"]
+__all__ = ["DeltaError", "DeltaStats", "PoorError", "apply_delta", "encode_delta"]
 
+Sources = dict[str, tuple[Path | None, Path]]
+"""Files of the new checkpoint by name, each with the one of the old checkpoint that it replaces."""
 _ONLY_FILE = "checkpoint"
 """What a checkpoint that is a single file is called inside of a delta."""
+_SAMPLE_BLOCKS = 16
+"""Blocks, spread over the checkpoint, by which a delta's size is foretold."""
+_SAMPLED_FROM = 64
+"""Blocks of a checkpoint that is small enough to be encoded to its end before anyone notices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +74,29 @@ class DeltaStats:
         return self.full_bytes / self.delta_bytes
 
 
-def encode_delta(old: Path, new: Path, out: BinaryIO, *, threads: int | None = None) -> DeltaStats:
-    """Write what turns `old` into `new`. Neither may change meanwhile. Threads: by default one per core, at most 4."""
+class PoorError(DeltaError):
+    """A delta that would not be small enough to be of use."""
+
+
+def encode_delta(
+    old: Path, new: Path, out: BinaryIO, *, threads: int | None = None, max_share: float | None = None
+) -> DeltaStats:
+    """Write what turns `old` into `new`. Neither may change meanwhile. Threads: by default one per core, at most 4.
+
+    With `max_share`, a delta that a sample of blocks says would be larger than that share of the checkpoint is a
+    `PoorError`, before anything is written. The sample is no promise: whoever must not have a larger one counts, too.
+    """
     sources = _list_sources(old, new)
     header = Header(new.is_dir(), tuple(_plan_file(name, *paths) for name, paths in sources.items()))
-    tally = _Tally(out, write_header(out, header))
     with Workers(threads) as workers:
-        for file, (old_path, new_path) in zip(header.files, sources.values(), strict=True):
-            with _open_file(old_path if file.parent is not None else None) as base, _open_file(new_path) as source:
-                work = partial(_encode_job, base, source)
-                workers.run_jobs(work, list_blocks(file.spans), tally.add_block)
+        num_blocks = sum(count_blocks(file.spans) for file in header.files)
+        if max_share is not None and num_blocks >= _SAMPLED_FROM:
+            sample = _Tally(io.BytesIO(), 0)
+            _encode_blocks(workers, header, sources, sample, step=num_blocks // _SAMPLE_BLOCKS)
+            if sample.written > max_share * sample.num_bytes:
+                raise PoorError(f"the delta would be {sample.written / sample.num_bytes:.0%} of the checkpoint")
+        tally = _Tally(out, write_header(out, header))
+        _encode_blocks(workers, header, sources, tally)
     return DeltaStats(header.size, tally.written, tally.num_elements, tally.num_changed)
 
 
@@ -112,12 +134,23 @@ def apply_delta(
                 sync_dir(out)
 
 
+def _encode_blocks(workers: Workers, header: Header, sources: Sources, tally: "_Tally", step: int = 1) -> None:
+    """Encode every block, or one in `step`."""
+    skip = 0
+    for file, (old_path, new_path) in zip(header.files, sources.values(), strict=True):
+        with _open_file(old_path if file.parent is not None else None) as base, _open_file(new_path) as source:
+            blocks = islice(list_blocks(file.spans), skip, None, step)
+            workers.run_jobs(partial(_encode_job, base, source), blocks, tally.add_block)
+        skip = (skip - count_blocks(file.spans)) % step
+
+
 class _Tally:
     """Writes blocks and counts."""
 
     def __init__(self, out: BinaryIO, written: int) -> None:
         self._out = out
         self.written = written
+        self.num_bytes = 0
         self.num_elements = 0
         self.num_changed = 0
 
@@ -128,6 +161,7 @@ class _Tally:
         for part in (head, *encoded.parts):
             self._out.write(part)
         self.written += len(head) + length
+        self.num_bytes += block.size
         self.num_elements += block.count
         self.num_changed += encoded.num_changed
 
@@ -157,8 +191,7 @@ def _as_elements(padded: Bytes, block: Block) -> Elements:
     return padded[: block.size].view(f"<u{block.width}")
 
 
-def _list_sources(old: Path, new: Path) -> dict[str, tuple[Path | None, Path]]:
-    """Files of the new checkpoint by name, each with the one of the old checkpoint that it replaces."""
+def _list_sources(old: Path, new: Path) -> Sources:
     for path in (old, new):
         if not path.exists():
             raise DeltaError(f"{path}: there is no checkpoint")
@@ -166,7 +199,7 @@ def _list_sources(old: Path, new: Path) -> dict[str, tuple[Path | None, Path]]:
         raise DeltaError(f"{old} and {new}: one is a folder and one a file")
     if not new.is_dir():
         return {_ONLY_FILE: (old, new)}
-    sources: dict[str, tuple[Path | None, Path]] = {}
+    sources: Sources = {}
     for path in sorted(new.iterdir(), key=lambda path: path.name):
         if not path.is_file():
             raise DeltaError(f"{path}: a checkpoint holds only files")

@@ -95,6 +95,11 @@ def list_blocks(spans: tuple[Span, ...]) -> Iterator[Block]:
         offset += span.size
 
 
+def count_blocks(spans: tuple[Span, ...]) -> int:
+    """How many blocks `list_blocks` gives."""
+    return sum(-(-span.count // block_elements(span.width)) for span in spans)
+
+
 def write_header(out: BinaryIO, header: Header) -> int:
     """Write the beginning of a delta and return its length in bytes."""
     data = _encode_header(header)

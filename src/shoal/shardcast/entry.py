@@ -3,7 +3,7 @@
     new -> growing -> ended -> complete
       any of these -> gone (found no more) -> removed when the last one who holds it lets go
 
-Invariant: the manifest's file is a beginning of the log in memory; a line counts there with its newline.
+Invariant: the manifest's file is the log; a line counts there with its newline, and is written before it counts here.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class Entry:
         self._tools = tools
         self._keeper = keeper
         self._num_holds = 0
-        self._manifest_bytes = sum(len(line) + 1 for line in log.lines)
+        log.lines.keep_in(folder / MANIFEST)
         self.full = self._make_full(source)
         if log.delta is not None:
             self.delta = self._make_blob(DELTA)
@@ -108,6 +108,10 @@ class Entry:
             except FileNotFoundError:
                 self._check_live()
                 raise
+
+    def read_lines(self, first: int, num_bytes: int) -> tuple[bytes, int]:
+        """Lines of the manifest as they are sent, and the number of the next; none once the entry is gone."""
+        return (b"", first) if self.gone else self.log.lines.read_batch(first, num_bytes)
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
@@ -170,14 +174,13 @@ class Entry:
         )
 
     def _write_line(self, line: bytes) -> None:
-        data = line + b"\n"
+        data, place = line + b"\n", self.log.lines.num_bytes
         with self._tools.handles.lease(self.folder / MANIFEST, os.O_RDWR | os.O_NOFOLLOW) as descriptor:
             try:
-                write_at(descriptor, memoryview(data), self._manifest_bytes)
+                write_at(descriptor, memoryview(data), place)
             except OSError:
-                os.ftruncate(descriptor, self._manifest_bytes)
+                os.ftruncate(descriptor, place)
                 raise
-        self._manifest_bytes += len(data)
 
     def _sync_manifest(self) -> None:
         sync_file(self.folder / MANIFEST)
@@ -188,6 +191,7 @@ class Entry:
 def read_log(folder: Path, publisher: str, run: str) -> ManifestLog | None:
     """The log that is kept in a folder, its torn end cut off; None if not even its head is there."""
     log = ManifestLog(publisher, run)
+    log.lines.keep_in(folder / MANIFEST)
     try:
         with (folder / MANIFEST).open("r+b") as file:
             good = 0

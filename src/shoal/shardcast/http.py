@@ -6,6 +6,8 @@ Invariants:
 - every wait has a deadline: functions take seconds or must be called inside `asyncio.timeout`, and what is late
   raises `TimeoutError`;
 - a head is bounded by `HEAD_BYTES`, whatever the peer sends; nothing it says is allocated before it was checked;
+- the loop has a turn before every piece of a body, and a piece cut into tiny chunks is refused: one peer that always
+  has more to say keeps nobody else waiting;
 - what is no HTTP we accept raises `HttpError`, with the status a server answers to it; a connection on which that
   happened is closed, never used again. Errors of the socket itself stay `OSError`.
 
@@ -27,11 +29,17 @@ from shoal.errors import ConfigError
 
 HEAD_BYTES = 8192
 """longest head of a request or answer"""
+MAX_CHUNKS = 256
+"""chunks in what came at once; each costs as much as a large one"""
+SMALL_CHUNK = 256
+"""more chunks are allowed where they are this long on average: no line of ours is shorter"""
 _RECV_BYTES = 1 << 16
 _MAX_ADDRESSES = 4
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _URL = re.compile(r"(?P<scheme>[a-z]+)://(?P<host>[^/?#@\[\]:]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?/?")
 _COUNT = re.compile(r"0|[1-9][0-9]{0,18}")
+_NEXT_CHUNK = re.compile(rb"\r\n0*[1-9a-fA-F]")
+"""the end of a chunk with another behind it that is not the last"""
 
 Receive = Callable[[], Awaitable[bytes]]
 """The next bytes of the peer as they come; empty once it has closed."""
@@ -204,17 +212,18 @@ async def read_data(sock: socket.socket, conn: h11.Connection) -> bytes:
 
 
 async def receive_data(receive: Receive, conn: h11.Connection) -> bytes:
-    """As `read_data`, from anywhere."""
+    """As `read_data`, from anywhere. The end of the message is taken only by the call that returns nothing."""
     while True:
         event = _next_event(conn)
         if event is h11.NEED_DATA:
+            await asyncio.sleep(0)  # a socket that has bytes is read at once, and would be so for ever
             await _feed(receive, conn)
         elif isinstance(event, h11.EndOfMessage):
             return b""
         elif not isinstance(event, h11.Data):
             raise HttpError("closed in the middle of a body")
         elif event.data:
-            return bytes(event.data)
+            return _join_chunks(conn, event)
 
 
 async def wait_writable(sock: socket.socket) -> None:
@@ -254,6 +263,24 @@ async def _feed(receive: Receive, conn: h11.Connection) -> int:
         raise HttpError("closed in the middle of a message")
     conn.receive_data(data)
     return len(data)
+
+
+def _join_chunks(conn: h11.Connection, event: h11.Data) -> bytes:
+    """A chunk and all after it that have come, but not the last, empty one, which ends the message."""
+    rest = conn.trailing_data[0]
+    left = max(MAX_CHUNKS, len(rest) // SMALL_CHUNK)
+    pieces = [bytes(event.data)]
+    while event.chunk_end and _NEXT_CHUNK.match(rest):
+        if not left:
+            raise HttpError("a body in tiny chunks")
+        left -= 1
+        following = _next_event(conn)
+        if not isinstance(following, h11.Data):
+            break  # the head of the chunk is all that has come
+        event = following
+        pieces.append(bytes(event.data))
+        rest = conn.trailing_data[0]
+    return b"".join(pieces)
 
 
 def _next_event(conn: h11.Connection) -> object:

@@ -127,7 +127,7 @@ class ShardJob:
             part.num_bytes += num_bytes
             self._crew.count(part.source, num_bytes)
 
-        with self._crew.charge(part.source, self.entry.digest):
+        with self._crew.charge(part.source, self.entry.digest, shard=True):
             await fetch_shard(
                 self._crew, part.source, self.entry, self.name, self.index, writer, share=self._share(), count=count
             )

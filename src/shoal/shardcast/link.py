@@ -37,6 +37,7 @@ from shoal.shardcast.http import (
 MAX_IDLE = 8
 """Idle connections kept per source."""
 _MISSING = (404, 410)
+_DENIED = (401, 403)
 
 
 class SourceError(Exception):
@@ -49,6 +50,10 @@ class SourceError(Exception):
 
 class MissingError(SourceError):
     """The source does not have it (any more)."""
+
+
+class DeniedError(SourceError):
+    """The source serves only who shows a ticket, and ours does not do."""
 
 
 class WrongError(SourceError):
@@ -68,6 +73,8 @@ class Deadlines:
     """time in which a body must advance by `window_s` x `min_rate` bytes"""
     min_rate: float = 32 * 1024
     """bytes per second that a client takes for alive, over all shards in flight together"""
+    stall_s: float = 30.0
+    """without a byte or a line of a version, before another one is tried"""
 
 
 @dataclass(slots=True)
@@ -261,6 +268,8 @@ def check_status(reply: Reply) -> None:
         raise MissingError(f"does not have it ({reply.status})")
     if 300 <= reply.status < 400:
         raise SourceError(f"redirects ({reply.status}), which is never followed")
+    if reply.status in _DENIED:
+        raise DeniedError(f"asks for a ticket, or for another one ({reply.status})")
     raise SourceError(f"answered {reply.status}", pause=float(reply.retry_after_s or 0))
 
 

@@ -5,7 +5,8 @@
 Invariants:
 - `feed` takes the next line of this log or raises `ManifestError` and leaves the log as it was;
 - lines are numbered, so none can be repeated, dropped or put elsewhere; each names its head through the signature;
-- memory is bounded by what the head declares, and the head by `records`;
+- memory is bounded by what the head declares, and the head by `records`: 32 bytes per shard, the lines themselves are
+  left in a file (`Lines.keep_in`);
 - an ended log has the hash of every shard, and roots that follow from them.
 """
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from shoal.shardcast.errors import ManifestError
 from shoal.shardcast.hashing import HASH_BYTES, hash_root
 from shoal.shardcast.layout import File, Layout, count_shards
+from shoal.shardcast.lines import Lines
 from shoal.shardcast.records import (
     Delta,
     End,
@@ -46,8 +48,7 @@ class ManifestLog:
     def __init__(self, publisher: str, run: str) -> None:
         self.publisher = publisher
         self.run = run
-        self.lines: list[bytes] = []
-        """without their newlines"""
+        self.lines = Lines()
         self.digest = ""
         self.ended = False
         self.delta_settled = False

@@ -8,11 +8,13 @@ Invariants:
 - the same content under the same version again is the same entry; other content replaces it, with a larger serial;
 - what could not be published to its end (an error, a cancellation, a kill) is dropped, and leaves no trace after the
   next opening of the store;
-- files that changed while they were read are a `ConfigError`, and their version never ends.
+- files that changed while they were read, or cannot be read, are a `ConfigError`, and their version never ends;
+- whatever goes wrong with a delta costs the delta, not the version.
 """
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
@@ -94,10 +96,10 @@ class Origin:
         """Publish a folder of files or a file, and return when all of its manifest is written.
 
         A delta is made against `parent`, by default the newest complete version below this one. An anchor is a version
-        that relays hold in full: by default every few versions, and those without a parent.
+        that relays hold in full: by default every few versions, counted by their numbers, and those without a parent.
         """
         async with self._publishing:
-            source = await run_blocking(None, scan_source, path)
+            source = await run_blocking(None, _open_source, path)
             self._check_size(source, version)
             known = await self._compare(source, version)
             if isinstance(known, Entry):
@@ -140,7 +142,7 @@ class Origin:
         if hash_root(layout.total, layout.shard_size, hashes).hex() != held.log.root:
             return bytes(hashes) if layout.shard_size == self._shard_size else b""
         # The same bytes in another place: serve them from there, the old ones may be about to go.
-        write_atomic(held.folder / SOURCE, source.to_bytes())
+        await run_blocking(None, write_atomic, held.folder / SOURCE, source.to_bytes())
         held.point_to(source)
         return held
 
@@ -157,7 +159,8 @@ class Origin:
 
     async def _add_entry(self, source: Source, version: int, base: Entry | None, anchor: bool | None) -> Entry:
         if anchor is None:
-            anchor = base is None or version % self._anchor_every == 0
+            # Also if numbers are left out: each step over a multiple of `anchor_every` gives one.
+            anchor = base is None or version // self._anchor_every > base.version // self._anchor_every
         line = sign_record(self._key, "", 0, self._make_head(source, version, base, anchor))
         if len(line) > MAX_LINE_BYTES:
             raise ConfigError(f"{source.path}: so many files with such long names do not fit into a manifest")
@@ -189,17 +192,18 @@ class Origin:
             raise
 
     async def _append_blobs(self, entry: Entry, base: Entry | None, known: bytes) -> None:
-        job = None if base is None else DeltaJob(base, entry)
-        encoding = None if job is None else asyncio.create_task(make_delta(job))
+        if base is None:
+            await self._append_hashes(entry, known)
+            return
+        job = DeltaJob(base, entry)
+        adding = asyncio.create_task(self._append_delta(entry, job))
         try:
             await self._append_hashes(entry, known)
-            if encoding is not None and job is not None:
-                # Shielded: a cancellation has to reach us, who stop the job, not the task that waits for it.
-                await self._append_delta(entry, job, await asyncio.shield(encoding))
+            # Shielded: a cancellation has to reach us, who stop the job, not the task that waits for it.
+            await asyncio.shield(adding)
         finally:
-            if job is not None and encoding is not None:
-                job.stop()
-                await outlast(encoding)
+            job.stop()
+            await outlast(adding)
 
     async def _append_hashes(self, entry: Entry, known: bytes) -> None:
         """The hashes of all shards, signed in portions as they come."""
@@ -218,13 +222,18 @@ class Origin:
         if waiting:
             await self._append(entry, Hashes(entry.log.num_hashes, tuple(waiting)))
 
-    async def _append_delta(self, entry: Entry, job: DeltaJob, result: Delta | NoDelta) -> None:
+    async def _append_delta(self, entry: Entry, job: DeltaJob) -> None:
+        """The word about the delta as soon as it is known: nobody waits for one that does not come."""
+        result = await make_delta(job)
+        if job.stopped:
+            return
         if isinstance(result, Delta) and len(result.hashes) > MAX_LINE_HASHES:
             result = NoDelta("more shards than one line can name")
+            await run_blocking(None, job.path.unlink)
         await self._append(entry, result)
-        if entry.delta is None:
-            job.path.unlink(missing_ok=True)
-        else:
+        if isinstance(result, NoDelta):
+            self.store.note(f"version {entry.version} has no delta: {result.reason}")
+        elif entry.delta is not None:
             entry.delta.trust_part()
             await entry.delta.settle()
 
@@ -252,6 +261,23 @@ class Origin:
                         yield shard, part
             except (ShardError, FileNotFoundError):
                 raise _say_changed(source) from None
+            except OSError as error:
+                raise _say_unreadable(source.path, error) from None
+
+
+def _open_source(path: Path) -> Source:
+    """What is to be published, every file of it open to us; ConfigError with the reason if it is not."""
+    source = scan_source(path)
+    for name in source.stamps:
+        try:
+            os.close(os.open(source.folder / name, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise _say_unreadable(source.folder / name, error) from None
+    return source
+
+
+def _say_unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{error.filename or path}: cannot be read ({error.strerror})")
 
 
 def _say_changed(source: Source) -> ConfigError:

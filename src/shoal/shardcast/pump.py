@@ -1,12 +1,14 @@
 """Keeps several shards in flight: what to start next, what to start once more.
 
 An order asks for all missing shards of one blob. Orders are served newest version first, deltas before full blobs; the
-shards of an order from the first to the last, as everyone up the tree has them in that order. Before all orders come
-shards that somebody is waiting for right now (`urge`).
+shards of an order from the first to the last, as everyone up the tree has them in that order. Shards that somebody is
+waiting for right now (`urge`) need not wait for any of that.
 
 Invariants:
 - at most `in_flight` shards are being sent, not counting laggards (three times slower than the median), which would
-  otherwise hold all places; laggards included, at most twice as many. Urgent shards may use those places too;
+  otherwise hold all places; laggards included, at most twice as many. Urgent shards have as many places again, and
+  those only: whatever is asked for, orders go on;
+- what was urgent and not ordered, and has not begun to come when its last caller leaves, is given up;
 - shards beyond the hashes that are known are started only a few ahead;
 - an order ends: with its blob, with `GoneError`, with an `OSError` of the disk, or by `cancel`.
 """
@@ -14,7 +16,8 @@ Invariants:
 import asyncio
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from shoal.shardcast.blob import Blob
@@ -22,6 +25,7 @@ from shoal.shardcast.crew import Crew, GoneError
 from shoal.shardcast.errors import StaleError
 from shoal.shardcast.job import ShardJob
 from shoal.shardcast.store import Entry
+from shoal.shardcast.urgent import Key, UrgentBook
 
 LATE_FACTOR = 3.0
 """A transfer this many times slower than the median is late."""
@@ -30,13 +34,12 @@ LATE_S = 0.5
 FIRST_LATE_S = 3.0
 """Late, as long as there is no median."""
 MAX_HEDGES = 2
-MAX_URGENT = 1024
-"""Urgent shards remembered; further ones are refused until some of these are done."""
 MOVING_S = 2.0
 _TICK_S = 0.1
 _MEDIAN_OF = 32
 
-Key = tuple[str, str, int]
+DiskRefusal = Callable[[Entry, str, OSError], None]
+"""Told when the disk takes no more of a blob."""
 
 
 @dataclass(eq=False)
@@ -65,13 +68,17 @@ class Pump:
         self._crew = crew
         self._in_flight = in_flight
         self._orders: list[Order] = []
-        self._urgent: dict[Key, Entry] = {}
+        self._urgent = UrgentBook()
+        self._extra: set[Key] = set()
+        """jobs in the places of urgent shards"""
         self._jobs: dict[Key, ShardJob] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._paces: deque[float] = deque(maxlen=_MEDIAN_OF)
         self._wake = asyncio.Event()
         self._bug: BaseException | None = None
         self._seen_bytes, self._moved_at = 0, -MOVING_S
+        self.on_refusal: DiskRefusal = self._note_refusal
+        self._noted: set[tuple[str, str]] = set()
 
     def order(self, entry: Entry, name: str) -> Order:
         """Fetch a blob; `done` tells when it is there."""
@@ -94,15 +101,17 @@ class Pump:
             if key[:2] == (order.entry.digest, order.name) and key[:2] not in wanted and key not in self._urgent:
                 task.cancel()
 
-    def urge(self, entry: Entry, name: str, index: int) -> bool:
-        """Somebody waits for this shard; False if too many are urgent already."""
+    @contextmanager
+    def urge(self, entry: Entry, name: str, index: int, peer: str) -> Iterator[bool]:
+        """While the block runs, this peer waits for the shard; False if it, or all together, wait for too many."""
         key = (entry.digest, name, index)
-        if key not in self._urgent:
-            if len(self._urgent) >= MAX_URGENT:
-                return False
-            self._urgent[key] = entry
+        with self._urgent.hold(entry, key, peer, lambda: self._end_urge(key)) as taken:
             self._wake.set()
-        return True
+            yield taken
+
+    def is_working(self, order: Order) -> bool:
+        """Whether shards of an order are under way."""
+        return any(key[:2] == (order.entry.digest, order.name) for key in self._jobs)
 
     def count_partial(self, entry: Entry, name: str) -> int:
         """Bytes that are there of shards under way."""
@@ -137,30 +146,34 @@ class Pump:
     async def _pause(self) -> None:
         """Until something happened; with work under way also now and then, to see what is late."""
         try:
-            async with asyncio.timeout(_TICK_S if self._orders or self._urgent else None):
+            async with asyncio.timeout(_TICK_S if self._orders or len(self._urgent) else None):
                 await self._wake.wait()
         except TimeoutError:
             return
 
     def _start_jobs(self) -> None:
         """Start what there is room for."""
-        for key, entry in self._list_wanted():
-            if not self._has_room(urgent=key in self._urgent):
-                return
-            job = ShardJob(self._crew, entry, key[1], key[2], self._count_sending)
-            self._jobs[key] = job
-            task = asyncio.create_task(job.run())
-            self._tasks[key] = task
-            task.add_done_callback(lambda task, key=key: self._reap(key, task))  # type: ignore[misc]
+        for key, entry in self._urgent.list_missing():
+            if key in self._jobs:
+                continue
+            if not self._has_room(urgent=True):
+                break
+            self._extra.add(key)
+            self._start(key, entry)
+        for key, entry in self._list_ordered():
+            if not self._has_room(urgent=False):
+                break
+            self._start(key, entry)
 
-    def _list_wanted(self) -> Iterator[tuple[Key, Entry]]:
-        """Shards to start, the most wanted first."""
-        for key, entry in list(self._urgent.items()):
-            blob = entry.full if key[1] == "full" else entry.delta
-            if entry.gone or blob is None or blob.has(key[2]):
-                del self._urgent[key]
-            elif key not in self._jobs:
-                yield key, entry
+    def _start(self, key: Key, entry: Entry) -> None:
+        job = ShardJob(self._crew, entry, key[1], key[2], self._count_sending)
+        self._jobs[key] = job
+        task = asyncio.create_task(job.run())
+        self._tasks[key] = task
+        task.add_done_callback(lambda task: self._reap(key, task))
+
+    def _list_ordered(self) -> Iterator[tuple[Key, Entry]]:
+        """Shards to start for orders, the most wanted first."""
         for order in list(self._orders):
             if order.blob.complete or order.entry.gone:
                 self._close(order)
@@ -173,6 +186,12 @@ class Pump:
                 if key not in self._jobs:
                     yield key, order.entry
 
+    def _end_urge(self, key: Key) -> None:
+        """Nobody waits for this shard any more."""
+        ordered = any((order.entry.digest, order.name) == key[:2] for order in self._orders)
+        if key in self._extra and not ordered and not self._jobs[key].written:
+            self._tasks[key].cancel()
+
     def _find_end(self, order: Order) -> int:
         """Shards from here on are too far ahead of the known hashes."""
         if order.name == "full" and not order.entry.log.ended:
@@ -180,12 +199,13 @@ class Pump:
         return len(order.blob.layout.shards)
 
     def _has_room(self, *, urgent: bool) -> bool:
-        if len(self._jobs) >= 4 * self._in_flight:
+        jobs = [job for key, job in self._jobs.items() if (key in self._extra) == urgent]
+        if len(jobs) >= 4 * self._in_flight:
             return False  # all wait for hashes
-        sending = [job for job in self._jobs.values() if not job.arrived]
+        sending = [job for job in jobs if not job.arrived]
         if len(sending) >= 2 * self._in_flight:
             return False
-        return urgent or sum(not self._is_late(job) for job in sending) < self._in_flight
+        return sum(not self._is_late(job) for job in sending) < self._in_flight
 
     def _count_sending(self) -> int:
         return max(1, sum(job.part is not None for job in self._jobs.values()))
@@ -212,23 +232,30 @@ class Pump:
         """A job ended: remember its pace, and tell its orders if they cannot go on."""
         job = self._jobs.pop(key)
         del self._tasks[key]
-        self._urgent.pop(key, None)
+        self._extra.discard(key)
         self._wake.set()
         if task.cancelled():
             return
+        self._urgent.forget(key)
         error = task.exception()
         if job.pace_s is not None:
             self._paces.append(job.pace_s)
         if error is not None and not isinstance(error, GoneError | StaleError | OSError):
             self._bug = error
         elif isinstance(error, OSError):
-            self._crew.note(f"version {job.entry.version}: {error.strerror or error}")
+            self.on_refusal(job.entry, job.name, error)
         for order in list(self._orders):
             if (order.entry.digest, order.name) == key[:2]:
                 if error is not None:
                     self._fail(order, error)
                 elif order.blob.complete:
                     self._close(order)
+
+    def _note_refusal(self, entry: Entry, name: str, error: OSError) -> None:
+        """Say it once, though it happens to every shard under way."""
+        if (entry.digest, name) not in self._noted:
+            self._noted.add((entry.digest, name))
+            self._crew.note(f"version {entry.version}: {error.strerror or error}")
 
     def _close(self, order: Order) -> None:
         if order.entry.gone and not order.blob.complete:

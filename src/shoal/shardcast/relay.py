@@ -7,12 +7,14 @@ nothing of its own: the server sends what a writer has written, while it writes.
 Invariants:
 - whatever happens upstream or to the disk, what is here is served;
 - nothing is fetched twice: a restart goes on from the shards on disk;
-- the store's limits hold: old versions go first, and what has no room is noted and tried again later.
+- the store's limits hold: old versions go first, and what has no room is noted once, not fetched and not told of;
+- an order that does not move is taken back for a while, so that it does not hold the places of those that would.
 """
 
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 
@@ -21,9 +23,11 @@ from shoal.shardcast.crew import GoneError
 from shoal.shardcast.errors import StaleError
 from shoal.shardcast.limits import ServeLimits
 from shoal.shardcast.link import Deadlines
+from shoal.shardcast.patience import Patience, StallBook
 from shoal.shardcast.pull import Puller
 from shoal.shardcast.pump import Order
 from shoal.shardcast.server import Server
+from shoal.shardcast.stock import Stock
 from shoal.shardcast.store import DEFAULT_KEEP, Entry, Store
 from shoal.shardcast.tickets import TicketBook
 
@@ -38,15 +42,26 @@ Key = tuple[str, str]
 class Relay:
     """A store, a server and a puller. Use it as `async with await Relay.open(...) as relay: await relay.wait()`."""
 
-    def __init__(self, store: Store, puller: Puller, server: Server, note: Callable[[str], None]) -> None:
+    def __init__(self, store: Store, puller: Puller, note: Callable[[str], None]) -> None:
         self.store = store
         self.puller = puller
-        self.server = server
         self._note = note
+        self._stock = Stock(store, puller.crew.book)
+        self._stalls = StallBook(puller.crew.book, puller.crew.deadlines.stall_s)
         self._orders: dict[Key, Order] = {}
+        self._patience: dict[Key, Patience] = {}
         self._paused: dict[Key, float] = {}
+        """until when no order is placed"""
+        self._refused: dict[Key, float] = {}
+        """until when the disk is not tried again"""
+        self._noted: set[Key] = set()
+        """blobs that the operator was told of"""
+        self._told: set[str] = set()
+        """digests of the versions that others hear of"""
         self._revive_at: float | None = None
         self._task: asyncio.Task[None] | None = None
+        self._server: Server | None = None
+        puller.pump.on_refusal = self._pause_blob
 
     @classmethod
     async def open(
@@ -69,22 +84,31 @@ class Relay:
         note: Callable[[str], None] = lambda _: None,
     ) -> "Relay":
         """Open the data folder and begin to serve what it holds."""
-        store = await Store.open(data, run=run, publisher=publisher, keep=keep, max_bytes=max_bytes, note=note)
+        store = await Store.open(
+            data, run=run, publisher=publisher, keep=keep, max_bytes=max_bytes, role="relay", note=note
+        )
         try:
             puller = Puller(store, urls, in_flight=in_flight, deadlines=deadlines, ticket=ticket, rng=rng, note=note)
-            server = Server(
+            relay = cls(store, puller, note)
+            relay._server = Server(
                 store,
                 limits=limits or ServeLimits(),
-                want=_urge_with(puller),
+                want=relay._want_shard,
+                announce=relay._stock.is_told,
                 tickets=tickets,
                 role="relay",
                 describe=lambda: {"upstreams": [share.url for share in puller.progress.sources]},
             )
-            await server.start(host, port)
+            await relay.server.start(host, port)
         except BaseException:
             await store.close()
             raise
-        return cls(store, puller, server, note)
+        return relay
+
+    @property
+    def server(self) -> Server:
+        assert self._server is not None, "made by `open`"
+        return self._server
 
     async def __aenter__(self) -> "Relay":
         try:
@@ -117,46 +141,93 @@ class Relay:
     async def _run(self) -> None:
         while True:
             self._place_orders()
+            self._tell_others()
             await self._wait_change()
             self._check_tasks()
             self._take_results()
+            self._take_back()
             await self._settle_all()
 
     def _place_orders(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now = _now()
+        self._paused = {key: until for key, until in self._paused.items() if until > now}
         for entry, blob in self._list_wanted():
             key = (entry.digest, blob.name)
-            if not blob.complete and key not in self._orders and self._paused.get(key, 0.0) <= now:
+            if blob.complete or key in self._orders:
+                continue
+            if self._stock.is_too_large(blob):
+                self._note_once(
+                    key, f"version {entry.version}: its {blob.name} blob has no room in the cache, left out"
+                )
+            elif self._stock.has_room(entry, blob) and not self._is_refused(key) and key not in self._paused:
                 self._orders[key] = self.puller.pump.order(entry, blob.name)
+                self._patience[key] = Patience(self.puller.crew.deadlines.stall_s, self.puller.crew.book.clock)
 
     def _list_wanted(self) -> Iterator[tuple[Entry, Blob]]:
         """What is fetched ahead of any request, of versions that some source has."""
         for entry in self.store.entries():
-            if not self.puller.crew.book.list_holders(entry.digest):
+            if not self.puller.crew.book.list_holders(entry.digest) or self._stalls.is_stalled(entry):
                 continue
             if entry.delta is not None:
                 yield entry, entry.delta
             if entry.log.head.anchor or (entry.log.delta_settled and entry.delta is None):
                 yield entry, entry.full
 
+    def _want_shard(self, entry: Entry, name: str, index: int, peer: str) -> AbstractContextManager[object] | None:
+        """Make a shard urgent, unless there is no place to put it."""
+        blob = entry.full if name == "full" else entry.delta
+        if blob is None or not self._stock.has_room(entry, blob) or self._is_refused((entry.digest, name)):
+            return None
+        return self.puller.pump.urge(entry, name, index, peer)
+
+    def _tell_others(self) -> None:
+        """Wake those who wait for versions when one comes that was held back."""
+        told = {entry.digest for entry in self.store.entries() if self._stock.is_told(entry)}
+        if not told <= self._told:
+            self.store.changed.notify()
+        self._told = told
+
     def _take_results(self) -> None:
         """Let orders go that ended. Those that failed are placed again after a pause."""
-        now = asyncio.get_running_loop().time()
         for key, order in list(self._orders.items()):
             if not order.done.done():
                 continue
-            del self._orders[key]
+            self._forget_order(key)
             error = None if order.done.cancelled() else order.done.exception()
             if isinstance(error, GoneError | StaleError):
-                self._paused[key] = now + GONE_PAUSE_S
-            elif isinstance(error, OSError):
-                self._note(
-                    f"version {order.entry.version} is tried again in {DISK_PAUSE_S:.0f} s: {error.strerror or error}"
-                )
-                self._paused[key] = now + DISK_PAUSE_S
-            elif error is not None:
+                self._paused[key] = _now() + GONE_PAUSE_S
+            elif error is not None and not isinstance(error, OSError):  # of which `_pause_blob` heard
                 raise error
-        self._paused = {key: until for key, until in self._paused.items() if until > now}
+
+    def _take_back(self) -> None:
+        """Let orders go that do not move."""
+        for key, order in list(self._orders.items()):
+            blob = order.blob
+            arrived = blob.have_bytes + self.puller.pump.count_partial(order.entry, blob.name)
+            working = self.puller.pump.is_working(order)  # one that waits for its turn is not to blame
+            if self._patience[key].is_over(working, arrived + len(order.entry.log.lines)) and working:
+                self._stalls.add(order.entry)
+                self.puller.pump.cancel(order)
+                self._forget_order(key)
+
+    def _forget_order(self, key: Key) -> None:
+        del self._orders[key], self._patience[key]
+
+    def _pause_blob(self, entry: Entry, name: str, error: OSError) -> None:
+        """The disk takes no more of a blob: leave it alone for a while, and say so the first time."""
+        key = (entry.digest, name)
+        self._refused[key] = _now() + DISK_PAUSE_S
+        self._note_once(
+            key, f"version {entry.version} is tried again every {DISK_PAUSE_S:.0f} s: {error.strerror or error}"
+        )
+
+    def _is_refused(self, key: Key) -> bool:
+        return self._refused.get(key, 0.0) > _now()
+
+    def _note_once(self, key: Key, text: str) -> None:
+        if key not in self._noted:
+            self._noted.add(key)
+            self._note(text)
 
     async def _settle_all(self) -> None:
         """Give complete blobs their final names."""
@@ -169,6 +240,7 @@ class Relay:
         try:
             with entry.hold():
                 await blob.settle()
+            await self.store.trim()  # the last complete one may have been kept only because this one was not
         except StaleError:
             return
         except OSError as error:
@@ -185,7 +257,7 @@ class Relay:
 
     def _check_tasks(self) -> None:
         """A disk that refuses even a line of a manifest stops the fetching for a while, not the serving."""
-        now = asyncio.get_running_loop().time()
+        now = _now()
         try:
             self.puller.check_tasks()
         except OSError as error:
@@ -197,8 +269,5 @@ class Relay:
             self.puller.revive_watcher()
 
 
-def _urge_with(puller: Puller) -> Callable[[Entry, str, int], None]:
-    def urge(entry: Entry, name: str, index: int) -> None:
-        puller.pump.urge(entry, name, index)
-
-    return urge
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -4,38 +4,35 @@ Invariants:
 - nothing of a request becomes a path: versions, digests, blobs and numbers are matched by strict patterns and looked up
   in the store; whatever matches no route is 404, and there are no listings;
 - a refusal is one short line of text of our own; nothing of the request is repeated in it;
-- a shard is sent as far as the store says it may be (`Blob.ready`), in bytes of one writer only. If that writer gives
-  up, or nothing comes for too long, the connection ends short.
+- only versions that `announce` passes are listed; what else is in the store is served to those who know of it.
 """
 
 import asyncio
-import json
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 
 import h11
 
-from shoal.shardcast.blob import Blob
-from shoal.shardcast.connection import Connection, CutError
-from shoal.shardcast.errors import ShardError
+from shoal.shardcast.answers import BYTES, LINES, TEXT, send_json, send_refusal
+from shoal.shardcast.connection import Connection
 from shoal.shardcast.http import parse_count
 from shoal.shardcast.limits import ServeLimits
 from shoal.shardcast.metrics import Registry, ServeMetrics
+from shoal.shardcast.shards import ShardDesk, ShardRequest, Want
 from shoal.shardcast.store import Entry, Store
-from shoal.shardcast.target import RefusalError, parse_range, parse_target
+from shoal.shardcast.target import RefusalError, parse_target
 from shoal.shardcast.tickets import Ticket, TicketBook, TicketError
 
 MAX_PROBE_BYTES = 1 << 20
-JSON, LINES, TEXT, BYTES = "application/json", "application/x-ndjson", "text/plain", "application/octet-stream"
 _BATCH_BYTES = 1 << 16
 _VERSION_PATH = re.compile(
     r"/v/(?P<version>[0-9]{1,19})/(?P<digest>[0-9a-f]{16})/(?:manifest|(?P<blob>full|delta)/(?P<index>[0-9]{1,7}))"
 )
 
-Want = Callable[[Entry, str, int], Awaitable[None] | None]
-"""Called for a shard that is not there yet: (entry, "full" or "delta", index). Returns as soon as it is asked for."""
+Announce = Callable[[Entry], bool]
+"""Whether a version is to be listed."""
 Describe = Callable[[], Mapping[str, object]]
 """Further fields of /status, shown to this machine only."""
 
@@ -52,6 +49,7 @@ class Routes:
         metrics: ServeMetrics,
         role: str,
         want: Want | None = None,
+        announce: Announce = lambda _: True,
         tickets: TicketBook | None = None,
         describe: Describe | None = None,
         list_peers: Callable[[], list[dict[str, object]]] = list,
@@ -61,7 +59,8 @@ class Routes:
         self._registry = registry
         self._metrics = metrics
         self._role = role
-        self._want = want
+        self._announce = announce
+        self._desk = ShardDesk(limits, metrics, want)
         self._tickets = tickets
         self._describe = describe
         self._list_peers = list_peers
@@ -97,8 +96,8 @@ class Routes:
                 await self._answer_manifest(conn, entry, *target.read_query(**{"from": 0}))
             else:
                 target.read_query()
-                shard = _Shard(entry, match["blob"], _take_count(match["index"]))
-                await self._answer_shard(conn, shard, headers.get(b"range"), ticket)
+                shard = ShardRequest(entry, match["blob"], _take_count(match["index"]), headers.get(b"range"))
+                await self._desk.answer_shard(conn, shard, partial(self._charge_ticket, conn, ticket))
         else:
             raise RefusalError(404, "not found")
 
@@ -112,7 +111,7 @@ class Routes:
             "newest": entries[-1].version if entries else None,
             "complete": complete[-1] if complete else None,
         }
-        await _send_json(conn, fields)
+        await send_json(conn, fields)
 
     async def _answer_metrics(self, conn: Connection) -> None:
         await conn.send_answer(200, self._registry.render_text(), f"{TEXT}; version=0.0.4")
@@ -129,16 +128,17 @@ class Routes:
         if conn.peer.is_trusted:
             fields["peers"] = self._list_peers()
             fields.update(self._describe() if self._describe else {})
-        await _send_json(conn, fields)
+        await send_json(conn, fields)
 
     async def _answer_versions(self, conn: Connection, after: int, wait_s: int) -> None:
         deadline_s = _now() + min(wait_s, self._limits.poll_seconds)
         while not (heads := self._list_heads(after)) and (left_s := deadline_s - _now()) > 0:
-            await _wait_parked(conn, self._store.changed.wait(), left_s)
+            await conn.wait_parked(self._store.changed.wait(), left_s)
         await conn.send_answer(200, b"".join(heads), LINES)
 
     def _list_heads(self, after: int) -> list[bytes]:
-        return [entry.log.lines[0] + b"\n" for entry in self._store.entries() if entry.serial > after]
+        entries = [entry for entry in self._store.entries() if entry.serial > after and self._announce(entry)]
+        return [entry.log.lines[0] + b"\n" for entry in entries]
 
     async def _answer_probe(self, conn: Connection, ticket: Ticket | None, size: int) -> None:
         if size > MAX_PROBE_BYTES:
@@ -151,104 +151,15 @@ class Routes:
         deadline_s = _now() + self._limits.poll_seconds
         await conn.start_answer(200, ("Content-Type", LINES), ("Transfer-Encoding", "chunked"))
         while True:
-            lines = _take_lines(entry.log.lines, number)
-            number += len(lines)
+            lines, number = entry.read_lines(number, _BATCH_BYTES)
             left_s = deadline_s - _now()
             if lines:
-                await conn.send_data(b"".join(line + b"\n" for line in lines))
+                await conn.send_data(lines)
             elif entry.log.ended or entry.gone or left_s <= 0:
                 break
             else:
-                await _wait_parked(conn, entry.grown.wait(), left_s)
+                await conn.wait_parked(entry.grown.wait(), left_s)
         await conn.end_answer()
-
-    async def _answer_shard(
-        self, conn: Connection, shard: "_Shard", range_header: str | None, ticket: Ticket | None
-    ) -> None:
-        conn.peer.version = max(shard.entry.version, conn.peer.version or 0)
-        with shard.entry.hold():
-            deadline_s = _now() + self._limits.first_seconds
-            blob = await self._await_blob(conn, shard, deadline_s)
-            if shard.index >= len(blob.layout.shards):
-                raise RefusalError(404, "no such shard")
-            size = blob.layout.shards[shard.index].size
-            span = parse_range(range_header, size)
-            first, end = span or (0, size)
-            with self._charge_ticket(conn, ticket, end - first):
-                await self._await_bytes(conn, shard, blob, first, deadline_s)
-                attempt = blob.attempt(shard.index)
-                headers = [("Content-Type", BYTES), ("Content-Length", str(end - first)), ("Accept-Ranges", "bytes")]
-                if span is not None:
-                    headers.append(("Content-Range", f"bytes {first}-{end - 1}/{size}"))
-                await conn.start_answer(200 if span is None else 206, *headers)
-                await self._send_span(conn, _Span(blob, shard.index, first, end, attempt))
-                await conn.end_answer()
-
-    async def _await_blob(self, conn: Connection, shard: "_Shard", deadline_s: float) -> Blob:
-        """The blob asked for; whether there is a delta is known only some time after the head."""
-        entry = shard.entry
-        if shard.blob == "full":
-            return entry.full
-        while not entry.log.delta_settled and not entry.gone:
-            await self._await_signal(conn, entry.grown.wait(), deadline_s)
-        if entry.delta is None:
-            raise RefusalError(410 if entry.gone else 404, "no delta")
-        return entry.delta
-
-    async def _await_bytes(self, conn: Connection, shard: "_Shard", blob: Blob, first: int, deadline_s: float) -> None:
-        """Wait until there is a byte to send, so that a source that can send nothing says so by its status."""
-        if blob.ready(shard.index) <= first and self._want is not None:
-            await self._ask_for(shard, deadline_s)
-        while blob.ready(shard.index) <= first:
-            if shard.entry.gone:
-                raise RefusalError(410, "gone")
-            await self._await_signal(conn, blob.progress(shard.index).wait(), deadline_s)
-        try:
-            with blob.locate(shard.index):
-                return  # the file is there, and is still the one that was published
-        except ShardError:
-            raise RefusalError(410, "gone") from None
-
-    async def _ask_for(self, shard: "_Shard", deadline_s: float) -> None:
-        assert self._want is not None, "only a relay can ask"
-        asked = self._want(shard.entry, shard.blob, shard.index)
-        try:
-            async with asyncio.timeout_at(deadline_s):
-                if asked is not None:
-                    await asked
-        except TimeoutError:
-            raise RefusalError(503, "not to be had now", ("Retry-After", "1")) from None
-
-    async def _await_signal(self, conn: Connection, signal: "asyncio.Future[None]", deadline_s: float) -> None:
-        if not await _wait_parked(conn, signal, deadline_s - _now()):
-            raise RefusalError(503, "not to be had now", ("Retry-After", "1"))
-
-    async def _send_span(self, conn: Connection, span: "_Span") -> None:
-        """Send the bytes as they become ready."""
-        self._metrics.transfers += 1
-        sent = span.first
-        try:
-            while sent < span.end:
-                ready = min(span.blob.ready(span.index), span.end)
-                if not span.is_valid():
-                    raise CutError("writer")
-                if ready > sent:
-                    with span.blob.locate(span.index) as (descriptor, offset, _):
-                        await conn.send_file(descriptor, offset + sent, ready - sent, span.is_valid)
-                    sent = ready
-                else:
-                    await self._await_growth(span.blob, span.index)
-        except ShardError as error:
-            raise CutError("gone") from error
-        finally:
-            self._metrics.transfers -= 1
-
-    async def _await_growth(self, blob: Blob, index: int) -> None:
-        try:
-            async with asyncio.timeout(self._limits.stall_seconds):
-                await blob.progress(index).wait()
-        except TimeoutError as error:
-            raise CutError("stalled") from error
 
     def _find_entry(self, version: str, digest: str) -> Entry:
         number = _take_count(version)
@@ -273,49 +184,6 @@ class Routes:
             self._tickets.return_bytes(ticket, size - (conn.sent_bytes - before))
 
 
-@dataclass(frozen=True)
-class _Shard:
-    entry: Entry
-    blob: str
-    index: int
-
-
-@dataclass(frozen=True)
-class _Span:
-    """The bytes of a shard that an answer is made of, and the writer they come from."""
-
-    blob: Blob
-    index: int
-    first: int
-    end: int
-    attempt: int
-
-    def is_valid(self) -> bool:
-        """Whether the bytes still come from the writer that they came from when the answer began."""
-        return self.blob.attempt(self.index) == self.attempt and self.blob.ready(self.index) > 0
-
-
-async def send_refusal(conn: Connection, status: int, reason: str, *headers: tuple[str, str]) -> None:
-    """A refusal as one line of text."""
-    await conn.send_answer(status, f"{reason}\n".encode(), TEXT, *headers)
-
-
-async def _wait_parked(conn: Connection, signal: "asyncio.Future[None]", left_s: float) -> bool:
-    """Wait for a signal; False if it did not come in time."""
-    try:
-        with conn.park():
-            async with asyncio.timeout(left_s):
-                await signal
-    except TimeoutError:
-        return False
-    return True
-
-
-async def _send_json(conn: Connection, fields: Mapping[str, object]) -> None:
-    body = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
-    await conn.send_answer(200, body + b"\n", JSON)
-
-
 def _describe_entry(entry: Entry) -> dict[str, object]:
     head, delta = entry.log.head, entry.delta
     return {
@@ -332,15 +200,6 @@ def _describe_entry(entry: Entry) -> dict[str, object]:
         "delta_bytes": None if delta is None else delta.layout.total,
         "have_delta_bytes": None if delta is None else delta.have_bytes,
     }
-
-
-def _take_lines(lines: list[bytes], first: int) -> list[bytes]:
-    """Some lines from `first` on, about a batch."""
-    taken, size = first, 0
-    while taken < len(lines) and size < _BATCH_BYTES:
-        size += len(lines[taken])
-        taken += 1
-    return lines[first:taken]
 
 
 def _take_count(text: str) -> int:

@@ -16,11 +16,13 @@ import socket
 from contextlib import suppress
 
 from shoal.errors import ConfigError
+from shoal.shardcast.answers import send_refusal
 from shoal.shardcast.connection import Connection, CutError
 from shoal.shardcast.http import HttpError, Url
 from shoal.shardcast.limits import Bucket, PeerTable, Phase, Roster, ServeLimits
 from shoal.shardcast.metrics import Registry, ServeMetrics
-from shoal.shardcast.routes import Describe, Routes, Want, send_refusal
+from shoal.shardcast.routes import Announce, Describe, Routes
+from shoal.shardcast.shards import Want
 from shoal.shardcast.store import Store
 from shoal.shardcast.tickets import TicketBook
 
@@ -40,6 +42,7 @@ class Server:
         *,
         limits: ServeLimits | None = None,
         want: Want | None = None,
+        announce: Announce = lambda _: True,
         tickets: TicketBook | None = None,
         role: str = "origin",
         registry: Registry | None = None,
@@ -63,6 +66,7 @@ class Server:
             metrics=self.metrics,
             role=role,
             want=want,
+            announce=announce,
             tickets=tickets,
             describe=describe,
             list_peers=self._list_peers,

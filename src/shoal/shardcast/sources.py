@@ -10,7 +10,8 @@ Invariants:
   weight that lies below the mean towards it (`HEAL`);
 - a failure cools a source for a while, a wrong hash bans it for a longer while; both end by themselves, so that nothing
   a source does can stop a client for ever, and neither can an honest one with a single bad sector;
-- only sources that announced a version are asked for it. When none does any more, the version is gone.
+- only sources that announced a version are asked for it. When none does any more, the version is gone. One that has
+  not answered for `LOST_S` is still asked, but announces nothing until it answers again.
 
 Nothing here does I/O; the clock and the randomness are arguments.
 """
@@ -35,6 +36,8 @@ BAN_S = (5.0, 300.0)
 """First and longest pause after wrong bytes; each further wrong shard doubles it."""
 WRONG_LIMIT = 3
 """Wrong shards after which a ban holds for every version and not for one."""
+LOST_S = 10.0
+"""How long a source may be unreachable before what it announced counts as announced no more."""
 _MEASURED_BYTES = 1 << 14
 """Smaller answers say more about the latency than about the rate."""
 
@@ -72,10 +75,21 @@ class Source:
     """until when, by the digest of a version; the empty digest stands for all"""
     heads: set[str] = field(default_factory=set)
     """digests of the versions it announced and did not take back"""
+    denied: bool = False
+    """whether it turned us away for want of a ticket when it was last asked"""
+    listed: bool = False
+    """whether its list was read at least once"""
+    lost_at: float | None = None
+    """since when its list cannot be read; None if the last attempt went well, or the first is under way"""
     tally: Tally = field(default_factory=Tally)
 
     def __str__(self) -> str:
         return str(self.url)
+
+    @property
+    def heard(self) -> bool:
+        """Whether its list was read, or an attempt to read it failed."""
+        return self.listed or self.lost_at is not None
 
     def banned_until(self, digest: str) -> float:
         return max(self.bans.get(digest, 0.0), self.bans.get("", 0.0))
@@ -120,6 +134,11 @@ class SourceBook:
 
     def list_holders(self, digest: str) -> list[Source]:
         return [source for source in self.sources if digest in source.heads]
+
+    def list_announcers(self, digest: str) -> list[Source]:
+        """The sources that announce a version at this moment: those that also answer."""
+        oldest = self.clock() - LOST_S
+        return [one for one in self.list_holders(digest) if one.lost_at is None or one.lost_at > oldest]
 
     def find_pause(self, digest: str) -> float | None:
         """Seconds until a source can be asked for that version; None if no source holds it."""

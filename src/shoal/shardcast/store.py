@@ -7,14 +7,12 @@ Invariants:
 - one live process at a time has the folder (flock, given up by the kernel when the process ends);
 - names come from our own integers and hashes, and from names that `check_name` passed; nothing outside is touched;
 - there is one entry per version, that of the largest serial; one that is held is never deleted;
-- kept are the newest `keep` versions and the newest complete one, which others build on; `max_bytes` comes before both;
+- what is kept is in retention.py; `max_bytes` comes before that;
 - whatever an earlier process left, opening ends with entries that are true or gone.
 """
 
 import asyncio
 import errno
-import fcntl
-import json
 import os
 import re
 import shutil
@@ -23,16 +21,18 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 from shoal.errors import ConfigError
-from shoal.files import remove_dir, sweep_leftovers, write_atomic
+from shoal.files import remove_dir, sweep_leftovers
 from shoal.keys import check_public
 from shoal.runname import check_run
 from shoal.shardcast.blob import Tools
 from shoal.shardcast.entry import MANIFEST, SOURCE, Entry, read_log
 from shoal.shardcast.errors import StaleError
 from shoal.shardcast.handles import Handles
+from shoal.shardcast.lock import claim_folder
 from shoal.shardcast.manifest import ManifestLog
 from shoal.shardcast.parts import remove_tree
 from shoal.shardcast.pool import run_blocking
+from shoal.shardcast.retention import find_way, list_kept
 from shoal.shardcast.signal import Signal
 from shoal.shardcast.source import Source
 
@@ -55,13 +55,25 @@ class Store:
     """An open store. Everything here belongs to the event loop's thread; nothing blocks it for long."""
 
     def __init__(
-        self, folder: Path, lock: int, *, run: str, publisher: str, keep: int, max_bytes: int | None, tools: Tools
+        self,
+        folder: Path,
+        lock: int,
+        *,
+        run: str,
+        publisher: str,
+        keep: int,
+        max_bytes: int | None,
+        serves: bool,
+        tools: Tools,
     ) -> None:
         self.folder = folder
         self.run = run
         self.publisher = publisher
         self.keep = keep
         self.max_bytes = max_bytes
+        self.serves = serves
+        self.note = tools.note
+        """gets sentences for whoever runs this"""
         self.changed = Signal()
         """an entry came, went or grew"""
         self._lock = lock
@@ -80,14 +92,22 @@ class Store:
         publisher: str,
         keep: int = DEFAULT_KEEP,
         max_bytes: int | None = None,
+        serves: bool = True,
+        role: str = "",
         note: Callable[[str], None] = _ignore_note,
     ) -> "Store":
-        """Open a folder, or make it, and take back what is in it. `note` gets sentences for whoever runs this."""
+        """Open a folder, or make it, and take back what is in it.
+
+        `serves`: whether others fetch from it, which decides what is kept. `role` is what other processes are told
+        about this one. `note` gets sentences for whoever runs this.
+        """
         _check_settings(run, publisher, keep, max_bytes)
-        lock = _claim_folder(folder, run, publisher)
+        lock = await claim_folder(folder, run=run, publisher=publisher, role=role)
         pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="shoal-store")
         tools = Tools(pool, Handles(), note)
-        store = cls(folder, lock, run=run, publisher=publisher, keep=keep, max_bytes=max_bytes, tools=tools)
+        store = cls(
+            folder, lock, run=run, publisher=publisher, keep=keep, max_bytes=max_bytes, serves=serves, tools=tools
+        )
         try:
             await store._restore()
         except BaseException:
@@ -114,7 +134,7 @@ class Store:
         """Whether a version was dropped, or is older than all that are kept: asking again is in vain."""
         if version in self._entries:
             return False
-        return version in self._gone or version < self._oldest_kept()
+        return version in self._gone or self._is_old(version)
 
     @property
     def pool(self) -> Executor:
@@ -147,11 +167,8 @@ class Store:
 
     async def trim(self) -> None:
         """Drop what is not to be kept and is not held."""
-        newest_complete = max((entry.version for entry in self.entries() if entry.complete), default=None)
-        for entry in self.entries()[: -self.keep]:
-            if entry.version != newest_complete and not entry.held:
-                await self.drop(entry)
-        for entry in self.entries():
+        await self._drop_old()
+        for entry in self._list_dispensable():
             if self.max_bytes is None or self.used_bytes <= self.max_bytes:
                 return
             if entry.disk_bytes and not entry.held:
@@ -176,9 +193,10 @@ class Store:
 
     async def make_room(self, entry: Entry) -> None:
         """Drop older versions until the limit holds with what `entry` is about to allocate; OSError if it cannot."""
+        await self._drop_old()  # or a client would keep all that it builds on a long way until the end of it
         if self.max_bytes is None:
             return
-        others = [other for other in self.entries() if other.version < entry.version and not other.held]
+        others = [other for other in self._list_dispensable() if other.version < entry.version and not other.held]
         spare_bytes = sum(other.disk_bytes for other in others)
         if self.used_bytes - spare_bytes > self.max_bytes:
             reason = f"{os.strerror(errno.EDQUOT)}: version {entry.version} needs more than {self.max_bytes} bytes"
@@ -224,13 +242,26 @@ class Store:
         existing = self._entries.get(head.version)
         if existing is not None and existing.serial >= head.serial:
             raise StaleError(f"version {head.version} was replaced")
-        if existing is None and head.version < self._oldest_kept():
+        if existing is None and self._is_old(head.version):
             raise StaleError(f"version {head.version} is older than what is kept")
 
-    def _oldest_kept(self) -> int:
-        """Versions below this one are not taken any more."""
+    def _is_old(self, version: int) -> bool:
+        """Whether a version that is not here would not be kept."""
         newest = sorted(self._entries)[-self.keep :]
-        return newest[0] if len(newest) == self.keep else 0
+        if len(newest) < self.keep or version > newest[0]:
+            return False
+        return version not in find_way(self._entries, serves=self.serves)
+
+    async def _drop_old(self) -> None:
+        kept = list_kept(self._entries, self.keep, serves=self.serves)
+        for entry in self.entries():
+            if entry.version not in kept and not entry.held:
+                await self.drop(entry)
+
+    def _list_dispensable(self) -> list[Entry]:
+        """Entries in the order in which a limit of bytes drops them: those on no way first, then by age."""
+        way = find_way(self._entries, serves=self.serves)
+        return sorted(self.entries(), key=lambda entry: entry.version in way)
 
     def _create(self, log: ManifestLog, source: Source | None) -> Entry:
         folder = self.folder / _name_folder(log)
@@ -338,46 +369,3 @@ def _check_settings(run: str, publisher: str, keep: int, max_bytes: int | None) 
         raise ConfigError(f"keep = {keep}: at least one version has to be kept")
     if max_bytes is not None and max_bytes < 1:
         raise ConfigError(f"max_bytes = {max_bytes}: must be at least 1")
-
-
-def _claim_folder(folder: Path, run: str, publisher: str) -> int:
-    """Make a folder this process's own and this run's; the descriptor of its lock."""
-    lock = -1
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / "store.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        _lock_file(lock, folder)
-        check_owner(folder, run, publisher)
-    except BaseException as error:
-        if lock >= 0:
-            os.close(lock)
-        if isinstance(error, OSError):
-            text = f"{error.filename or folder}: cannot be used as a store ({error.strerror})"
-            raise ConfigError(text) from None
-        raise
-    return lock
-
-
-def _lock_file(lock: int, folder: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-        raise ConfigError(f"{folder}: in use by process {owner}; wait for it or choose another folder") from None
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-
-
-def check_owner(folder: Path, run: str, publisher: str) -> None:
-    """Refuse a folder that holds versions of another run or publisher; one that holds none becomes theirs."""
-    path = folder / "store.json"
-    wanted = {"format": 1, "run": run, "publisher": publisher}
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        write_atomic(path, json.dumps(wanted).encode() + b"\n")
-        return
-    except ValueError:
-        raise ConfigError(f"{path}: cannot be read; choose another folder") from None
-    if found != wanted:
-        raise ConfigError(f"{folder}: holds versions of another run or publisher; choose another folder")

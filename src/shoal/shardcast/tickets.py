@@ -25,11 +25,14 @@ from pathlib import Path
 
 from shoal.errors import ConfigError
 from shoal.files import repair_jsonl, write_atomic
-from shoal.keys import Key, verify_signature
+from shoal.keys import Key, check_public, verify_signature
+from shoal.runname import check_run
 
 SCHEME = "Shoal"
 MAX_BYTES = (1 << 63) - 1
 MAX_EXPIRES = 1 << 40
+MAX_FILE_BYTES = 1 << 16
+"""Read of a file that is said to hold a ticket."""
 _CONTEXT = b"shoal-shardcast-ticket-1\n"
 _HEADER = re.compile(r"Shoal ([A-Za-z0-9_-]{1,1024})\.([A-Za-z0-9_-]{86})")
 _NODE = re.compile(r"[0-9a-f]{64}")
@@ -62,8 +65,30 @@ class Ticket:
 
 
 def issue_ticket(key: Key, *, run: str, node: str, expires: int, num_bytes: int) -> str:
-    """A new ticket in the form that a client shows, without the scheme."""
+    """A new ticket in the form that a client shows, without the scheme; ConfigError for one that nobody would take."""
+    try:
+        check_run(run)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    check_public(node)
+    if not 1 <= num_bytes <= MAX_BYTES:
+        raise ConfigError(f"bytes = {num_bytes}: a ticket is for 1 to {MAX_BYTES} bytes")
+    if not 0 < expires <= MAX_EXPIRES:
+        raise ConfigError(f"expires = {expires}: must be a time in seconds since 1970, at most {MAX_EXPIRES}")
     return encode_ticket(key, Ticket(run, node, expires, num_bytes, os.urandom(16).hex()))
+
+
+def read_ticket(path: Path) -> str:
+    """The ticket in a file, in the form that a client shows; ConfigError for what has not that form."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    text = data.decode("ascii", errors="replace").strip()
+    if _HEADER.fullmatch(f"{SCHEME} {text}") is None:
+        raise ConfigError(f"{path}: holds no ticket, which is one line as `shoal ticket` prints it")
+    return text
 
 
 def encode_ticket(key: Key, ticket: Ticket) -> str:

@@ -2,6 +2,9 @@
 
 Only the addresses the user names are asked: what a server says of its upstreams decides where it stands in the drawing,
 nothing is fetched from there.
+
+Invariant: a server has no hold on the terminal. Its numbers are whole and bounded, its role is one of `ROLES`, and the
+texts left are printed as parts of one line, without control characters.
 """
 
 import asyncio
@@ -30,6 +33,10 @@ from shoal.units import format_bytes
 
 TIMEOUT_S = 10.0
 MAX_BYTES = 1 << 20
+MAX_ROWS = 4096
+MAX_TEXT = 64
+"""longest address of a peer"""
+ROLES = ("origin", "relay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,7 @@ async def ask_node(url: str) -> Node:
         return Node(url, error=f"no answer within {TIMEOUT_S:.0f} s")
     except OSError as error:
         return Node(url, error=os.strerror(error.errno) if error.errno else "cannot be reached")
-    except (HttpError, ValueError, ConfigError):
+    except (HttpError, ValueError, RecursionError, ConfigError):
         return Node(url, error="answers, but not as a server of shoal")
 
 
@@ -99,10 +106,10 @@ def _describe_node(node: Node, newest: int | None, depth: int) -> Iterator[str]:
         yield f"{pad}silent {node.url}  {node.error}"
         return
     sent = f"sent {format_bytes(node.status['sent_bytes'])}, {format_bytes(node.status['sent_rate'])}/s"
-    yield f"{pad}{clean_text(node.status['role'])} {node.url}  {_describe_version(node.newest, newest)}  {sent}"
+    yield f"{pad}{_clean_line(node.status['role'])} {node.url}  {_describe_version(node.newest, newest)}  {sent}"
     for peer in node.status.get("peers", ()):
-        have = "" if peer.get("version") is None else f"  fetching v{peer['version']}"
-        yield f"{pad}  peer {clean_text(peer['address'])}{have}  took {format_bytes(peer['sent_bytes'])}"
+        have = "" if peer.get("version") is None else f"  fetching v{peer['version']:d}"
+        yield f"{pad}  peer {_clean_line(peer['address'])}{have}  took {format_bytes(peer['sent_bytes'])}"
 
 
 def _describe_version(entry: Mapping[str, Any] | None, newest: int | None) -> str:
@@ -125,7 +132,7 @@ async def _fetch_status(url: str) -> object:
         response = await read_head(sock, conn, first_s=TIMEOUT_S, rest_s=TIMEOUT_S)
         if not isinstance(response, h11.Response) or parse_reply(response).status != 200:
             raise ValueError("no status")
-        body = b""
+        body = bytearray()
         while piece := await read_data(sock, conn):
             body += piece
             if len(body) > MAX_BYTES:
@@ -137,22 +144,34 @@ def _check_status(status: object) -> Mapping[str, Any]:
     """A status whose parts are what the drawing expects; ValueError for anything else."""
     if not isinstance(status, dict):
         raise ValueError("no object")
-    numbers = [status.get("sent_bytes"), status.get("sent_rate")]
-    rows = [*_take_rows(status, "versions"), *_take_rows(status, "peers")]
-    for entry in _take_rows(status, "versions"):
-        numbers += [entry.get("version"), entry.get("total_bytes"), entry.get("have_bytes")]
-        numbers += [entry[name] for name in ("delta_bytes", "have_delta_bytes") if entry.get(name) is not None]
-    numbers += [peer.get("sent_bytes") for peer in _take_rows(status, "peers")]
-    texts = [status.get("role"), *(peer.get("address") for peer in _take_rows(status, "peers"))]
-    if len(rows) > 4096 or not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers):
+    versions, peers = _take_rows(status, "versions"), _take_rows(status, "peers")
+    numbers = [status.get("sent_bytes"), status.get("sent_rate"), *(peer.get("sent_bytes") for peer in peers)]
+    numbers += [entry.get(name) for entry in versions for name in ("version", "total_bytes", "have_bytes")]
+    optional = [entry.get(name) for entry in versions for name in ("delta_bytes", "have_delta_bytes")]
+    optional += [peer.get("version") for peer in peers]
+    if not all(_is_count(number) for number in numbers + [number for number in optional if number is not None]):
         raise ValueError("numbers out of range")
-    if not all(isinstance(text, str) for text in texts) or not isinstance(status.get("upstreams", []), list):
-        raise ValueError("no text")
+    if status.get("role") not in ROLES or not all(_is_text(peer.get("address")) for peer in peers):
+        raise ValueError("no text that a server of ours says")
+    if not isinstance(status.get("upstreams", []), list):
+        raise ValueError("upstreams is no list")
     return status
 
 
 def _take_rows(status: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     rows = status.get(name, [])
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    if not isinstance(rows, list) or len(rows) > MAX_ROWS or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{name} is no list of objects")
     return rows
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_TEXT
+
+
+def _clean_line(text: str) -> str:
+    return clean_text(text).replace("\n", "?")

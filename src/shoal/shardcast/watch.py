@@ -7,6 +7,7 @@ Manifests are read on from any source that announced the version, from the line 
 Invariants:
 - a source's list is taken as a whole when a connection to it begins and at least every `RELIST_S`, so that what it no
   longer has is not asked of it for ever;
+- a version is known as a source's from the moment it is in the store, not from the end of the list;
 - a manifest that brings no line for `SILENCE_S` is asked for elsewhere: silence is no fault, but no reason to wait.
 """
 
@@ -51,8 +52,6 @@ class Watcher:
         self._store = store
         self._crew = crew
         self._tails: dict[str, asyncio.Task[None]] = {}
-        self.listed: set[Source] = set()
-        """sources whose list was read at least once"""
 
     async def run(self) -> None:
         """Work until cancelled. A disk that refuses ends it with that error."""
@@ -91,14 +90,20 @@ class Watcher:
                 news = await self._list(source, None if fresh else newest)
             if news is None:
                 relist_at = 0.0
+                self._lose(source)
                 await asyncio.sleep(self._pause_of(source))
                 continue
             if fresh:
-                source.heads = set()
+                source.heads &= news.digests
                 relist_at = loop.time() + RELIST_S
-            source.heads |= news.digests
             newest = max(newest, news.serial)
-            self.listed.add(source)
+            source.listed, source.lost_at = True, None
+            self._crew.changed.notify()
+
+    def _lose(self, source: Source) -> None:
+        """A source's list could not be read."""
+        if source.lost_at is None:
+            source.lost_at = self._crew.book.clock()
             self._crew.changed.notify()
 
     async def _list(self, source: Source, after: int | None) -> _News:
@@ -110,28 +115,33 @@ class Watcher:
         async with self._crew.ask(source, target, head_s=wait_s + _LIST_S) as answer:
             try:
                 async for line in read_lines(answer, _LIST_S, LIST_BYTES):
-                    await self._adopt(line, news)
+                    await self._adopt(line, source, news)
             except TimeoutError as error:
                 raise SourceError("stalled in the middle of its list") from error
         if after == news.serial and asyncio.get_running_loop().time() - begun < _RETRY_S:
             raise SourceError("answers at once and without news when asked to wait for some")
         return news
 
-    async def _adopt(self, line: bytes, news: _News) -> None:
+    async def _adopt(self, line: bytes, source: Source, news: _News) -> None:
         """Take one announced head into the store, if it is new and of use."""
         if news.num_lines >= MAX_HEADS:
             raise SourceError(f"announces more than {MAX_HEADS} versions")
         log = ManifestLog(self._store.publisher, self._store.run)
         try:
             log.feed(line)
-            news.num_lines += 1
-            news.serial = max(news.serial, log.head.serial)
-            entry = self._store.find_digest(log.digest) or await self._store.adopt(line)
-        except StaleError:
-            return
         except ManifestError as error:
             raise WrongError(f"announced a forged version ({error})") from error
-        news.digests.add(entry.digest)
+        news.num_lines += 1
+        news.serial = max(news.serial, log.head.serial)
+        # Before the store has it: whoever finds it there at once must find a source for it too.
+        source.heads.add(log.digest)
+        try:
+            if self._store.find_digest(log.digest) is None:
+                await self._store.adopt(line)
+        except StaleError:
+            source.heads.discard(log.digest)
+        else:
+            news.digests.add(log.digest)
 
     def _pause_of(self, source: Source) -> float:
         now = self._crew.book.clock()
@@ -172,19 +182,20 @@ class Watcher:
 async def read_lines(answer: Answer, line_s: float, max_bytes: int | None) -> AsyncIterator[bytes]:
     """Lines of a body, each with its newline and within `line_s` of the one before; `TimeoutError` if it is not."""
     loop = asyncio.get_running_loop()
-    buffer, total = bytearray(), 0
+    rest, total = bytearray(), 0
     deadline = loop.time() + line_s
     while data := await answer.read_piece(max(0.0, deadline - loop.time())):
-        buffer += data
         total += len(data)
         if max_bytes is not None and total > max_bytes:
             raise SourceError(f"sends more than {max_bytes} bytes")
-        *lines, rest = buffer.split(b"\n")
-        for line in lines:
-            yield bytes(line) + b"\n"
+        *ends, tail = data.split(b"\n")  # the rest has no newline, and is not searched again
+        for end in ends:
+            yield bytes(rest) + end + b"\n"
+            rest.clear()
+            await asyncio.sleep(0)  # each line costs its reader a signature
             deadline = loop.time() + line_s
+        rest += tail
         if len(rest) > LINE_BYTES:
             raise SourceError("sends a line without end")
-        buffer = rest
-    if buffer:
+    if rest:
         raise SourceError("ends in the middle of a line")

@@ -1,6 +1,6 @@
 """Writing one shard: bytes go to disk and through the hash as they come, and count when the hash holds.
 
-    start -> write | receive ... -> finish     the shard is verified and stays
+    start -> receive | write ... -> finish     the shard is verified and stays
                                  -> abort      its bytes are forgotten; whoever was reading along stops
 
 Races, and how they are broken:
@@ -62,21 +62,6 @@ class ShardWriter:
         self._watched = True
         return self.written
 
-    async def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Add bytes. When this returns or raises, cancelled or not, the buffer is no longer used."""
-        view = memoryview(data).cast("B")
-        assert not self._busy, "one write at a time"
-        self._check_open()
-        if self.written + len(view) > self.size:
-            self.abort()
-            raise ShardError(f"more than the {self.size} bytes of shard {self.index}")
-        with self._work():
-            await self._open_once()
-            await run_blocking(self._blob.pool, self._put_bytes, view)
-        self._check_open()
-        self.written += len(view)
-        self._blob.places.notify(self.index)
-
     async def receive(self, pull: Pull) -> None:
         """Add what `pull` gives until all bytes are there or no more come, in one thread that stays on it.
 
@@ -92,6 +77,22 @@ class ShardWriter:
             await run_blocking(RECEIVERS, self._take_bytes, pull, loop, halt, halt=halt)
         self._check_open()
         self._blob.places.notify(self.index)
+
+    async def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Add bytes that are at hand, in the same way. The buffer is free again when this returns or raises."""
+        rest = memoryview(data).cast("B")
+        self._check_open()
+        if self.written + len(rest) > self.size:
+            self.abort()
+            raise ShardError(f"more than the {self.size} bytes of shard {self.index}")
+
+        def pull(view: memoryview) -> int:
+            nonlocal rest
+            size = min(len(view), len(rest))
+            view[:size], rest = rest[:size], rest[size:]
+            return size
+
+        await self.receive(pull)
 
     async def finish(self) -> None:
         """Verify the shard and mark it as held; waits for its hash if the manifest does not have it yet."""

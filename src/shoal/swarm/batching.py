@@ -18,10 +18,10 @@ from shoal.swarm.messages import (
 )
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.rules.age import is_allowed, open_steps
-from shoal.swarm.rules.batch import hash_batch
+from shoal.swarm.rules.batch import hash_batch, is_exhausted
 from shoal.swarm.state.leases import list_active, list_on_step
 from shoal.swarm.state.spans import list_batch, list_entries
-from shoal.swarm.state.steps import StepRow, find_step, find_version, list_steps, newest_version
+from shoal.swarm.state.steps import StepRow, find_step, find_version, newest_version
 from shoal.swarm.tags import Tag
 from shoal.swarm.turn import Turn
 
@@ -48,7 +48,7 @@ def cut_batch(turn: Turn, *, node: str, step: int) -> BatchAnswer:
         return _answer_batch(turn, row)
     params = turn.params
     entries = list_entries(turn.connection, step, params.groups_per_batch)
-    if len(entries) < params.groups_per_batch:
+    if len(entries) < params.groups_per_batch and not is_exhausted(params, row.on_their_way, row.next_index):
         return _refuse_batch(f"step {step} has {len(entries)} of {params.groups_per_batch} groups with a signal")
     assert all(is_allowed(step, entry.version, params.async_level) for entry in entries), (
         "no group older than the bound"
@@ -132,7 +132,7 @@ def _refuse_batch(reason: str) -> BatchAnswer:
 
 
 def _answer_version(turn: Turn, version: int) -> VersionAnswer:
-    steps = tuple(row.step for row in list_steps(turn.connection, "open"))
-    return VersionAnswer(
-        version=version, open_steps=steps, finished=newest_version(turn.connection) >= turn.params.steps
-    )
+    """What the version opened, whatever was cut or trained since."""
+    params = turn.params
+    steps = tuple(open_steps(version, params.async_level, params.steps))
+    return VersionAnswer(version=version, open_steps=steps, finished=version >= params.steps)

@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from shoal.errors import ConfigError
 from shoal.keys import Key
 from shoal.swarm.api.answers import (
     BundleAnswer,
@@ -34,15 +35,20 @@ from shoal.swarm.api.answers import (
     ProofAnswer,
     Unbonding,
 )
+from shoal.swarm.api.pages import PageAnswer, ParamsAnswer
 from shoal.swarm.asking import Asker, UnreachableError
+from shoal.swarm.bundle import Bundle
 from shoal.swarm.client_auth import RequestSigner
+from shoal.swarm.event import Event, EventError
 from shoal.swarm.head import ForkError, HeadError, HeadKeeper, Relation, SignedHead, decode_proof
 from shoal.swarm.keepsakes import KeepError, Keepsakes
 from shoal.swarm.link import Answer, Link, Place
 from shoal.swarm.messages import (
     BatchAnswer,
     ClaimAnswer,
+    ClaimRequest,
     CommitAnswer,
+    CutRequest,
     Heartbeat,
     HeartbeatAnswer,
     JoinRequest,
@@ -62,10 +68,13 @@ from shoal.swarm.messages import (
     VersionStatement,
     sign_message,
 )
+from shoal.swarm.papers import MAX_CALIBRATION_BYTES
+from shoal.swarm.params import RunParams, parse_params
 from shoal.swarm.work import read_challenge, solve_challenge
 
 MAX_ANSWER_BYTES = 1 << 20
 MAX_BATCH_BYTES = 1 << 25
+MAX_PAGE_BYTES = 1 << 22
 MAX_WORK = 1 << 30
 """hashes that a node does at most to join: some minutes"""
 
@@ -112,6 +121,33 @@ class OpenClient:
         """An event with its proof (`Bundle.from_bytes`)."""
         return (await self._get(f"/v1/events/{seq}", BundleAnswer)).bundle.encode()
 
+    async def read_page(self, first: int) -> list[Event]:
+        """Events from number `first` on, at least one, in order; nothing else about them is checked."""
+        answer = await self._get(f"/v1/ledger/{first}", PageAnswer, MAX_PAGE_BYTES)
+        try:
+            events = [Bundle.from_bytes(text.encode()).event for text in answer.events]
+        except EventError as error:
+            raise UnreachableError(f"the server sent events that are none: {error}") from None
+        if not events or [event.seq for event in events] != list(range(first, first + len(events))):
+            raise UnreachableError("the server sent other events than it was asked for")
+        return events
+
+    async def read_recipe(self) -> bytes:
+        """The bytes of the run's recipe; not checked here."""
+        return (await self._get_answer("/v1/recipe")).body
+
+    async def read_calibration(self) -> bytes:
+        """The bytes of the run's calibration; not checked here."""
+        return (await self._get_answer("/v1/calibration", MAX_CALIBRATION_BYTES)).body
+
+    async def read_params(self) -> RunParams:
+        """The run's parameters as they are now."""
+        answer = await self._get("/v1/params", ParamsAnswer)
+        try:
+            return parse_params(answer.params)
+        except ConfigError as error:
+            raise UnreachableError("the server sent no parameters of a run of this version") from error
+
     async def bring(self, target: str, message: BaseModel, model: type[Model]) -> Model:
         """Bring a statement that carries its own signature: an appeal, a revocation, a command."""
         body = message.model_dump_json().encode()
@@ -123,11 +159,11 @@ class OpenClient:
         """Close what is idle."""
         self._link.close()
 
-    async def _get(self, target: str, model: type[Model]) -> Model:
-        return _parse_answer(model, await self._get_answer(target))
+    async def _get(self, target: str, model: type[Model], max_bytes: int = MAX_ANSWER_BYTES) -> Model:
+        return _parse_answer(model, await self._get_answer(target, max_bytes))
 
-    async def _get_answer(self, target: str) -> Answer:
-        return await self._asker.persist(partial(self._link.ask, "GET", target, [], b"", MAX_ANSWER_BYTES))
+    async def _get_answer(self, target: str, max_bytes: int = MAX_ANSWER_BYTES) -> Answer:
+        return await self._asker.persist(partial(self._link.ask, "GET", target, [], b"", max_bytes))
 
 
 class NodeClient(OpenClient):
@@ -149,7 +185,12 @@ class NodeClient(OpenClient):
         self._key, self._run = key, run
         self._signer = signer or RequestSigner(key, run, coordinator)
         self.keepsakes = Keepsakes(folder, run, coordinator)
-        self.heads = HeadKeeper(folder / "head.json", run, coordinator)
+        try:
+            self.heads = HeadKeeper(folder / "head.json", run, coordinator)
+        except HeadError as error:
+            raise ConfigError(
+                f"{folder / 'head.json'}: {error}; a node that lost its head cannot tell a fork"
+            ) from None
 
     @property
     def clock_offset_ms(self) -> int:
@@ -175,6 +216,12 @@ class NodeClient(OpenClient):
             await self.check_head(_parse_head(answer.head))
         return answer
 
+    async def check_newest(self) -> Relation | None:
+        """Hold the coordinator's newest head against the one that is held; None if it has signed none yet."""
+        self._refuse_fork()
+        shown = await self.read_head()
+        return None if shown is None else await self.check_head(shown)
+
     async def check_head(self, shown: SignedHead) -> Relation:
         """Hold a head against the one that is held, with a proof if it takes one; `ForkError` ends the work."""
         try:
@@ -188,9 +235,9 @@ class NodeClient(OpenClient):
 
     # Work
 
-    async def ask_lease(self, request_key: str | None = None) -> LeaseAnswer:
-        """Ask for work; the same request key again gets the same lease."""
-        message = LeaseRequest(request_key=request_key or os.urandom(16).hex())
+    async def ask_lease(self, request_key: str | None = None, *, wait_s: int = 0) -> LeaseAnswer:
+        """Ask for work; the same request key again gets the same lease. The answer may be kept back for `wait_s`."""
+        message = LeaseRequest(request_key=request_key or os.urandom(16).hex(), wait_s=wait_s)
         answer = await self._call("POST", "/v1/leases", LeaseAnswer, message)
         if answer.lease is not None:
             if answer.lease.node != self._key.public:
@@ -235,9 +282,9 @@ class NodeClient(OpenClient):
 
     # Judging and training
 
-    async def claim_job(self) -> ClaimAnswer:
-        """Take a submission to judge."""
-        return await self._call("POST", "/v1/claims", ClaimAnswer)
+    async def claim_job(self, *, wait_s: int = 0) -> ClaimAnswer:
+        """Take a submission to judge; the answer may be kept back for `wait_s` until there is one."""
+        return await self._call("POST", "/v1/claims", ClaimAnswer, ClaimRequest(wait_s=wait_s))
 
     async def fetch_blob(self, submission: str, blob: str, size: int, path: Path) -> None:
         """The file of a submission into a new file, which is there only if it has the right bytes."""
@@ -279,9 +326,10 @@ class NodeClient(OpenClient):
         self.keepsakes.keep(f"{record.submission}-{record.round}", record, answer.document)
         return answer
 
-    async def cut_batch(self, step: int) -> BatchAnswer:
-        """Fix what a step trains on."""
-        return await self._call("POST", f"/v1/batches/{step}", BatchAnswer, max_bytes=MAX_BATCH_BYTES)
+    async def cut_batch(self, step: int, *, wait_s: int = 0) -> BatchAnswer:
+        """Fix what a step trains on; the answer may be kept back for `wait_s` until there is enough."""
+        message = CutRequest(wait_s=wait_s)
+        return await self._call("POST", f"/v1/batches/{step}", BatchAnswer, message, max_bytes=MAX_BATCH_BYTES)
 
     async def read_batch(self, step: int) -> BatchAnswer:
         """A batch that was cut."""

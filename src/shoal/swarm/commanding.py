@@ -1,6 +1,7 @@
 """The operator's commands: each signed, each in the ledger, each once."""
 
 from shoal.errors import ConfigError
+from shoal.swarm.crediting import post_redeem
 from shoal.swarm.ending import void_work
 from shoal.swarm.messages import Action, Command, CommandAnswer, SignedCommand, open_message
 from shoal.swarm.params import check_change, parse_params
@@ -20,7 +21,8 @@ def run_command(turn: Turn, *, signed: SignedCommand) -> CommandAnswer:
     if earlier is not None:
         return CommandAnswer(nonce=command.nonce, seq=earlier)
     _check_command(turn, command)
-    event = turn.record(statement)
+    ends_redeem = command.action in (Action.REDEEM_DONE, Action.REDEEM_FAILED)
+    event = turn.record(statement, post_redeem(turn, command) if ends_redeem else ())
     if command.action is Action.BAN:
         _end_work(turn, command.target)
     return CommandAnswer(nonce=command.nonce, seq=event.seq)

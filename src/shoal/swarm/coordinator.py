@@ -14,8 +14,9 @@ a whole. A group is trained at most once, for a span is accepted at most once.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,10 +33,12 @@ from shoal.swarm import (
     queueing,
     status,
     submitting,
+    sweeping,
 )
 from shoal.swarm.beacon import BeaconChain
 from shoal.swarm.blobs.base import BlobReader, BlobStore
 from shoal.swarm.event import Event
+from shoal.swarm.faults import reach
 from shoal.swarm.ledger import Draft, Ledger, read_clock
 from shoal.swarm.messages import (
     AppealAnswer,
@@ -49,10 +52,12 @@ from shoal.swarm.messages import (
     LeaseAnswer,
     MemberInfo,
     ReceiptAnswer,
+    RedeemAnswer,
     ReturnAnswer,
     SignedAppeal,
     SignedCommand,
     SignedManifest,
+    SignedRedeem,
     SignedVerdict,
     SignedVersion,
     Status,
@@ -66,8 +71,19 @@ from shoal.swarm.state import PROJECTIONS
 from shoal.swarm.state.run import read_run
 from shoal.swarm.turn import Setting, Turn
 from shoal.swarm.waits import WaitBook
+from shoal.swarm.writer import WriterStoppedError
 
 T = TypeVar("T")
+
+_CHORES: tuple[Callable[[Turn], bool], ...] = (
+    leasing.expire_leases,
+    submitting.expire_uploads,
+    queueing.expire_claims,
+    judging.expire_opinions,
+    crediting.release_holds,
+    crediting.release_bonds,
+    membership.lift_limits,
+)
 
 
 def open_run(
@@ -78,11 +94,17 @@ def open_run(
     operator: str,
     secret: bytes,
     params: RunParams,
+    recipe: str = "",
     clock: Callable[[], int] = read_clock,
     linger_s: float | None = None,
 ) -> Ledger:
     """The ledger of a run with all its tables; a new one gets these parameters, an old one keeps its own."""
-    genesis = {"beacon": BeaconChain(secret, params.steps).tip, "operator": operator, "params": dump_params(params)}
+    genesis = {
+        "beacon": BeaconChain(secret, params.steps).tip,
+        "operator": operator,
+        "params": dump_params(params),
+        "recipe": recipe,
+    }
     extra = {} if linger_s is None else {"linger_s": linger_s}
     return Ledger.open(url, run=run, key=key, genesis=genesis, projections=PROJECTIONS, clock=clock, **extra)
 
@@ -110,6 +132,9 @@ class Coordinator:
             raise ConfigError("the beacon secret is not the one that this run's genesis was made with")
         self._setting = Setting(run, key, chain, self.mirror)
         self.waits = WaitBook(clock)
+        self._gate = sweeping.BlobGate()
+        self._swept_ms = 0
+        self._listener: Callable[[Sequence[Event]], None] = lambda _: None
 
     @property
     def run(self) -> str:
@@ -128,14 +153,24 @@ class Coordinator:
         """Record that the coordinator is up again; deadlines move by the time it was away."""
         await self._decide(membership.record_start)
 
+    async def stop(self) -> None:
+        """Record that the coordinator goes away, before its ledger is closed."""
+        with suppress(WriterStoppedError):  # then it is away already, since the last that was written
+            await self._decide(membership.record_stop)
+
     async def tick(self) -> None:
-        """Do what time has come for: leases, uploads, claims and opinions that ended, credit, standing."""
-        for work in (leasing.expire_leases, submitting.expire_uploads, judging.expire_opinions):
+        """Do what time has come for: leases, uploads, claims and opinions that ended, credit, standing, files."""
+        for work in _CHORES:
             while await self._decide(work):
                 pass
-        for work in (crediting.release_holds, crediting.release_bonds, membership.lift_limits):
-            while await self._decide(work):
+        if self._clock() - self._swept_ms >= 1000 * sweeping.EVERY_S:
+            self._swept_ms = self._clock()
+            while await self._drop_blobs():
                 pass
+
+    def listen(self, listener: Callable[[Sequence[Event]], None]) -> None:
+        """Tell one listener of all events that are on disk; it is called in the ledger's thread and must not wait."""
+        self._listener = listener
 
     # Membership
 
@@ -166,7 +201,7 @@ class Coordinator:
 
     async def grant_lease(self, node: str, request_key: str) -> LeaseAnswer:
         """Give a node work, or say why not. The same request key again gets the same lease."""
-        return await self._decide(partial(leasing.grant_lease, node=node, request_key=request_key))
+        return await self._decide(partial(leasing.grant_lease, node=node, request_key=request_key), "lease")
 
     async def return_lease(self, node: str, lease: str) -> ReturnAnswer:
         """Take a lease back before its deadline."""
@@ -176,24 +211,26 @@ class Coordinator:
 
     async def commit_submission(self, node: str, signed: SignedManifest) -> CommitAnswer:
         """Record what a node will upload."""
-        return await self._decide(partial(submitting.commit_manifest, node=node, signed=signed))
+        return await self._decide(partial(submitting.commit_manifest, node=node, signed=signed), "commit")
 
     async def put_blob(self, node: str, submission: str, chunks: AsyncIterator[bytes]) -> ReceiptAnswer:
         """Take the file of a submission and record its receipt. `BlobError` for other bytes than announced."""
-        plan = await self._decide(partial(submitting.plan_upload, node=node, submission=submission))
+        plan = await self._decide(partial(submitting.plan_upload, node=node, submission=submission), "upload")
         if isinstance(plan, ReceiptAnswer):
             return plan
-        await self.blobs.put(plan.blob, plan.size, chunks)
-        return await self._decide(partial(submitting.record_receipt, node=node, submission=submission))
+        with self._gate.upload(plan.blob):
+            await self.blobs.put(plan.blob, plan.size, chunks)
+            return await self._decide(partial(submitting.record_receipt, node=node, submission=submission), "receipt")
 
     async def receive(self, node: str, submission: str) -> ReceiptAnswer:
         """The receipt of a submission; for a file that went past us into the store, recorded now."""
         plan = await self._decide(partial(submitting.plan_upload, node=node, submission=submission, past_us=True))
         if isinstance(plan, ReceiptAnswer):
             return plan
-        if not await self.blobs.has(plan.blob):
-            raise submitting.refuse_absent()
-        return await self._decide(partial(submitting.record_receipt, node=node, submission=submission))
+        with self._gate.upload(plan.blob):
+            if not await self.blobs.has(plan.blob):
+                raise submitting.refuse_absent()
+            return await self._decide(partial(submitting.record_receipt, node=node, submission=submission), "receipt")
 
     async def open_blob(self, reader: str, submission: str) -> BlobReader:
         """The file of a submission, for a validator with a claim on it or a trainer; for nobody else."""
@@ -204,11 +241,11 @@ class Coordinator:
 
     async def claim_job(self, validator: str) -> ClaimAnswer:
         """Give a validator a submission to judge; the claim it holds already, if it has one."""
-        return await self._decide(partial(queueing.claim_job, node=validator))
+        return await self._decide(partial(queueing.claim_job, node=validator), "claim")
 
     async def post_verdict(self, validator: str, signed: SignedVerdict) -> VerdictAnswer:
         """Record a verdict, with all that follows from it."""
-        return await self._decide(partial(judging.post_verdict, node=validator, signed=signed))
+        return await self._decide(partial(judging.post_verdict, node=validator, signed=signed), "verdict")
 
     async def appeal(self, signed: SignedAppeal) -> AppealAnswer:
         """Record an owner's appeal; whoever brings it."""
@@ -218,7 +255,7 @@ class Coordinator:
 
     async def cut_batch(self, trainer: str, step: int) -> BatchAnswer:
         """Fix what a step trains on, once; or say what is missing."""
-        return await self._decide(partial(batching.cut_batch, node=trainer, step=step))
+        return await self._decide(partial(batching.cut_batch, node=trainer, step=step), "cut")
 
     async def get_batch(self, trainer: str, step: int) -> BatchAnswer:
         """A batch that was cut."""
@@ -226,13 +263,17 @@ class Coordinator:
 
     async def publish_version(self, trainer: str, signed: SignedVersion) -> VersionAnswer:
         """Record that a version is out, and open what it opens."""
-        return await self._decide(partial(batching.publish_version, node=trainer, signed=signed))
+        return await self._decide(partial(batching.publish_version, node=trainer, signed=signed), "publish")
 
     # Credit, the operator, and what all can see
 
     async def unbond(self, node: str) -> int:
         """Begin to give an owner's bond back; returns when it is free, in ms."""
         return await self._decide(partial(crediting.unbond_stake, node=node))
+
+    async def redeem(self, signed: SignedRedeem) -> RedeemAnswer:
+        """Take credit out of what an owner has free, to be paid out; whoever brings the request."""
+        return await self._decide(partial(crediting.request_redeem, signed=signed), "redeem")
 
     async def command(self, signed: SignedCommand) -> CommandAnswer:
         """Do what the operator commands."""
@@ -253,16 +294,39 @@ class Coordinator:
         with self.ledger.read() as connection:
             return status.read_leaders(connection, limit)
 
-    async def _decide(self, decide: Callable[[Turn], T]) -> T:
-        """Run a decision; what it appended reaches the mirror once it is on disk, also if the caller has gone."""
-        future = self.ledger.submit(partial(self._run_turn, decide=decide))
-        future.add_done_callback(self._note_events)
-        return (await asyncio.wrap_future(future))[0]
+    async def _drop_blobs(self) -> bool:
+        """Remove files that nobody needs; whether there may be more."""
+        found = await self._decide(sweeping.find_unneeded)
+        with self._gate.removal(found) as taken:
+            blobs = await self._decide(partial(sweeping.confirm_unneeded, blobs=taken)) if taken else []
+            if not blobs:
+                return False
+            reach("drop", 1)
+            for blob in blobs:
+                await self.blobs.remove(blob)
+            reach("drop", 2)
+            await self._decide(partial(sweeping.record_drop, blobs=blobs))
+            reach("drop", 3)
+        return len(found) == sweeping.MAX_AT_ONCE
 
-    def _run_turn(self, draft: Draft, *, decide: Callable[[Turn], T]) -> tuple[T, list[Event]]:
+    async def _decide(self, decide: Callable[[Turn], T], name: str = "") -> T:
+        """Run a decision; what it appended reaches the mirror once it is on disk, also if the caller has gone."""
+        reach(name, 1)
+        future = self.ledger.submit(partial(self._run_turn, decide=decide, name=name))
+        future.add_done_callback(self._note_events)
+        answer = (await asyncio.wrap_future(future))[0]
+        reach(name, 3)
+        return answer
+
+    def _run_turn(self, draft: Draft, *, decide: Callable[[Turn], T], name: str) -> tuple[T, list[Event]]:
         turn = Turn(draft, self._setting)
-        return decide(turn), turn.events
+        answer = decide(turn)
+        reach(name, 2)
+        return answer, turn.events
 
     def _note_events(self, future: "Future[tuple[Any, list[Event]]]") -> None:
         if not future.cancelled() and future.exception() is None:
-            self.mirror.take_events(future.result()[1])
+            events = future.result()[1]
+            self.mirror.take_events(events)
+            if events:
+                self._listener(events)

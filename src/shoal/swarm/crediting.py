@@ -1,13 +1,22 @@
-"""Credit that becomes free by time: pay after its challenge window, bonds after theirs."""
+"""Credit that becomes free by time: pay after its challenge window, bonds after theirs; and credit that is paid out.
+
+    redeem: avail -> redeeming -> redeemed, or back to avail
+
+Invariant: what is asked for leaves the free purse in the decision that records the request, so however many ask at
+once, credit is paid out once.
+"""
 
 from collections import defaultdict
 
 from shoal.swarm.balances import read_balances
-from shoal.swarm.callers import require_member
+from shoal.swarm.callers import refuse_banned, require_member
 from shoal.swarm.event import Kind
-from shoal.swarm.postings import move_credit, name_account
+from shoal.swarm.messages import Action, Command, RedeemAnswer, SignedRedeem, open_message
+from shoal.swarm.postings import REDEEMED, Posting, move_credit, name_account
 from shoal.swarm.refusal import AuthError
-from shoal.swarm.state.credit import HoldRow, list_free, list_ripe
+from shoal.swarm.state.credit import HoldRow, list_bonds, list_free, list_ripe
+from shoal.swarm.state.nodes import find_ban
+from shoal.swarm.state.redeems import RedeemRow, find_redeem
 from shoal.swarm.turn import Turn
 
 MAX_AT_ONCE = 256
@@ -48,9 +57,50 @@ def unbond_stake(turn: Turn, *, node: str) -> int:
     owner = require_member(turn, node).owner.owner
     purse = name_account("stake", owner)
     amount = read_balances(turn.connection, [purse])[purse]
+    under_way = list_bonds(turn.connection, owner)
+    if amount == 0 and under_way:
+        return under_way[-1].free_ms
     if amount == 0:
         raise AuthError(409, "no_bond", "this owner has no bond to take back")
     free_ms = turn.now_ms + 1000 * turn.params.unbond_s
     body = {"amount": amount, "free_ms": free_ms, "state": "waiting"}
     turn.append(Kind.STAKE_UNBOND, owner, body, move_credit(purse, name_account("unbond", owner), amount))
     return free_ms
+
+
+def request_redeem(turn: Turn, *, signed: SignedRedeem) -> RedeemAnswer:
+    """An owner wants credit paid out; the same request again is answered and not done twice."""
+    asked, owner = signed.redeem, signed.owner
+    statement = open_message(turn.run, owner, asked, signed.signature)
+    earlier = find_redeem(turn.connection, asked.request)
+    if earlier is not None:
+        if (earlier.owner, earlier.amount, earlier.goal) != (owner, asked.amount, asked.goal):
+            raise AuthError(409, "request_known", "another request has this name; choose a new one")
+        return _answer_redeem(earlier)
+    if find_ban(turn.connection, owner, owner) is not None:
+        raise refuse_banned()
+    if asked.amount < turn.params.redeem_least:
+        raise AuthError(400, "amount", f"at least {turn.params.redeem_least} micro-credits can be redeemed at once")
+    purse = name_account("avail", owner)
+    free = read_balances(turn.connection, [purse])[purse]
+    if free < asked.amount:
+        raise AuthError(402, "credit", f"this owner has {free} micro-credits free, and not {asked.amount}")
+    turn.record(statement, move_credit(purse, name_account("redeeming", owner), asked.amount))
+    made = find_redeem(turn.connection, asked.request)
+    assert made is not None, "it was recorded"
+    return _answer_redeem(made)
+
+
+def post_redeem(turn: Turn, command: Command) -> tuple[Posting, ...]:
+    """The postings by which the operator ends a request; `AuthError` if there is none to end."""
+    row = find_redeem(turn.connection, command.request)
+    if row is None or row.state != "open":
+        state = "unknown" if row is None else row.state
+        raise AuthError(409, "request", f"there is no open request of this name; it is {state}")
+    source = name_account("redeeming", row.owner)
+    target = REDEEMED if command.action is Action.REDEEM_DONE else name_account("avail", row.owner)
+    return move_credit(source, target, row.amount)
+
+
+def _answer_redeem(row: RedeemRow) -> RedeemAnswer:
+    return RedeemAnswer(request=row.request, state=row.state, amount=row.amount, seq=row.seq)

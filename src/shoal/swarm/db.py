@@ -55,7 +55,7 @@ EVENT = define_table(
     Column("time_ms", INT64, nullable=False),
     Column("kind", Text, nullable=False),
     Column("actor", Text, nullable=False),
-    Column("subject", Text, nullable=False),
+    Column("subject", Text, nullable=False, index=True),
     Column("body", LargeBinary, nullable=False),
     Column("signature", LargeBinary, nullable=False),
     Column("prev_hash", LargeBinary, nullable=False),

@@ -38,7 +38,7 @@ class Descriptor:
     model: str = ""
     """hash of the model's configuration"""
     tasks: str = ""
-    """hash of the task set"""
+    """hash of the recipe: tasks, sampling, and what the checks go by"""
 
     def __post_init__(self) -> None:
         check_run(self.run)

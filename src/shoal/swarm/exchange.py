@@ -48,8 +48,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 class HttpLimits(Settings):
     """What the server of the control plane allows."""
 
-    max_connections: Annotated[int, Field(ge=1, le=2**16)] = 4096
-    """open connections; one more closes the longest idle one"""
+    max_connections: Annotated[int, Field(ge=1, le=2**16)] = 8192
+    """open connections, which nodes keep between heartbeats; one more closes the longest idle one"""
     per_peer_connections: Annotated[int, Field(ge=1, le=2**16)] = 64
     """open connections of one address (of one /64 network in IPv6)"""
     trust_loopback: bool = True
@@ -82,9 +82,9 @@ class HttpMetrics:
 class Seat:
     """A connection's place among the others, which decides who gives way."""
 
-    def __init__(self, *rosters: "Roster[Seat]") -> None:
+    def __init__(self, *rosters: "Roster[Seat]", address: tuple[str, int]) -> None:
         self._rosters = rosters
-        self.task: asyncio.Task[None] | None = None
+        self.address = address
         self.enter_phase(Phase.FRESH)
 
     def enter_phase(self, phase: Phase) -> None:
@@ -92,7 +92,7 @@ class Seat:
         for roster in self._rosters:
             roster.put_member(self, phase)
 
-    def leave(self) -> None:
+    def leave_rosters(self) -> None:
         """Count no longer as one of the open connections, now and later."""
         for roster in self._rosters:
             roster.remove_member(self)
@@ -271,7 +271,13 @@ class Call:
 
 def build_response(status: int, headers: Any) -> h11.Response:
     """The head of an answer, with what all have in common."""
-    common = [("server", "shoal"), ("date", _format_date(int(time.time())))]
+    return _make_response(status, tuple(headers), int(time.time()))
+
+
+@lru_cache(maxsize=256)
+def _make_response(status: int, headers: tuple[Any, ...], now_s: int) -> h11.Response:
+    """Kept for a while: most answers of a second have the same head, and checking it is dear."""
+    common = [("server", "shoal"), ("date", _format_date(now_s))]
     return h11.Response(status_code=status, reason=HTTPStatus(status).phrase, headers=[*headers, *common])
 
 

@@ -2,16 +2,32 @@
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 from sqlalchemy import Connection, text
 
 from shoal.errors import ConfigError
 from shoal.swarm.event import Event, Kind
+from shoal.swarm.messages import SubmissionState
 from shoal.swarm.postings import MICRO
 from shoal.swarm.rows import read_event
 from shoal.swarm.state.credit import find_appeal
 from shoal.swarm.state.queue import find_job, list_verdicts
+from shoal.swarm.state.run import count_away, read_run
 from shoal.swarm.state.submissions import SubmissionRow, find_submission, list_duplicates
+
+_PURSES = {
+    "mint": "where credit is made",
+    "burn": "where credit is destroyed",
+    "treasury": "where fees wait",
+    "pending": "pay that is held until the challenge window is over",
+    "avail": "credit that is free",
+    "stake": "the owner's bond",
+    "unbond": "a bond on its way back",
+    "redeeming": "credit on its way out",
+    "redeemed": "credit that went out",
+}
+_REJECTIONS = (SubmissionState.FORM, SubmissionState.SOFT, SubmissionState.HARD)
 
 _EVENTS = text("SELECT seq FROM event WHERE subject = :subject ORDER BY seq")
 
@@ -27,10 +43,10 @@ def explain_submission(connection: Connection, submission: str) -> str:
 
 
 def _tell_start(row: SubmissionRow) -> Iterator[str]:
-    groups = f"groups {row.first} to {row.first + row.count - 1} of step {row.step}"
+    groups = f"group {row.first}" if row.count == 1 else f"groups {row.first} to {row.first + row.count - 1}"
     yield f"{row.submission} is {row.state}."
     yield f"Node {row.node} of owner {row.owner} committed it under {row.lease}."
-    yield f"It is about {groups}, computed with v{row.version}."
+    yield f"It is about {groups} of step {row.step}, computed with v{row.version}."
     yield f"File {row.blob}, {row.size} bytes, {row.tokens} tokens by its manifest."
     if row.received_ms:
         yield f"Its file arrived {max(0, row.received_ms - row.committed_ms)} ms after the manifest."
@@ -57,8 +73,9 @@ def _tell_outcomes(connection: Connection, row: SubmissionRow) -> Iterator[str]:
         event = read_event(connection, int(seq))
         if event is not None and event.kind in (Kind.SUB_OUTCOME, Kind.SLASH, Kind.APPEAL):
             yield _tell_event(event)
-            for posting in event.postings:
-                yield f"  {posting.account}: {posting.amount:+d} micro-credits ({posting.amount / MICRO:+.6f})"
+            for account, amount in event.postings:
+                meaning = _PURSES[account.partition(":")[0]]
+                yield f"  {account}: {amount:+d} micro-credits ({amount / MICRO:+.6f}), {meaning}"
 
 
 def _tell_event(event: Event) -> str:
@@ -75,5 +92,12 @@ def _tell_rest(connection: Connection, row: SubmissionRow) -> Iterator[str]:
     job, appeal = find_job(connection, row.submission), find_appeal(connection, row.submission)
     if job is not None and job.state == "queued":
         yield f"It waits for verdict {job.round}, claimed {job.claims} times so far."
+    if row.state == SubmissionState.HARD:
+        yield "Two validators found it faked, so its owner was banned."
     if appeal is not None:
         yield f"The appeal is {appeal.state}."
+    elif row.state in _REJECTIONS:
+        away_ms = count_away(connection, row.decided_ms)
+        until_s = (row.decided_ms + away_ms) // 1000 + read_run(connection).params.appeal_s
+        end = datetime.fromtimestamp(until_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        yield f"Its owner may appeal until {end}: shoal appeal URL {row.submission} --owner KEY"

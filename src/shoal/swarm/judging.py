@@ -15,12 +15,14 @@ from shoal.swarm.messages import (
     open_message,
 )
 from shoal.swarm.postings import TREASURY, move_credit, name_account
+from shoal.swarm.queueing import holds_claim
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.rows import read_event
 from shoal.swarm.rules.outcome import Vote, decide_outcome, end_waiting
 from shoal.swarm.settling import Finding, settle_appeal, settle_submission
 from shoal.swarm.state.credit import find_appeal, last_appeal
 from shoal.swarm.state.queue import JobRow, VerdictRow, find_job, list_verdicts, list_waiting
+from shoal.swarm.state.run import count_away
 from shoal.swarm.state.submissions import SubmissionRow, find_submission
 from shoal.swarm.tags import Tag
 from shoal.swarm.turn import Turn
@@ -33,21 +35,22 @@ _CONVICTIONS = 2
 
 def post_verdict(turn: Turn, *, node: str, signed: SignedVerdict) -> VerdictAnswer:
     """Record a verdict, and the outcome if it decides."""
-    require_validator(turn, node)
+    caller = require_validator(turn, node)
     said = signed.verdict
     submission, job = _find_job(turn, said.submission)
     for vote in list_verdicts(turn.connection, said.submission):
         if vote.round == said.round:
-            return _repeat_verdict(turn, submission, vote, node, said)
-    if job.validator != node or job.round != said.round or job.state != "queued":
+            return _repeat_verdict(turn, vote, node, said)
+    if job.round != said.round or not holds_claim(turn, job, caller):
         raise AuthError(409, "claim_lost", "this node has no claim on this submission now; its verdict is not needed")
     statement = open_message(turn.run, node, said, signed.signature)
     _check_verdict(submission, said)
     turn.record(statement)
     votes = [vote for vote in list_verdicts(turn.connection, said.submission) if vote.appeal == job.appeal]
     state = _decide_votes(turn, submission, job, votes)
-    paid = 0 if state is None else _settle(turn, submission, job, _describe_finding(submission, state, votes, said))
-    return _answer_verdict(turn, said.submission, votes[-1], paid)
+    if state is not None:
+        _settle(turn, submission, job, _describe_finding(submission, state, votes, said))
+    return _answer_verdict(turn, list_verdicts(turn.connection, said.submission)[-1])
 
 
 def expire_opinions(turn: Turn) -> bool:
@@ -76,7 +79,8 @@ def open_appeal(turn: Turn, *, signed: SignedAppeal) -> AppealAnswer:
         return AppealAnswer(submission=name, state=earlier.state, fee=earlier.fee)
     if submission.state not in _APPEALABLE:
         raise AuthError(409, "not_rejected", f"this submission is {submission.state}; only a rejection can be appealed")
-    if turn.now_ms > submission.decided_ms + 1000 * params.appeal_s:
+    away_ms = count_away(turn.connection, submission.decided_ms)
+    if turn.now_ms > submission.decided_ms + 1000 * params.appeal_s + away_ms:
         raise AuthError(410, "too_late", "the time to appeal this rejection is over")
     if (last := last_appeal(turn.connection, owner)) and turn.now_ms < last + 1000 * params.appeal_every_s:
         wait_s = (last - turn.now_ms) // 1000 + params.appeal_every_s
@@ -94,7 +98,7 @@ def allow_reading(turn: Turn, *, node: str, submission: str) -> str:
     row = find_submission(turn.connection, submission)
     job = find_job(turn.connection, submission)
     is_trainer = {node, caller.owner.owner} & set(turn.params.trainers)
-    is_judge = job is not None and job.validator == node and job.state == "queued"
+    is_judge = job is not None and holds_claim(turn, job, caller)
     if row is None or not row.received_ms or not (is_trainer or is_judge):
         raise AuthError(404, "unknown_submission", "there is no such file, or it is not for this node")
     return row.blob
@@ -138,36 +142,37 @@ def _describe_finding(
     failed = [finding.check for finding in said.findings if not finding.passed]
     because = f"failed: {', '.join(failed)}" if failed else f"by {len(votes)} verdicts"
     if state is not SubmissionState.ACCEPTED:
-        return Finding(state, because, votes)
+        return Finding(state, because, votes, round=said.round)
     assert said.verdict is Verdict.ACCEPTED, "what is accepted is accepted by its last verdict"
     signals = tuple(int(group.signal) for group in said.groups)
-    return Finding(state, because, votes, tokens=min(said.tokens, submission.tokens), signals=signals)
+    tokens = min(said.tokens, submission.tokens)
+    return Finding(state, because, votes, round=said.round, tokens=tokens, signals=signals)
 
 
-def _settle(turn: Turn, submission: SubmissionRow, job: JobRow, finding: Finding) -> int:
-    return settle_appeal(turn, submission, finding) if job.appeal else settle_submission(turn, submission, finding)
+def _settle(turn: Turn, submission: SubmissionRow, job: JobRow, finding: Finding) -> None:
+    if job.appeal:
+        settle_appeal(turn, submission, finding)
+    else:
+        settle_submission(turn, submission, finding)
 
 
-def _repeat_verdict(
-    turn: Turn, submission: SubmissionRow, vote: VerdictRow, node: str, said: VerdictStatement
-) -> VerdictAnswer:
+def _repeat_verdict(turn: Turn, vote: VerdictRow, node: str, said: VerdictStatement) -> VerdictAnswer:
     event = read_event(turn.connection, vote.seq)
     if vote.validator != node or (event is not None and event.body != encode_body(said.model_dump(mode="json"))):
         raise AuthError(409, "judged", "this round of this submission was judged otherwise")
-    return _answer_verdict(turn, submission.submission, vote, submission.paid)
+    return _answer_verdict(turn, vote)
 
 
-def _answer_verdict(turn: Turn, name: str, vote: VerdictRow, paid: int) -> VerdictAnswer:
-    submission = find_submission(turn.connection, name)
-    assert submission is not None, "it was judged"
+def _answer_verdict(turn: Turn, vote: VerdictRow) -> VerdictAnswer:
+    """What the verdict brought when it was given; what came later is not its matter."""
     record = VerdictRecord(
         run=turn.run,
-        submission=name,
+        submission=vote.submission,
         validator=vote.validator,
         round=vote.round,
         verdict=Verdict(vote.verdict),
-        state=SubmissionState(submission.state),
-        paid=paid,
+        state=SubmissionState(vote.state),
+        paid=vote.paid,
         time_ms=vote.time_ms,
     )
     return VerdictAnswer(record=record, document=turn.sign(Tag.VERDICT, record))

@@ -16,12 +16,13 @@ from shoal.swarm.ending import end_lease
 from shoal.swarm.event import Kind
 from shoal.swarm.messages import Lease, LeaseAnswer, ReturnAnswer, Standing
 from shoal.swarm.refusal import AuthError
+from shoal.swarm.rows import read_event
 from shoal.swarm.rules.age import oldest_version
 from shoal.swarm.rules.batch import count_missing
 from shoal.swarm.rules.deadline import is_backup_due, lease_time
 from shoal.swarm.state.leases import LeaseRow, count_held, find_lease, find_request, find_slowest, list_due
-from shoal.swarm.state.queue import count_queued
-from shoal.swarm.state.spans import count_groups, find_offer
+from shoal.swarm.state.queue import is_crowded
+from shoal.swarm.state.spans import find_offer
 from shoal.swarm.state.steps import find_step, list_steps, newest_version
 from shoal.swarm.state.submissions import count_open
 from shoal.swarm.tags import Tag
@@ -94,7 +95,7 @@ def _find_refusal(turn: Turn, caller: Rows) -> LeaseAnswer | None:
         return _refuse_lease("stopped", "the operator stopped the run", retry_s=60)
     if newest < 0:
         return _refuse_lease("no_version", "the run waits for its trainer to publish v0")
-    if count_queued(connection) >= params.max_queue:
+    if is_crowded(connection, params.max_queue):
         return _refuse_lease("queue_full", "more work waits for validation than is good; no leases until it is less")
     if count_open(connection, caller.owner.owner) >= params.max_pending_per_owner:
         return _refuse_lease("too_many", "too many submissions of this owner wait for their verdict")
@@ -120,8 +121,7 @@ def _choose_span(turn: Turn, caller: Rows) -> Choice | None:
         offer = find_offer(turn.connection, step.step, caller.owner.owner, until_ms)
         if offer is not None:
             return Choice(offer.step, offer.first, offer.count, offer.fence + 1, fresh=False)
-        groups = count_groups(turn.connection, step.step)
-        missing = count_missing(turn.params.groups_per_batch, groups.signal, groups.on_their_way)
+        missing = count_missing(turn.params, step.signal, step.on_their_way, step.next_index)
         if missing:
             count = min(missing, turn.params.groups_per_lease)
             return Choice(step.step, step.next_index, count, fence=1, fresh=True)
@@ -153,6 +153,8 @@ def _describe_lease(turn: Turn, caller: Rows, request_key: str, choice: Choice) 
 
 
 def _answer_lease(turn: Turn, row: LeaseRow) -> LeaseAnswer:
+    """The lease as it was granted. If its deadline moved since, it moved away: who goes by the first one is in time."""
+    granted = read_event(turn.connection, int(row.lease[1:]))
     params, step = turn.params, find_step(turn.connection, row.step)
     assert step is not None, "a lease is of a step that was opened"
     lease = Lease(
@@ -169,7 +171,7 @@ def _answer_lease(turn: Turn, row: LeaseRow) -> LeaseAnswer:
         newest_version=row.newest_version,
         oldest_version=oldest_version(row.step, params.async_level),
         granted_ms=row.granted_ms,
-        deadline_ms=row.deadline_ms,
+        deadline_ms=row.deadline_ms if granted is None else granted.content["deadline_ms"],
         price=row.price,
     )
     return LeaseAnswer(lease=lease, document=turn.sign(Tag.LEASE, lease))

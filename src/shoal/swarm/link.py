@@ -77,7 +77,12 @@ def parse_place(text: str, authority: Path | None = None) -> Place:
         return Place(parse_url(text), None)
     host = secure[1]
     has_port = re.search(r":[0-9]{1,5}$", host) is not None
-    url = parse_url(f"http://{host}" if has_port else f"http://{host}:443")
+    try:
+        url = parse_url(f"http://{host}" if has_port else f"http://{host}:443")
+    except ConfigError:
+        raise ConfigError(
+            f"{text[:80]!r}: no address of a coordinator, expected https://HOST or https://HOST:PORT"
+        ) from None
     try:
         return Place(url, ssl.create_default_context(cafile=None if authority is None else str(authority)))
     except (OSError, ssl.SSLError) as error:

@@ -17,14 +17,25 @@ from shoal.swarm.turn import Turn
 
 MAX_AT_ONCE = 64
 """of what is done in one decision because its time has come"""
-_LAST_TIME = text("SELECT time_ms FROM event ORDER BY seq DESC LIMIT 1")
+_LAST_EVENT = text("SELECT time_ms FROM event ORDER BY seq DESC LIMIT 1")
+_LAST_HEAD = text("SELECT time_ms FROM head ORDER BY size DESC LIMIT 1")
 
 
 def record_start(turn: Turn) -> None:
-    """The coordinator is up: what it could not hear while it was away is nobody's fault."""
-    last_ms = int(turn.connection.execute(_LAST_TIME).scalar() or turn.now_ms)
+    """The coordinator is up: what it could not hear while it was away is nobody's fault.
+
+    It was away since it stopped. If it was killed, since the last that it wrote: up to a minute too much, for it signs
+    a head each minute, and never too little.
+    """
+    times = [turn.connection.execute(statement).scalar() for statement in (_LAST_EVENT, _LAST_HEAD)]
+    last_ms = max((int(time_ms) for time_ms in times if time_ms is not None), default=turn.now_ms)
     turn.setting.mirror.started_ms = turn.now_ms
     turn.append(Kind.COORDINATOR_UP, "", {"shift_ms": max(0, turn.now_ms - last_ms)})
+
+
+def record_stop(turn: Turn) -> None:
+    """The coordinator is about to go away."""
+    turn.append(Kind.COORDINATOR_DOWN, "", {})
 
 
 def join_node(turn: Turn, *, node: str, document: bytes) -> MemberInfo:

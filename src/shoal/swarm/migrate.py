@@ -3,7 +3,9 @@
 Invariant: an upgrade is one transaction; a process killed in it leaves the database as it was.
 """
 
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from alembic import command
 from alembic.config import Config
@@ -21,16 +23,14 @@ def upgrade_schema(engine: Engine) -> None:
     """Create the tables, or bring those of an older shoal up to date."""
     config = _build_config()
     with engine.begin() as connection:
-        _check_known(config, connection)
-        config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        if _read_known(connection) != _list_scripts().newest:
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
 
 
 def check_schema(connection: Connection) -> None:
     """Refuse a database that has no ledger, or one of another version."""
-    config = _build_config()
-    _check_known(config, connection)
-    if _read_version(connection) != ScriptDirectory.from_config(config).get_current_head():
+    if _read_known(connection) != _list_scripts().newest:
         raise ConfigError(
             f"{show_url(connection.engine)}: holds no ledger, or that of an older shoal; start its coordinator first"
         )
@@ -42,12 +42,21 @@ def _build_config() -> Config:
     return config
 
 
-def _read_version(connection: Connection) -> str | None:
-    return MigrationContext.configure(connection).get_current_revision()
+class _Scripts(NamedTuple):
+    newest: str | None
+    known: frozenset[str]
 
 
-def _check_known(config: Config, connection: Connection) -> None:
-    version = _read_version(connection)
-    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
-    if version is not None and version not in known:
+@cache
+def _list_scripts() -> _Scripts:
+    """The versions that this shoal knows; read once, for they are a part of it."""
+    scripts = ScriptDirectory.from_config(_build_config())
+    return _Scripts(scripts.get_current_head(), frozenset(script.revision for script in scripts.walk_revisions()))
+
+
+def _read_known(connection: Connection) -> str | None:
+    """The database's version, None for an empty one; refuses one of a newer shoal."""
+    version = MigrationContext.configure(connection).get_current_revision()
+    if version is not None and version not in _list_scripts().known:
         raise ConfigError(f"{show_url(connection.engine)}: was made by a newer shoal (schema {version})")
+    return version

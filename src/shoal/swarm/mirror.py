@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 
 from shoal.swarm.delegation import Scope
 from shoal.swarm.event import Event, Kind
-from shoal.swarm.messages import Heartbeat, HeartbeatAnswer, Standing, SubmissionState
+from shoal.swarm.messages import Heartbeat, HeartbeatAnswer, NodeWait, Standing, SubmissionState
 from shoal.swarm.params import parse_params
 from shoal.swarm.rows import count_events
 from shoal.swarm.rules.age import oldest_version, open_steps
@@ -26,7 +26,12 @@ from shoal.swarm.state.leases import list_active, list_times
 from shoal.swarm.state.nodes import list_bans, list_nodes, list_owners
 from shoal.swarm.state.run import RunRow
 from shoal.swarm.state.steps import newest_version
+from shoal.swarm.waits import Wait
 
+MAX_TOLD = 16
+"""waits of nodes that are told"""
+MAX_SILENCE_MS = 3_600_000
+"""after which a node that fell silent is gone, and no longer waited for"""
 MAX_TIMES = 64
 """leases whose durations are remembered"""
 
@@ -46,6 +51,8 @@ class Seen:
 
     time_ms: int
     version: int = -1
+    role: str = ""
+    wait: NodeWait | None = None
 
 
 class Mirror:
@@ -94,7 +101,7 @@ class Mirror:
     def answer_heartbeat(self, node: str, beat: Heartbeat, now_ms: int, head: str | None) -> HeartbeatAnswer:
         """Note a node's sign of life, and tell it what it must know."""
         member = self._members[node]
-        self.seen[node] = Seen(now_ms, beat.version)
+        self.seen[node] = Seen(now_ms, beat.version, beat.role, beat.wait)
         gone = tuple(item.lease for item in beat.leases if not self._holds_lease(node, item.lease))
         params = self.params
         steps = open_steps(self.newest_version, params.async_level, params.steps)
@@ -122,6 +129,21 @@ class Mirror:
         gone = sum(age > 1000 * self.params.gone_s for age in ages)
         return live, len(ages) - live - gone, gone
 
+    def list_waits(self, now_ms: int) -> list[Wait]:
+        """What nodes say they wait for, and those that have fallen silent; the longest first, and not too many."""
+        found = []
+        for node, seen in list(self.seen.items()):
+            if not seen.role or self.finished:
+                continue
+            name = f"{seen.role} {node[:8]}"
+            age_ms = now_ms - seen.time_ms
+            if 1000 * self.params.stale_s < age_ms <= MAX_SILENCE_MS:
+                found.append(Wait("silence", name, "a sign of life", seen.time_ms))
+            elif seen.wait is not None and age_ms <= 1000 * self.params.stale_s:
+                wait = seen.wait
+                found.append(Wait("node", name, f"{wait.for_whom}: {wait.name}", wait.since_ms, wait.deadline_ms))
+        return sorted(found, key=lambda wait: wait.since_ms)[:MAX_TOLD]
+
     def _holds_lease(self, node: str, lease: str) -> bool:
         held = self.leases.get(lease)
         return held is not None and held.node == node
@@ -143,6 +165,8 @@ class Mirror:
                 self._follow_join(event.subject, content, event.time_ms)
             case Kind.NODE_REVOKE:
                 self._members[event.subject] = replace(self._members[event.subject], is_revoked=True)
+            case Kind.NODE_LEAVE:
+                self.seen[event.subject] = Seen(event.time_ms)  # what it waited for, it waits for no more
             case Kind.NODE_STANDING:
                 self.standings[event.subject] = Standing(content["standing"])
             case Kind.BAN | Kind.UNBAN:

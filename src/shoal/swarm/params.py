@@ -12,7 +12,7 @@ from shoal.config import Settings
 from shoal.errors import ConfigError
 from shoal.swarm.messages import MAX_ROLLOUTS, Standing
 
-FIXED = frozenset({"steps", "async_level", "groups_per_batch", "group_size", "max_tokens"})
+FIXED = frozenset({"steps", "async_level", "groups_per_batch", "max_groups", "group_size", "max_tokens"})
 """Changing breaks: the beacon chain, leases that are out, the order of batches."""
 MILLION = 1_000_000
 
@@ -32,6 +32,8 @@ class RunParams(Settings):
     """k: a step may train only on rollouts of versions at most this much older than the one it trains"""
     groups_per_batch: Annotated[int, Field(ge=1, le=65_536)] = 8
     """groups with a learning signal"""
+    max_groups: Annotated[int, Field(ge=0, le=2**31)] = 0
+    """most groups of one step; if fewer than wanted have a signal then, it trains on those. 0: no bound"""
     group_size: Annotated[int, Field(ge=1, le=MAX_ROLLOUTS)] = 8
     max_tokens: Count = 512
     groups_per_lease: Annotated[int, Field(ge=1, le=MAX_ROLLOUTS)] = 1
@@ -58,7 +60,9 @@ class RunParams(Settings):
     """how long another opinion is waited for"""
     max_rounds: Annotated[int, Field(ge=2, le=9)] = 3
     max_claims: Annotated[int, Field(ge=2, le=100)] = 5
-    """claims without a verdict after which a submission is inconclusive"""
+    """claims without a verdict, of more than one owner, after which a submission is inconclusive"""
+    limit_lapses: Count = 5
+    """claims in a row that a validator's owner let lapse, after which it may not judge for `limited_s`"""
     max_queue: Count = 1024
     """submissions in the queue beyond which no leases are granted"""
     max_pending_per_owner: Count = 8
@@ -78,14 +82,17 @@ class RunParams(Settings):
     verdict_price: Natural = 0
     """micro-credits for each verdict that helped to decide"""
     stake_submissions: Natural = 20
-    """accepted submissions whose pay is kept as an owner's bond"""
+    """accepted submissions, or verdicts, whose pay is kept as an owner's bond"""
     challenge_s: Seconds = 86_400
+    """how long pay is held at least, and files after the last who needs them"""
     hold_submissions: Natural = 20
     """pay is held until the owner had this many more submissions accepted, or `hold_max_s` have passed"""
     hold_max_s: Seconds = 7 * 86_400
     unbond_s: Seconds = 14 * 86_400
     slash_share: Share = MILLION
-    """of the bond that a hard verdict burns"""
+    """of the bond that a hard verdict or an accepted planted submission burns"""
+    redeem_least: Count = 1
+    """micro-credits that can be redeemed at once"""
     appeal_s: Seconds = 7 * 86_400
     """how long after a rejection it may be appealed"""
     appeal_every_s: Natural = 3 * 86_400
@@ -113,6 +120,8 @@ class RunParams(Settings):
     def _fits_together(self) -> "RunParams":
         if self.groups_per_lease * self.group_size > MAX_ROLLOUTS:
             raise ValueError(f"groups_per_lease times group_size must be at most {MAX_ROLLOUTS}")
+        if 0 < self.max_groups < self.groups_per_batch:
+            raise ValueError("max_groups must be 0 or at least groups_per_batch")
         if not self.lease_min_s <= self.lease_first_s <= self.lease_max_s:
             raise ValueError("lease_min_s, lease_first_s and lease_max_s must be in this order")
         if not self.heartbeat_s < self.stale_s < self.gone_s:

@@ -1,4 +1,8 @@
-"""Claims: who judges what. At least once: a claim that is not fulfilled in time goes to somebody else."""
+"""Claims: who judges what. At least once: a claim that is not fulfilled in time goes to somebody else.
+
+A validator that claims and does not judge cannot sink what it claimed: others are asked, and it may not judge for a
+while when it did so too often in a row.
+"""
 
 import json
 
@@ -7,22 +11,53 @@ from shoal.swarm.event import Kind
 from shoal.swarm.messages import ClaimAnswer, Job, Manifest, Standing
 from shoal.swarm.rows import read_event
 from shoal.swarm.state.credit import find_canary
-from shoal.swarm.state.nodes import find_owner
-from shoal.swarm.state.queue import JobRow, find_claimed, find_job, find_next
+from shoal.swarm.state.nodes import find_node, find_owner
+from shoal.swarm.state.queue import JobRow, find_claimed, find_job, find_lapse, find_next, list_lapsed
 from shoal.swarm.state.steps import find_step
 from shoal.swarm.state.submissions import SubmissionRow, find_submission, list_duplicates
 from shoal.swarm.turn import Turn
 
+MAX_AT_ONCE = 64
 _RETRY_S = 2
 
 
 def claim_job(turn: Turn, *, node: str) -> ClaimAnswer:
     """The submission that a validator judges next; the one it has claimed already, if any."""
+    while expire_claims(turn):  # those whose time is over though nobody has looked since
+        pass
     caller = require_validator(turn, node)
     job = find_claimed(turn.connection, node, turn.now_ms) or _claim_next(turn, caller)
     if job is None:
         return ClaimAnswer(job=None, retry_after_s=_RETRY_S)
     return ClaimAnswer(job=_describe_job(turn, job))
+
+
+def holds_claim(turn: Turn, job: JobRow, caller: Rows) -> bool:
+    """Whether a validator may judge: it has the claim, or had it and nobody else has it now."""
+    if job.state != "queued":
+        return False
+    node, owner = caller.node.node, caller.owner.owner
+    return node == (job.validator or find_lapse(turn.connection, job.submission, owner, job.round))
+
+
+def expire_claims(turn: Turn) -> bool:
+    """End claims that passed their deadline; whether there may be more."""
+    lapsed = list_lapsed(turn.connection, turn.now_ms, MAX_AT_ONCE)
+    for job in lapsed:
+        _lapse_claim(turn, job)
+    return len(lapsed) == MAX_AT_ONCE
+
+
+def _lapse_claim(turn: Turn, job: JobRow) -> None:
+    node = find_node(turn.connection, job.validator)
+    assert node is not None, "a claim is of a node"
+    body = {"owner": node.owner, "round": job.round, "validator": job.validator}
+    turn.append(Kind.VAL_LAPSE, job.submission, body)
+    owner = find_owner(turn.connection, node.owner)
+    assert owner is not None, "a node has an owner"
+    if owner.lapses >= turn.params.limit_lapses and owner.standing not in (Standing.LIMITED, Standing.BANNED):
+        reason = f"let {owner.lapses} claims in a row lapse"
+        turn.append(Kind.NODE_STANDING, owner.owner, {"reason": reason, "standing": Standing.LIMITED.value})
 
 
 def _claim_next(turn: Turn, caller: Rows) -> JobRow | None:

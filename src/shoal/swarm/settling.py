@@ -34,14 +34,17 @@ class Finding:
     state: SubmissionState
     because: str
     votes: Sequence[VerdictRow]
+    round: int = 0
+    """of the verdict that decided; 0 if time did"""
     tokens: int = 0
     signals: tuple[int, ...] = ()
 
 
-def settle_submission(turn: Turn, submission: SubmissionRow, finding: Finding) -> int:
-    """Record the outcome with all its consequences; returns what its owner is paid."""
+def settle_submission(turn: Turn, submission: SubmissionRow, finding: Finding) -> None:
+    """Record the outcome with all its consequences."""
     if find_canary(turn.connection, submission.submission) is not None:
-        return _settle_canary(turn, submission, finding)
+        _settle_canary(turn, submission, finding)
+        return
     finding = _check_duplicates(turn, submission, finding)
     owner = find_owner(turn.connection, submission.owner)
     assert owner is not None, "a submission has an owner"
@@ -51,10 +54,9 @@ def settle_submission(turn: Turn, submission: SubmissionRow, finding: Finding) -
     _change_standing(turn, owner, finding.state)
     if finding.state is SubmissionState.HARD:
         convict_owner(turn, submission)
-    return int(body["paid"])
 
 
-def settle_appeal(turn: Turn, submission: SubmissionRow, finding: Finding) -> int:
+def settle_appeal(turn: Turn, submission: SubmissionRow, finding: Finding) -> None:
     """Record what an appeal came to: the rejection stands, or its owner is paid and given back what was taken."""
     reverses = finding.state is SubmissionState.ACCEPTED
     state = finding.state if reverses else SubmissionState(submission.state)
@@ -63,7 +65,7 @@ def settle_appeal(turn: Turn, submission: SubmissionRow, finding: Finding) -> in
     body = empty_outcome(turn, submission, state, finding.because)
     owner = find_owner(turn.connection, submission.owner)
     assert owner is not None, "a submission has an owner"
-    body |= {"appeal": 1, "fills": 0}
+    body |= {"appeal": 1, "fills": 0, "round": finding.round}
     postings: list[Posting] = []
     if reverses and find_ban(turn.connection, submission.node, submission.owner) is None:
         payments = _repay_owner(turn, submission, finding.tokens)
@@ -71,22 +73,28 @@ def settle_appeal(turn: Turn, submission: SubmissionRow, finding: Finding) -> in
         body |= {"paid": paid, "purse": "pending", "tokens": finding.tokens, "holds": _list_holds(payments, owner)}
         postings = _post_appeal(turn, submission, payments)
     turn.append(Kind.SUB_OUTCOME, submission.submission, body, postings)
-    return int(str(body["paid"]))
 
 
 def convict_owner(turn: Turn, submission: SubmissionRow) -> None:
     """Two validators found that a submission was faked: burn what its owner holds, and ban it."""
-    owner, params = submission.owner, turn.params
-    accounts = {purse: name_account(purse, owner) for purse in ("pending", "stake", "unbond")}
-    balances = read_balances(turn.connection, list(accounts.values()))
-    held = {purse: balances[account] for purse, account in accounts.items()}
-    loss = count_loss(params, **held)
-    if loss.total:
-        free_ms = max((bond.free_ms for bond in list_bonds(turn.connection, owner)), default=0)
-        body = {"amount": loss.total, "free_ms": free_ms, "owner": owner, "rest": held["unbond"] - loss.unbond}
-        turn.append(Kind.SLASH, submission.submission, body, post_loss(owner, loss))
+    owner = submission.owner
+    _burn_credit(turn, submission, owner, ("pending", "stake", "unbond"))
     turn.append(Kind.BAN, owner, {"reason": name_conviction(submission.submission), "target": owner})
     void_work(turn, owner)
+
+
+def _burn_credit(turn: Turn, submission: SubmissionRow, owner: str, purses: Sequence[str]) -> None:
+    """Burn what an owner has in some purses, for what it did to a submission."""
+    accounts = {purse: name_account(purse, owner) for purse in purses}
+    balances = read_balances(turn.connection, list(accounts.values()))
+    held = {purse: balances[account] for purse, account in accounts.items()}
+    loss = count_loss(turn.params, **held)
+    if loss.total == 0:
+        return
+    free_ms = max((bond.free_ms for bond in list_bonds(turn.connection, owner)), default=0)
+    body = {"amount": loss.total, "free_ms": free_ms, "owner": owner, "pending": int("pending" in purses)}
+    body["rest"] = held["unbond"] - loss.unbond
+    turn.append(Kind.SLASH, submission.submission, body, post_loss(owner, loss))
 
 
 def name_conviction(submission: str) -> str:
@@ -101,7 +109,7 @@ def _check_duplicates(turn: Turn, submission: SubmissionRow, finding: Finding) -
     for row in list_duplicates(turn.connection, submission.submission):
         if row.rival_state == SubmissionState.ACCEPTED:
             because = f"rollout {row.place} has the tokens of one in {row.rival}, which was handed in before"
-            return Finding(SubmissionState.SOFT, because, finding.votes)
+            return Finding(SubmissionState.SOFT, because, finding.votes, finding.round)
     return finding
 
 
@@ -111,14 +119,16 @@ def _describe_outcome(
     width = _change_width(turn, submission.node, finding.state)
     body: dict[str, Any] = empty_outcome(turn, submission, finding.state, finding.because)
     body |= {"progress": width.progress, "soft_row": count_soft(owner.soft_row, finding.state), "width": width.width}
-    payments = pay_verdicts(turn.params, _list_judges(turn, finding.votes))
+    judges = _list_judges(turn, finding.votes)
+    payments = pay_verdicts(turn.params, {judge.owner: judge.staked for judge in judges})
     if finding.state is SubmissionState.ACCEPTED:
         pay = pay_tokens(turn.params, submission.owner, finding.tokens, owner.staked)
         body |= {"signals": list(finding.signals), "tokens": finding.tokens}
         if pay is not None:
             body |= {"paid": pay.amount, "purse": pay.purse}
             payments.append(pay)
-    body["holds"] = _list_holds(payments, owner)
+    body |= {"holds": _list_holds(payments, owner), "round": finding.round}
+    body["staked"] = [payment.owner for payment in payments if payment.purse == "stake"]
     return body, payments
 
 
@@ -135,10 +145,11 @@ def _list_holds(payments: Sequence[Payment], owner: OwnerRow) -> list[dict[str, 
     ]
 
 
-def _list_judges(turn: Turn, votes: Sequence[VerdictRow]) -> list[str]:
-    """Owners of the validators whose verdict was clear, once for each."""
-    judges = [find_node(turn.connection, vote.validator) for vote in votes if vote.verdict != Verdict.INCONCLUSIVE]
-    return [judge.owner for judge in judges if judge is not None and not turn.setting.mirror.is_banned(judge.owner)]
+def _list_judges(turn: Turn, votes: Sequence[VerdictRow]) -> list[OwnerRow]:
+    """Owners of the validators whose verdict was clear; an owner judges a submission once."""
+    nodes = [find_node(turn.connection, vote.validator) for vote in votes if vote.verdict != Verdict.INCONCLUSIVE]
+    owners = [find_owner(turn.connection, node.owner) for node in nodes if node is not None]
+    return [owner for owner in owners if owner is not None and owner.standing != Standing.BANNED]
 
 
 def _change_width(turn: Turn, node: str, state: SubmissionState) -> Width:
@@ -159,18 +170,18 @@ def _change_standing(turn: Turn, old: OwnerRow, state: SubmissionState) -> None:
         turn.append(Kind.NODE_STANDING, owner.owner, {"reason": state.value, "standing": standing.value})
 
 
-def _settle_canary(turn: Turn, submission: SubmissionRow, finding: Finding) -> int:
-    """A planted submission: who accepted it may not judge for a while. What a canary finds is never paid."""
+def _settle_canary(turn: Turn, submission: SubmissionRow, finding: Finding) -> None:
+    """A planted submission: who accepted it loses its bond, and may not judge for a while. None is ever paid."""
     body = empty_outcome(turn, submission, finding.state, finding.because)
-    turn.append(Kind.SUB_OUTCOME, submission.submission, {**body, "fills": 0})
+    turn.append(Kind.SUB_OUTCOME, submission.submission, {**body, "fills": 0, "round": finding.round})
     if finding.state is not SubmissionState.ACCEPTED:
-        return 0
+        return
     for vote in finding.votes:
         judge = find_node(turn.connection, vote.validator)
         if vote.verdict == Verdict.ACCEPTED and judge is not None:
+            _burn_credit(turn, submission, judge.owner, ("stake", "unbond"))
             reason = {"reason": f"accepted the planted {submission.submission}", "standing": Standing.LIMITED.value}
             turn.append(Kind.NODE_STANDING, judge.owner, reason)
-    return 0
 
 
 def _lift_conviction(turn: Turn, submission: SubmissionRow) -> None:
@@ -182,7 +193,7 @@ def _lift_conviction(turn: Turn, submission: SubmissionRow) -> None:
 
 def _repay_owner(turn: Turn, submission: SubmissionRow, tokens: int) -> list[Payment]:
     """The pay that was due, and what the conviction took."""
-    amounts = (turn.params.price * tokens, find_loss(turn.connection, submission.submission))
+    amounts = (turn.params.price * tokens, find_loss(turn.connection, submission.submission, submission.owner))
     return [Payment(submission.owner, "pending", amount) for amount in amounts if amount]
 
 

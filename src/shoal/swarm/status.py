@@ -7,6 +7,7 @@ from sqlalchemy import Connection
 from shoal.swarm.messages import LeaderLine, Standing, Status, StepInfo
 from shoal.swarm.mirror import Mirror
 from shoal.swarm.params import RunParams
+from shoal.swarm.rules.batch import is_exhausted
 from shoal.swarm.state.credit import last_caught, list_missed
 from shoal.swarm.state.leases import LeaseRow, list_on_step
 from shoal.swarm.state.nodes import list_owners
@@ -26,7 +27,7 @@ def build_status(connection: Connection, setting: Setting, book: WaitBook, now_m
     state, mirror = read_run(connection), setting.mirror
     params, newest = state.params, newest_version(connection)
     live, stale, gone = mirror.count_alive(now_ms)
-    waits = [*find_waits(connection, mirror, params, now_ms), *book.list_waits()]
+    waits = [*find_waits(connection, mirror, params, now_ms), *mirror.list_waits(now_ms), *book.list_waits()]
     described = [wait.describe(now_ms) for wait in waits]
     overdue = [f"overdue: {info.text}" for info in described if info.overdue]
     return Status(
@@ -61,8 +62,9 @@ def find_waits(connection: Connection, mirror: Mirror, params: RunParams, now_ms
         if step.step == newest + 1:
             yield Wait("training", f"step {step.step}", f"its trainer to publish v{step.step}", step.cut_ms)
     if queued := count_queued(connection):
-        name, since_ms = f"{queued} submissions", oldest_queued(connection)
-        yield Wait("validation", name, "validators", since_ms, since_ms + 1000 * params.opinion_s)
+        since_ms, number = oldest_queued(connection), "1 submission" if queued == 1 else f"{queued} submissions"
+        deadline_ms = since_ms + 1000 * params.opinion_s
+        yield Wait("validation", "the queue", f"validators to judge {number}", since_ms, deadline_ms)
 
 
 def find_alarms(connection: Connection, params: RunParams, now_ms: int, started_ms: int) -> Iterator[str]:
@@ -112,7 +114,7 @@ def _find_step_waits(
     name = f"step {step.step}"
     version = find_version(connection, max(0, step.step - 1 - params.async_level))
     since_ms = step.opened_ms if version is None else max(step.opened_ms, version.published_ms)
-    if lacking == 0:
+    if lacking == 0 or is_exhausted(params, groups.on_their_way, groups.next_index):
         yield Wait("cut", name, "its trainer to cut the batch", since_ms)
         return
     leases = list_on_step(connection, step.step)

@@ -22,6 +22,7 @@ from shoal.swarm.messages import (
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.rows import read_event
 from shoal.swarm.rules.age import is_allowed
+from shoal.swarm.rules.deadline import upload_time
 from shoal.swarm.state.leases import LeaseRow, find_lease, list_on_span
 from shoal.swarm.state.spans import find_span
 from shoal.swarm.state.steps import find_step, newest_version
@@ -55,7 +56,7 @@ def commit_manifest(turn: Turn, *, node: str, signed: SignedManifest) -> CommitA
     event = turn.record(statement)
     submission = find_submission(turn.connection, f"s{event.seq}")
     assert submission is not None, "it was committed"
-    return _answer_commit(submission)
+    return _answer_commit(turn, submission)
 
 
 def plan_upload(turn: Turn, *, node: str, submission: str, past_us: bool = False) -> SubmissionRow | ReceiptAnswer:
@@ -92,6 +93,11 @@ def expire_uploads(turn: Turn) -> bool:
     for submission in late:
         drop_upload(turn, submission, SubmissionState.UNSENT, blame=True)
     return len(late) == MAX_AT_ONCE
+
+
+def refuse_busy() -> AuthError:
+    """What a node hears whose file is being removed, for it is the same that somebody handed in long ago."""
+    return AuthError(503, "busy", "the store is busy with this file; try again soon", retry_after_s=1)
 
 
 def refuse_absent() -> AuthError:
@@ -154,7 +160,7 @@ def _repeat_commit(turn: Turn, earlier: SubmissionRow, manifest: Manifest) -> Co
     event = read_event(turn.connection, int(earlier.submission[1:]))
     if event is not None and event.body != encode_body(manifest.model_dump(mode="json")):
         raise AuthError(409, "committed", f"another manifest was committed for this lease, as {earlier.submission}")
-    return _answer_commit(earlier)
+    return _answer_commit(turn, earlier)
 
 
 def _end_rivals(turn: Turn, delivered: SubmissionRow) -> None:
@@ -165,9 +171,14 @@ def _end_rivals(turn: Turn, delivered: SubmissionRow) -> None:
         drop_upload(turn, rival, SubmissionState.SUPERSEDED)
 
 
-def _answer_commit(row: SubmissionRow) -> CommitAnswer:
-    state = SubmissionState(row.state)
-    return CommitAnswer(submission=row.submission, state=state, size=row.size, deadline_ms=row.upload_ms)
+def _answer_commit(turn: Turn, row: SubmissionRow) -> CommitAnswer:
+    """As it was the first time; what became of it since, the upload will tell."""
+    lease = find_lease(turn.connection, row.lease)
+    assert lease is not None, "a submission that a node committed has a lease"
+    deadline_ms = row.committed_ms + upload_time(lease.upload_s, row.size)
+    return CommitAnswer(
+        submission=row.submission, state=SubmissionState.COMMITTED, size=row.size, deadline_ms=deadline_ms
+    )
 
 
 def _answer_receipt(turn: Turn, row: SubmissionRow) -> ReceiptAnswer:

@@ -98,7 +98,9 @@ class Wire(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(0)
+        # A plain transport is full above its limit, one with TLS from its limit on: at 0 it would be full while it is
+        # empty, and nothing would wake us.
+        self._transport.set_write_buffer_limits(1 if self.is_tls else 0, 0)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Called by the loop before it reads."""

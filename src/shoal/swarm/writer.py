@@ -23,6 +23,8 @@ from typing import Any, Protocol
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
+from shoal.swarm.faults import reach
+
 MAX_GROUP = 64
 LINGER_S = 0.005
 MAX_WAITING = 4096
@@ -150,6 +152,8 @@ class GroupWriter:
             for job in group:
                 self._run_job(job)
             self._book.flush_group()
+            reach("write", 1)
+        reach("write", 2)
         self._book.publish_group()
         for job in group:
             if job.error is None:

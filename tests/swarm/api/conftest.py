@@ -43,10 +43,12 @@ from shoal.swarm.messages import (
     Message,
     Receipt,
     ReceiptAnswer,
+    RedeemAnswer,
     ReturnAnswer,
     SignedAppeal,
     SignedCommand,
     SignedManifest,
+    SignedRedeem,
     SignedVerdict,
     SignedVersion,
     Standing,
@@ -82,6 +84,9 @@ class StandIn:
     def admit(self, node: str, **fields: Any) -> None:
         scopes = frozenset({Scope.WORK, Scope.VALIDATE})
         self.members[node] = Member(**{"owner": node, "scopes": scopes, **fields})
+
+    def listen(self, listener: Callable[..., None]) -> None:
+        """Nothing happens here that somebody waits for."""
 
     async def tick(self) -> None:
         self.num_ticks += 1
@@ -224,6 +229,11 @@ class StandIn:
     async def unbond(self, node: str) -> int:
         self.calls.append("unbond")
         return 7
+
+    async def redeem(self, signed: SignedRedeem) -> RedeemAnswer:
+        self.calls.append("redeem")
+        asked = signed.redeem
+        return RedeemAnswer(request=asked.request, state="open", amount=asked.amount, seq=3)
 
     async def revoke(self, revocation: bytes) -> None:
         self.calls.append("revoke")

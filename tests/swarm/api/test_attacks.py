@@ -97,7 +97,7 @@ def test_a_banned_node_is_refused_on_every_route_that_knows_its_caller(open_stan
                         lines.append(f"Shoal-Work: {solve_challenge(challenge, lambda: False)}")
                     assert code_of(await stand.send(lines, body)) == (403, "banned"), path
                     asked += 1
-            assert asked == 15
+            assert asked == 16
             assert stand.coordinator.calls == []
 
     asyncio.run(check())

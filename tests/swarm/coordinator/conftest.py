@@ -3,9 +3,9 @@
 import asyncio
 import hashlib
 import itertools
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -32,10 +32,13 @@ from shoal.swarm.messages import (
     LeaseAnswer,
     Manifest,
     ReceiptAnswer,
+    RedeemAnswer,
+    RedeemStatement,
     RolloutEntry,
     SignedAppeal,
     SignedCommand,
     SignedManifest,
+    SignedRedeem,
     SignedVerdict,
     SignedVersion,
     Verdict,
@@ -270,6 +273,14 @@ class World:
         signed = SignedAppeal(appeal=statement, owner=self.owner_id(owner), signature=signature)
         return self.run(self.coordinator.appeal(signed))
 
+    def redeem(self, owner: str, amount: int, request: str | None = None, goal: str = "") -> RedeemAnswer:
+        return self.run(self.coordinator.redeem(self.describe_redeem(owner, amount, request, goal)))
+
+    def describe_redeem(self, owner: str, amount: int, request: str | None = None, goal: str = "") -> SignedRedeem:
+        statement = RedeemStatement(request=request or f"{next(self._numbers):032x}", amount=amount, goal=goal)
+        signature = sign_message(self.owners[owner], "demo", statement)
+        return SignedRedeem(redeem=statement, owner=self.owner_id(owner), signature=signature)
+
     def query(self, read: Callable[..., Any], *args: Any) -> Any:
         """What a function reads from the tables."""
         with self.coordinator.ledger.read() as connection:
@@ -300,20 +311,14 @@ async def send_bytes(data: bytes) -> AsyncIterator[bytes]:
 
 
 @pytest.fixture
-def quick_folder() -> Iterator[Path]:
-    """A folder in memory where there is one: these tests are not about the disk."""
-    memory = Path("/dev/shm")
-    with TemporaryDirectory(prefix="shoal-", dir=memory if memory.is_dir() else None) as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-def make_world(quick_folder: Path) -> Iterator[Callable[..., World]]:
+def make_world(quick_folder: Path, migrated: Path) -> Iterator[Callable[..., World]]:
     """Begins a run on SQLite; its ledger is verified at the end, whatever the test did."""
     worlds: list[World] = []
 
     def make(**changes: Any) -> World:
-        worlds.append(World(f"sqlite:///{quick_folder}/run-{len(worlds)}.db", **changes))
+        path = quick_folder / f"run-{len(worlds)}.db"
+        shutil.copy(migrated, path)
+        worlds.append(World(f"sqlite:///{path}", **changes))
         return worlds[-1]
 
     yield make

@@ -1,10 +1,12 @@
 """Holds, bonds, convictions, bans, appeals, planted submissions, and the operator."""
 
+import asyncio
+
 import pytest
 
 from shoal.keys import Key
 from shoal.swarm.delegation import Scope
-from shoal.swarm.messages import Action, CanaryPlan, RolloutEntry, Standing, SubmissionState, Verdict
+from shoal.swarm.messages import Action, CanaryPlan, RedeemAnswer, RolloutEntry, Standing, SubmissionState, Verdict
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.state.credit import find_appeal, find_canary
 from shoal.swarm.state.leases import find_lease
@@ -90,10 +92,12 @@ def test_a_share_of_the_bond_is_taken_where_the_run_says_so(rich):
 
 
 def test_a_bond_comes_back_after_its_time_and_must_be_earned_again(rich):
-    rich.run(rich.coordinator.unbond(rich.id("w1")))
+    free_ms = rich.run(rich.coordinator.unbond(rich.id("w1")))
+    rich.now_ms += 1000
+    assert rich.run(rich.coordinator.unbond(rich.id("w1"))) == free_ms, "asked again, the first answer"
+    rich.wait(rich.params.unbond_s)
     with pytest.raises(AuthError, match="no bond"):
         rich.run(rich.coordinator.unbond(rich.id("w1")))
-    rich.wait(rich.params.unbond_s)
     assert purses(rich, "ann") == {"stake": 0, "pending": 0, "avail": 4000, "unbond": 0}
     rich.work("w1")
     assert purses(rich, "ann")["stake"] == 2000
@@ -275,6 +279,90 @@ def test_who_accepts_a_planted_submission_is_found(world):
         world.claim("judge-a")
     assert world.balance("mint", "") == 0
     assert world.lease("w1").first == 0  # nothing was filled by it
+
+
+def test_who_accepts_a_planted_submission_loses_its_bond_to_nobody(make_world):
+    world = make_world(verdict_price=7, stake_submissions=2)
+    world.join("w1", "ann")
+    world.publish(0)
+    for _ in range(3):
+        world.submit("w1", world.lease("w1"))
+        world.judge("judge-a")
+    assert purses(world, "judge-a") == {"stake": 14, "pending": 7, "avail": 0, "unbond": 0}
+    before = world.balance("treasury", "")
+    submission = plant(world)
+    world.judge("judge-a")
+    assert purses(world, "judge-a") == {"stake": 0, "pending": 7, "avail": 0, "unbond": 0}
+    assert (world.balance("burn", ""), world.balance("treasury", "")) == (14, before)
+    owner = world.query(find_owner, world.owner_id("judge-a"))
+    assert (owner.standing, owner.staked) == (Standing.LIMITED, 0)
+    assert submission in world.coordinator.read_status().alarms[0]
+    world.wait(world.params.challenge_s)
+    assert purses(world, "judge-a")["avail"] == 7, "what it earned honestly is not taken"
+
+
+def test_two_validators_that_accept_one_planted_submission_both_pay(make_world):
+    world = make_world(verdict_price=7, stake_submissions=9)
+    world.join("w1", "ann")
+    world.publish(0)
+    for judge in ("judge-a", "judge-b", "judge-c"):
+        world.submit("w1", world.lease("w1"))
+        world.judge(judge)
+    plant(world)
+    world.judge("judge-c", Verdict.HARD)
+    world.judge("judge-a")
+    world.judge("judge-b")
+    assert [world.balance("stake", judge) for judge in ("judge-a", "judge-b", "judge-c")] == [0, 0, 7]
+    assert world.balance("burn", "") == 14
+
+
+def test_credit_is_redeemed_in_two_phases(rich):
+    rich.wait(rich.params.challenge_s)
+    with pytest.raises(AuthError, match="2000 micro-credits free"):
+        rich.redeem("ann", 2001)
+    answer = rich.redeem("ann", 1500, "a" * 32, goal="account 7")
+    assert (answer.state, rich.balance("avail", "ann"), rich.balance("redeeming", "ann")) == ("open", 500, 1500)
+    rich.order(Action.REDEEM_DONE, request="a" * 32)
+    assert (rich.balance("redeeming", "ann"), rich.balance("redeemed", "")) == (0, 1500)
+    second = rich.redeem("ann", 500, "b" * 32)
+    rich.order(Action.REDEEM_FAILED, request="b" * 32, reason="no such account")
+    assert (rich.balance("avail", "ann"), rich.balance("redeemed", "")) == (500, 1500)
+    assert rich.redeem("ann", 500, "b" * 32) == second.model_copy(update={"state": "failed"})
+    for request in ("a" * 32, "b" * 32, "c" * 32):
+        with pytest.raises(AuthError, match="no open request"):
+            rich.order(Action.REDEEM_DONE, request=request)
+
+
+def test_a_request_to_redeem_counts_once_and_is_its_owners(rich):
+    rich.wait(rich.params.challenge_s)
+    first = rich.redeem("ann", 700, "a" * 32)
+    rich.restart()
+    assert rich.redeem("ann", 700, "a" * 32) == first
+    for owner, amount in (("ann", 701), ("bob", 700)):
+        with pytest.raises(AuthError, match="another request"):
+            rich.redeem(owner, amount, "a" * 32)
+    forged = rich.describe_redeem("bob", 5).model_copy(update={"owner": rich.owner_id("ann")})
+    with pytest.raises(AuthError, match="not a statement"):
+        rich.run(rich.coordinator.redeem(forged))
+    rich.order(Action.BAN, target=rich.owner_id("ann"))
+    with pytest.raises(AuthError, match="banned"):
+        rich.redeem("ann", 1)
+    assert rich.balance("avail", "ann") == 1300
+
+
+def test_of_a_hundred_parallel_requests_to_redeem_as_many_as_there_is_credit_for_are_paid(rich):
+    rich.wait(rich.params.challenge_s)
+    requests = [rich.describe_redeem("ann", 700) for _ in range(100)]
+
+    async def ask_all():
+        return await asyncio.gather(*map(rich.coordinator.redeem, requests), return_exceptions=True)
+
+    answers = rich.run(ask_all())
+    taken = [answer.request for answer in answers if not isinstance(answer, AuthError)]
+    assert len(taken) == 2 and all(isinstance(answer, AuthError | RedeemAnswer) for answer in answers)
+    for request in taken:
+        rich.order(Action.REDEEM_DONE, request=request)
+    assert (rich.balance("avail", "ann"), rich.balance("redeemed", "")) == (600, 1400)
 
 
 def test_silence_of_the_canaries_is_an_alarm(world):

@@ -22,10 +22,9 @@ from hypothesis.stateful import (
 )
 from sqlalchemy import text
 
-from shoal.swarm.messages import Action, Heartbeat, Verdict
+from shoal.swarm.messages import Action, CanaryPlan, Heartbeat, RolloutEntry, Verdict
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.rules.age import is_allowed
-from shoal.swarm.state.spans import count_groups
 from shoal.swarm.state.steps import list_steps
 from shoal.swarm.state.submissions import find_submission
 
@@ -48,7 +47,11 @@ SETTINGS = {
     "reserve_s": 10,
 }
 _SPANS = text("SELECT step, first, count, state, holders, submission FROM span ORDER BY step, first")
-_GROUPS = text("SELECT step, position FROM trained_group ORDER BY step, position")
+_GROUPS = text("SELECT step, position, signal, batched FROM trained_group ORDER BY step, position")
+_STEPS = text("SELECT step, state, leased, offered, delivered, signal, dull FROM step")
+_TRANSIENT = text(
+    "SELECT count(*) FROM job WHERE validator <> '' UNION ALL SELECT count(*) FROM owner WHERE standing = 'limited'"
+)
 _ACTIVE = text("SELECT step, first, state FROM lease WHERE state = 'active'")
 _WAITING = text("SELECT step, first FROM submission WHERE state = 'committed'")
 _BALANCES = text("SELECT account, amount FROM balance")
@@ -71,6 +74,7 @@ class Swarm(RuleBasedStateMachine):
         self.leases = {node: [] for node in WORKERS}
         self.uploads = []
         self.rejected = []
+        self.planted = set()
         self.frozen = {}
 
     @rule(seconds=st.sampled_from([0, 3, 31, 130, 400, 3700, 100_000]))
@@ -142,7 +146,7 @@ class Swarm(RuleBasedStateMachine):
             job = self.world.claim(judge).job
             if job is not None:
                 answer = self.world.post(judge, self.world.describe_verdict(job, verdict, signal=signal, check=check))
-                if answer.record.state.startswith("rejected"):
+                if answer.record.state.startswith("rejected") and job.submission not in self.planted:
                     self.rejected.append(job.submission)
 
     @rule(judge=st.sampled_from(JUDGES))
@@ -180,6 +184,21 @@ class Swarm(RuleBasedStateMachine):
         with contextlib.suppress(AuthError):
             self.world.run(self.world.coordinator.unbond(self.world.id(node)))
 
+    @rule(owner=st.sampled_from(OWNERS), amount=st.integers(1, 3000), ends=st.booleans())
+    def redeem_credit(self, owner, amount, ends):
+        with contextlib.suppress(AuthError):
+            request = self.world.redeem(owner, amount).request
+            if ends:
+                action = Action.REDEEM_DONE if amount % 2 else Action.REDEEM_FAILED
+                self.world.order(action, request=request)
+
+    @rule(judge=st.sampled_from(JUDGES), lazy=st.booleans())
+    def plant_canary(self, judge, lazy):
+        rollouts = (RolloutEntry(hash="f" * 64, tokens=100),)
+        plan = CanaryPlan(step=1, first=0, count=1, version=0, blob="e" * 64, size=10, rollouts=rollouts)
+        self.planted.add(f"s{self.world.order(Action.CANARY, canary=plan).seq}")
+        self.judge_next(judge, Verdict.ACCEPTED if lazy else Verdict.SOFT, True, "toploc")
+
     @rule(node=st.sampled_from(sorted(WORKERS)))
     def leave_and_return(self, node):
         with contextlib.suppress(AuthError):
@@ -200,7 +219,7 @@ class Swarm(RuleBasedStateMachine):
     @invariant()
     def every_index_is_in_one_span_and_held_as_often_as_it_says(self):
         holders = Counter(tuple(row[:2]) for row in (*self.read(_ACTIVE), *self.read(_WAITING)))
-        groups = Counter(tuple(row) for row in self.read(_GROUPS))
+        groups = Counter(tuple(row[:2]) for row in self.read(_GROUPS))
         next_index = Counter()
         for step, first, count, state, held, submission in self.read(_SPANS):
             assert next_index[step] == first, "a gap, or an overlap"
@@ -213,19 +232,30 @@ class Swarm(RuleBasedStateMachine):
     @invariant()
     def no_step_has_more_on_its_way_than_it_needs(self):
         for step in self.world.query(list_steps, "open"):
-            groups = self.world.query(count_groups, step.step)
-            assert groups.signal + groups.on_their_way <= SETTINGS["groups_per_batch"]
+            assert step.signal + step.on_their_way <= SETTINGS["groups_per_batch"]
+
+    @invariant()
+    def steps_count_their_groups_right_and_train_on_a_whole_batch_or_none(self):
+        counts, batched = Counter(), Counter()
+        for step, _, count, state, _, _ in self.read(_SPANS):
+            counts[step, state] += count
+        for step, _, signal, in_batch in self.read(_GROUPS):
+            counts[step, "signal" if signal else "dull"] += 1
+            batched[step] += in_batch
+        for step, state, *numbers in self.read(_STEPS):
+            assert numbers == [counts[step, name] for name in ("leased", "offered", "delivered", "signal", "dull")]
+            assert batched[step] == (0 if state == "open" else SETTINGS["groups_per_batch"])
 
     @invariant()
     def nobody_is_paid_while_banned(self):
         balances = dict(tuple(row) for row in self.read(_BALANCES))
         for owner in OWNERS:
             public = self.world.owner_id(owner)
-            held = sum(balances.get(f"{purse}:{public}", 0) for purse in PURSES)
+            held = sum(balances.get(f"{purse}:{public}", 0) for purse in (*PURSES, "redeeming"))
             if not self.world.coordinator.mirror.is_banned(public):
                 self.frozen.pop(owner, None)
                 continue
-            free = balances.get(f"avail:{public}", 0)
+            free = balances.get(f"avail:{public}", 0) + balances.get(f"redeeming:{public}", 0)
             most = self.frozen.setdefault(owner, (held, free))
             assert held <= most[0] and free <= most[1]
 
@@ -246,11 +276,13 @@ class Swarm(RuleBasedStateMachine):
         for _ in range(3):
             world.wait(4000)  # limits of judges end too
         assert self.read(_ACTIVE) == [] and self.read(_WAITING) == []
+        assert [number for (number,) in self.read(_TRANSIENT)] == [0, 0], "time ends claims and limits too"
         world.join("honest", "dora")
         for _ in range(300):
             for judge in JUDGES:
                 while (job := world.claim(judge).job) is not None:
-                    world.post(judge, world.describe_verdict(job))
+                    verdict = Verdict.SOFT if job.submission in self.planted else Verdict.ACCEPTED
+                    world.post(judge, world.describe_verdict(job, verdict))
             step = world.coordinator.mirror.newest_version + 1
             if step > SETTINGS["steps"]:
                 break

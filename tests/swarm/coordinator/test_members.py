@@ -4,11 +4,13 @@ import pytest
 
 from shoal.keys import Key
 from shoal.swarm.delegation import Grant, Scope, sign_delegation, sign_revocation
-from shoal.swarm.messages import Action, Heartbeat, Progress, Standing
+from shoal.swarm.messages import Action, Heartbeat, Progress, Standing, Verdict
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.state.leases import find_lease
-from shoal.swarm.state.nodes import find_node
+from shoal.swarm.state.nodes import find_node, find_owner
+from shoal.swarm.state.queue import find_job
 from shoal.swarm.state.spans import find_span
+from shoal.swarm.state.submissions import find_submission
 
 
 def test_a_stranger_joins_on_probation(world):
@@ -136,3 +138,44 @@ def test_an_outage_moves_deadlines(world):
     row = world.query(find_lease, lease.lease)
     assert (row.state, row.deadline_ms) == ("active", lease.deadline_ms + 10**6)
     assert world.query(find_span, 1, 0).state == "leased"
+
+
+def test_an_outage_moves_uploads_claims_and_opinions(world):
+    unsent = world.commit("w1", world.make_manifest(world.lease("w1")))
+    claimed = world.submit("w2", world.lease("w2"))
+    job = world.take("judge-b")
+    doubted = world.submit("w3", world.lease("w3"))
+    world.judge("judge-a", Verdict.HARD)
+    world.now_ms += 10**7
+    world.restart()
+    world.wait(1)
+    row = world.query(find_submission, unsent.submission)
+    assert (row.state, row.upload_ms) == ("committed", unsent.deadline_ms + 10**7)
+    assert world.query(find_submission, doubted).state == "received", "the second opinion is waited for as long"
+    assert world.query(find_job, claimed).deadline_ms == job.deadline_ms + 10**7
+    world.post("judge-b", world.describe_verdict(job))
+    assert world.query(find_owner, world.owner_id("judge-b")).lapses == 0
+
+
+def test_a_stop_is_recorded_and_only_the_time_after_it_counts_as_away(world):
+    lease = world.lease("w1")
+    world.now_ms += 5000
+    world.run(world.coordinator.stop())
+    world.now_ms += 700
+    world.restart()
+    assert world.query(find_lease, lease.lease).deadline_ms == lease.deadline_ms + 700
+
+
+def test_after_a_kill_the_last_signed_head_says_when_it_was_alive(world):
+    lease = world.lease("w1")
+    world.now_ms += 5000
+    world.run(world.coordinator.ledger.sign_head())
+    world.now_ms += 300
+    world.restart()
+    assert world.query(find_lease, lease.lease).deadline_ms == lease.deadline_ms + 300
+
+
+def test_a_stop_after_the_ledger_stopped_says_nothing(world):
+    world.coordinator.ledger.close()
+    world.run(world.coordinator.stop())
+    world.reopen()

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.errors import ConfigError
 from shoal.swarm.coordinator import Coordinator
-from shoal.swarm.messages import Heartbeat, Verdict
+from shoal.swarm.messages import Heartbeat, NodeWait, Verdict
 
 
 def texts(world):
@@ -42,12 +42,27 @@ def test_liveness_follows_the_last_sign(world):
 
 def test_status_names_the_queue_the_cut_and_the_training(world):
     world.submit("w1", world.lease("w1"))
-    assert any("1 submissions waits for validators" in text for text in texts(world))
+    assert any("the queue waits for validators to judge 1 submission for" in text for text in texts(world))
     world.judge("judge-a")
     world.work("w1")
     assert any("step 1 waits for its trainer to cut the batch" in text for text in texts(world))
     world.cut(1)
     assert any("step 1 waits for its trainer to publish v1" in text for text in texts(world))
+
+
+def test_what_nodes_wait_for_is_told_and_who_of_them_fell_silent(world):
+    wait = NodeWait(name="weights", for_whom="the relays", since_ms=world.now_ms)
+    world.coordinator.heartbeat(world.id("w1"), Heartbeat(role="worker", wait=wait))
+    world.coordinator.heartbeat(world.id("judge-a"), Heartbeat(role="validator"))
+    world.wait(20)
+    name = world.id("w1")[:8]
+    assert f"worker {name} waits for the relays: weights for 20 s" in texts(world)
+    assert not any("sign of life" in text for text in texts(world))
+    world.wait(30)
+    assert f"validator {world.id('judge-a')[:8]} waits for a sign of life for 50 s" in texts(world)
+    assert f"worker {name} waits for a sign of life for 50 s" in texts(world)
+    world.run(world.coordinator.leave(world.id("w1")))
+    assert not any(name in text for text in texts(world))
 
 
 def test_what_nobody_judges_becomes_an_alarm(world):
@@ -80,12 +95,15 @@ def test_a_submission_is_explained_with_numbers_and_postings(world):
         "toploc: 0.5, threshold 0.25 at rollout 1: FAILED",
         world.id("judge-b"),
         "failed: toploc",
+        "Two validators found it faked, so its owner was banned.",
+        f"Its owner may appeal until 2023-11-21 22:13 UTC: shoal appeal URL {submission} --owner KEY",
     ):
         assert part in text
     world.work("w2")
     accepted = world.work("w2")
     text = world.coordinator.explain(accepted)
-    assert f"pending:{world.owner_id('bob')}: +2000 micro-credits (+0.002000)" in text
+    assert f"pending:{world.owner_id('bob')}: +2000 micro-credits (+0.002000), pay that is held until" in text
+    assert "appeal" not in text
     with pytest.raises(ConfigError, match="no such submission"):
         world.coordinator.explain("s999")
 

@@ -152,3 +152,22 @@ def test_the_batch_does_not_depend_on_who_was_fast(make_world):
             world.work("w1")
         batches.append([entry.index for entry in world.query(list_batch, 1)])
     assert batches[0] == batches[1] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("num_signals", [0, 1, 2])
+def test_a_step_whose_groups_are_all_given_out_trains_on_those_with_a_signal(make_world, num_signals):
+    world = make_world(steps=2, async_level=0, groups_per_batch=3, max_groups=5)
+    world.join("w1", "ann")
+    world.publish(0)
+    for index in range(5):
+        assert world.cut(1).batch is None
+        world.work("w1", signal=index < num_signals)
+    assert world.ask("w1").code == "no_need", "there is no sixth group"
+    batch = world.cut(1).batch
+    assert [entry.index for entry in batch.groups] == list(range(num_signals))
+    assert world.cut(1).batch == batch
+    world.publish(1, batch.hash)
+    assert world.lease("w1").step == 2
+    world.restart()
+    assert world.cut(1).batch == batch
+    assert world.verify().findings == []

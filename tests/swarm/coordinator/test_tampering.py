@@ -14,7 +14,7 @@ from shoal.swarm.verify import verify_ledger
 @pytest.fixture
 def full_world(make_world):
     """A run in which every table has rows."""
-    world = make_world(groups_per_batch=3)
+    world = make_world(groups_per_batch=3, appeal_s=1000)
     for node, owner in (("w1", "ann"), ("w2", "bob"), ("w3", "cleo")):
         world.join(node, owner)
     world.publish(0)
@@ -24,6 +24,8 @@ def full_world(make_world):
     for _ in range(2):
         world.work("w1")
     world.train(1)
+    world.wait(world.params.challenge_s)
+    world.redeem("ann", 1)
     world.run(world.coordinator.unbond(world.id("w1")))
     world.work("w1")
     world.convict("w1")
@@ -32,6 +34,7 @@ def full_world(make_world):
     plan = CanaryPlan(step=1, first=0, count=1, version=0, blob="e" * 64, size=10, rollouts=rollouts)
     world.order(Action.CANARY, canary=plan)
     world.take("judge-b")
+    world.wait(world.params.claim_s)
     world.submit("w3", world.lease("w3"), rollouts=world.make_manifest(first).rollouts)
     world.lease("w2")
     return world

@@ -16,6 +16,12 @@ def state_of(world, submission):
     return world.query(find_submission, submission).state
 
 
+def settle(world):
+    world.join("w1", "ann")
+    world.publish(0)
+    return world
+
+
 def test_an_accepted_submission_is_paid_once_by_its_tokens(both_world):
     world = both_world
     world.work("w1")  # the first one is the bond
@@ -168,13 +174,63 @@ def test_a_file_that_crashes_two_checkers_is_bad_form_and_unpaid(world):
     assert world.balance("stake", "ann") == 0
 
 
-def test_what_kills_every_validator_is_unpaid_in_the_end(world):
+def test_what_kills_every_validator_is_unpaid_in_the_end(make_world):
+    world = settle(make_world(limit_lapses=100))
+    submission = world.submit("w1", world.lease("w1"))
+    for number in range(world.params.max_claims):
+        assert state_of(world, submission) == SubmissionState.RECEIVED
+        assert world.claim(("judge-a", "judge-b")[number % 2]).job is not None
+        world.wait(world.params.claim_s)
+    assert state_of(world, submission) == SubmissionState.INCONCLUSIVE
+    assert world.claim("judge-a").job is None
+
+
+def test_what_kills_the_only_validator_ends_by_time(make_world):
+    world = settle(make_world(limit_lapses=100))
     submission = world.submit("w1", world.lease("w1"))
     for _ in range(world.params.max_claims):
         assert world.claim("judge-a").job is not None
         world.wait(world.params.claim_s)
+    assert state_of(world, submission) == SubmissionState.RECEIVED
+    world.wait(world.params.opinion_s)
     assert state_of(world, submission) == SubmissionState.INCONCLUSIVE
-    assert world.claim("judge-a").job is None
+
+
+def test_a_validator_that_claims_and_never_judges_sinks_nothing_and_loses_its_standing(world):
+    submission = world.submit("w1", world.lease("w1"))
+    for number in range(world.params.limit_lapses):
+        assert world.claim("judge-a").job is not None, number
+        world.wait(world.params.claim_s)
+    with pytest.raises(AuthError, match="let claims lapse"):
+        world.claim("judge-a")
+    assert world.query(find_owner, world.owner_id("judge-a")).standing == Standing.LIMITED
+    assert state_of(world, submission) == SubmissionState.RECEIVED
+    world.judge("judge-b")
+    assert state_of(world, submission) == SubmissionState.ACCEPTED
+    assert world.balance("stake", "ann") == 2000
+    world.wait(world.params.limited_s)
+    assert world.claim("judge-a").job is None, "it may judge again"
+
+
+def test_who_let_a_claim_lapse_is_given_other_work_first(make_world):
+    world = settle(make_world())
+    world.join("w4", "ann")
+    first, second = world.submit("w1", world.lease("w1")), world.submit("w4", world.lease("w4"))
+    assert world.take("judge-a").submission == first
+    world.now_ms += 1000 * world.params.claim_s  # nobody has looked at the clock since
+    assert world.take("judge-a").submission == second
+    assert world.take("judge-b").submission == first
+
+
+def test_a_verdict_ends_the_row_of_lapses(make_world):
+    world = settle(make_world(limit_lapses=2))
+    for _ in range(3):
+        submission = world.submit("w1", world.lease("w1"))
+        job = world.take("judge-a")
+        world.wait(world.params.claim_s)
+        world.post("judge-a", world.describe_verdict(job))
+        assert state_of(world, submission) == SubmissionState.ACCEPTED
+    assert world.query(find_owner, world.owner_id("judge-a")).lapses == 0
 
 
 def test_soft_rejections_in_a_row_limit_an_owner_and_time_lifts_it(make_world):
@@ -205,7 +261,10 @@ def test_validators_are_paid_for_clear_verdicts(make_world):
     world.publish(0)
     world.work("w1", Verdict.INCONCLUSIVE)
     world.judge("judge-b")
-    assert (world.balance("pending", "judge-a"), world.balance("pending", "judge-b")) == (0, 7)
+    assert (world.balance("stake", "judge-a"), world.balance("stake", "judge-b")) == (0, 7)
+    world.submit("w1", world.lease("w1"))
+    world.judge("judge-b")
+    assert (world.balance("stake", "judge-b"), world.balance("pending", "judge-b")) == (7, 7)
 
 
 def test_a_file_is_read_by_its_validator_and_the_trainer_alone(world):

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.swarm.messages import BatchEntry
-from shoal.swarm.rules.batch import count_missing, hash_batch
+from shoal.swarm.params import RunParams
+from shoal.swarm.rules.batch import count_missing, hash_batch, is_exhausted
 
 
 def make_entry(index, **changes):
@@ -31,17 +32,34 @@ def test_a_batch_out_of_order_is_a_bug():
         hash_batch([make_entry(4), make_entry(1)])
 
 
-@given(st.integers(1, 50), st.lists(st.booleans(), min_size=200, max_size=200), st.integers(1, 7), st.randoms())
-def test_whoever_is_fast_the_batch_is_the_first_groups_with_a_signal(size, signals, lease, random):
-    """Give out what is missing, take results in any order, until the batch is full."""
-    signals += [True] * size
+@given(
+    st.integers(1, 50),
+    st.integers(0, 150),
+    st.lists(st.booleans(), min_size=200, max_size=200),
+    st.integers(1, 7),
+    st.randoms(),
+)
+def test_whoever_is_fast_the_batch_is_the_first_groups_with_a_signal(size, more, signals, lease, random):
+    """Give out what is missing, take results in any order, until the batch is full or no group is left."""
+    params = RunParams(groups_per_batch=size, max_groups=size + more)
     next_index, on_way, accepted = 0, [], []
-    while len(accepted) < size:
-        while missing := count_missing(size, len(accepted), sum(count for _, count in on_way)):
+
+    def count_on_way():
+        return sum(count for _, count in on_way)
+
+    while len(accepted) < size and not is_exhausted(params, count_on_way(), next_index):
+        while missing := count_missing(params, len(accepted), count_on_way(), next_index):
             count = min(missing, lease)
             on_way.append((next_index, count))
             next_index += count
         first, count = on_way.pop(random.randrange(len(on_way)))
         accepted += [index for index in range(first, first + count) if signals[index]]
     assert not on_way
-    assert sorted(accepted) == [index for index, signal in enumerate(signals) if signal][:size]
+    drawn = signals[: params.max_groups]
+    assert sorted(accepted) == [index for index, signal in enumerate(drawn) if signal][:size]
+
+
+def test_without_a_bound_a_step_goes_on_until_it_is_full():
+    params = RunParams(groups_per_batch=3)
+    assert count_missing(params, 0, 0, 10**6) == 3
+    assert not is_exhausted(params, 0, 10**6)

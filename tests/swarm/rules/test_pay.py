@@ -21,12 +21,12 @@ def test_the_first_submissions_are_the_bond():
     assert pay_tokens(params, ANN, 0, staked=2) is None
 
 
-def test_verdicts_are_paid_per_owner():
-    assert pay_verdicts(RunParams(verdict_price=5), [ANN, BOB, ANN]) == [
-        Payment(ANN, "pending", 10),
+def test_verdicts_are_paid_per_owner_into_the_bond_first():
+    assert pay_verdicts(RunParams(verdict_price=5, stake_submissions=3), {ANN: 2, BOB: 3}) == [
+        Payment(ANN, "stake", 5),
         Payment(BOB, "pending", 5),
     ]
-    assert pay_verdicts(RunParams(), [ANN]) == []
+    assert pay_verdicts(RunParams(), {ANN: 0}) == []
 
 
 @given(PAYMENTS)

@@ -10,9 +10,6 @@ from shoal.swarm.state import HANDLERS, TABLES
 SILENT = {
     Kind.COORDINATOR_DOWN,
     Kind.STAKE_LOCK,
-    Kind.REDEEM_REQUEST,
-    Kind.REDEEM_DONE,
-    Kind.REDEEM_FAILED,
 }
 """kinds that change nothing here"""
 

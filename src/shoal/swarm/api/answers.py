@@ -62,6 +62,13 @@ class Leaders(Message):
     leaders: tuple[LeaderLine, ...]
 
 
+class BlobLink(Message):
+    """Where a file may be fetched instead of here; empty if it is to be had here alone."""
+
+    url: str
+    expires_s: Number
+
+
 class Explanation(Message):
     """All that is known of a submission, in words."""
 

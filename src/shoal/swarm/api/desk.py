@@ -18,10 +18,12 @@ from pydantic import Field
 from shoal.config import Settings
 from shoal.shardcast.limits import name_peer
 from shoal.shardcast.metrics import Registry
+from shoal.swarm.api.lounge import Lounge
 from shoal.swarm.buckets import Buckets
 from shoal.swarm.coordinator import Coordinator
 from shoal.swarm.ledger import read_clock
 from shoal.swarm.nonces import NonceBook
+from shoal.swarm.papers import Papers
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.server_auth import Authenticator, AuthLimits
 from shoal.swarm.work import WorkGate
@@ -49,6 +51,8 @@ class ApiLimits(Settings):
     """questions to the database at a time"""
     max_waiting: Annotated[int, Field(ge=0, le=4096)] = 64
     """questions that wait for their turn"""
+    max_waiters: Annotated[int, Field(ge=0, le=1 << 20)] = 4096
+    """callers that wait for work, jobs or batches, each; more are answered at once"""
     decide_seconds: Annotated[float, Field(gt=0.0, le=600.0)] = 20.0
     """longest wait for a decision, after which the caller is told to ask again"""
     max_tracked: Annotated[int, Field(ge=1, le=2**22)] = 32768
@@ -68,12 +72,15 @@ class Desk:
         limits: ApiLimits | None = None,
         auth_limits: AuthLimits | None = None,
         descriptor: bytes | None = None,
+        papers: Papers | None = None,
         clock_ms: Callable[[], int] = read_clock,
     ) -> None:
         self.coordinator, self.gate, self.nonces = coordinator, gate, nonces
         self.registry = registry or Registry()
         self.limits = limits or ApiLimits()
+        self.papers = papers or Papers()
         self.descriptor = descriptor
+        self.lounge = Lounge(coordinator, self.limits.max_waiters)
         self.clock_ms = clock_ms
         self.authenticator = Authenticator(
             run=coordinator.run,
@@ -152,6 +159,7 @@ class Desk:
         add("shoal_ledger_events", "Events in the ledger.", lambda: self.coordinator.ledger.size)
         add("shoal_nonces", "Nonces remembered.", lambda: len(self.nonces))
         add("shoal_join_work", "Hashes that joining costs now.", self._find_work)
+        add("shoal_waiters", "Callers that wait for work, jobs or batches.", lambda: self.lounge.num_waiting)
         add("shoal_waits", "Questions to the database that wait.", lambda: self._num_waiting)
 
     def _find_work(self) -> float:

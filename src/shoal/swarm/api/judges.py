@@ -7,13 +7,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Send
 from starlette.types import Scope as AsgiScope
 
+from shoal.swarm.api.answers import BlobLink
 from shoal.swarm.api.nodes import REFUSED
 from shoal.swarm.api.signed import CallerArg, DeskArg, SignedRoute
 from shoal.swarm.blobs.base import BlobReader
+from shoal.swarm.blobs.direct import DirectReader
 from shoal.swarm.delegation import Scope
 from shoal.swarm.messages import (
     BatchAnswer,
     ClaimAnswer,
+    ClaimRequest,
+    CutRequest,
     Number,
     SignedVerdict,
     SignedVersion,
@@ -21,6 +25,8 @@ from shoal.swarm.messages import (
     VerdictAnswer,
     VersionAnswer,
 )
+
+LINK_S = 600
 
 judge_routes = APIRouter(prefix="/v1", route_class=SignedRoute, tags=["judges"], responses=REFUSED)
 
@@ -30,16 +36,25 @@ _BLOB: dict[int | str, dict[str, Any]] = {
 
 
 @judge_routes.post("/claims")
-async def post_claim(desk: DeskArg, caller: CallerArg) -> ClaimAnswer:
+async def post_claim(desk: DeskArg, caller: CallerArg, message: ClaimRequest) -> ClaimAnswer:
     """Take a submission to judge."""
     caller.check_scope(Scope.VALIDATE)
-    return await desk.coordinator.claim_job(caller.node)
+    return await desk.lounge.claim_job(caller.node, message)
 
 
 @judge_routes.get("/submissions/{submission}/blob", response_class=Response, responses=_BLOB)
 async def get_blob(desk: DeskArg, caller: CallerArg, submission: SubmissionId) -> Response:
     """The file of a submission, for who judges it or trains on it."""
     return _BlobResponse(await desk.coordinator.open_blob(caller.node, submission))
+
+
+@judge_routes.get("/submissions/{submission}/link")
+async def get_link(desk: DeskArg, caller: CallerArg, submission: SubmissionId) -> BlobLink:
+    """Where the file of a submission may be fetched past this server, for who judges it or trains on it."""
+    async with await desk.coordinator.open_blob(caller.node, submission) as reader:
+        if not isinstance(reader, DirectReader):
+            return BlobLink(url="", expires_s=0)
+        return BlobLink(url=await reader.sign_download(LINK_S), expires_s=LINK_S)
 
 
 @judge_routes.post("/verdicts")
@@ -50,9 +65,9 @@ async def post_verdict(desk: DeskArg, caller: CallerArg, message: SignedVerdict)
 
 
 @judge_routes.post("/batches/{step}")
-async def cut_batch(desk: DeskArg, caller: CallerArg, step: Number) -> BatchAnswer:
+async def cut_batch(desk: DeskArg, caller: CallerArg, step: Number, message: CutRequest) -> BatchAnswer:
     """Fix what a step trains on."""
-    return await desk.coordinator.cut_batch(caller.node, step)
+    return await desk.lounge.cut_batch(caller.node, step, message)
 
 
 @judge_routes.get("/batches/{step}")

@@ -5,8 +5,10 @@ from typing import Any
 from fastapi import APIRouter
 
 from shoal.swarm.api.answers import Done, Unbonding
+from shoal.swarm.api.desk import Desk
 from shoal.swarm.api.refuse import Refusal
 from shoal.swarm.api.signed import CallerArg, ChunksArg, DeskArg, JoinRoute, SignedRoute, StreamRoute
+from shoal.swarm.blobs.direct import MAX_URL_S, DirectStore
 from shoal.swarm.delegation import Scope
 from shoal.swarm.messages import (
     CommitAnswer,
@@ -64,7 +66,7 @@ async def post_leave(desk: DeskArg, caller: CallerArg) -> Done:
 async def post_lease(desk: DeskArg, caller: CallerArg, message: LeaseRequest) -> LeaseAnswer:
     """Ask for work."""
     caller.check_scope(Scope.WORK)
-    return await desk.coordinator.grant_lease(caller.node, message.request_key)
+    return await desk.lounge.grant_lease(caller.node, message)
 
 
 @node_routes.post("/leases/{lease}/return")
@@ -77,7 +79,8 @@ async def return_lease(desk: DeskArg, caller: CallerArg, lease: LeaseId) -> Retu
 async def post_submission(desk: DeskArg, caller: CallerArg, message: SignedManifest) -> CommitAnswer:
     """Commit to what will be uploaded."""
     caller.check_scope(Scope.WORK)
-    return await desk.coordinator.commit_submission(caller.node, message)
+    answer = await desk.coordinator.commit_submission(caller.node, message)
+    return await _offer_upload(desk, answer, message.manifest.blob)
 
 
 @upload_routes.put("/submissions/{submission}/blob", openapi_extra=_BLOB_BODY)
@@ -98,3 +101,13 @@ async def post_receipt(desk: DeskArg, caller: CallerArg, submission: SubmissionI
 async def post_unbond(desk: DeskArg, caller: CallerArg) -> Unbonding:
     """Begin to give the owner's bond back."""
     return Unbonding(free_ms=await desk.coordinator.unbond(caller.node))
+
+
+async def _offer_upload(desk: Desk, answer: CommitAnswer, blob: str) -> CommitAnswer:
+    """The same with a URL for the file, where the store gives such, until the file is late."""
+    store = desk.coordinator.blobs
+    left_s = (answer.deadline_ms - desk.clock_ms()) // 1000
+    if not isinstance(store, DirectStore) or left_s < 1:
+        return answer
+    url = await store.sign_upload(blob, answer.size, min(left_s, MAX_URL_S))
+    return answer.model_copy(update={"upload_url": url})

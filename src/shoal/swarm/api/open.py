@@ -27,9 +27,11 @@ from shoal.swarm.messages import (
     CommandAnswer,
     Digest,
     Number,
+    RedeemAnswer,
     RevokeRequest,
     SignedAppeal,
     SignedCommand,
+    SignedRedeem,
     Status,
     SubmissionId,
 )
@@ -115,6 +117,12 @@ async def get_event(desk: DeskArg, seq: Number) -> BundleAnswer:
 async def post_appeal(desk: DeskArg, message: SignedAppeal) -> AppealAnswer:
     """Ask for a second look at a rejection; signed by the owner."""
     return await desk.coordinator.appeal(message)
+
+
+@open_routes.post("/v1/redeems")
+async def post_redeem(desk: DeskArg, message: SignedRedeem) -> RedeemAnswer:
+    """Ask for credit to be paid out; signed by the owner."""
+    return await desk.coordinator.redeem(message)
 
 
 @open_routes.post("/v1/revocations")

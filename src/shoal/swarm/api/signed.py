@@ -75,7 +75,7 @@ class OpenRoute(APIRoute):
         values = plan.read_message(values, body)
         if not plan.is_async:
             return await plan.call(desk, caller, values)
-        async with asyncio.timeout(desk.limits.decide_seconds):
+        async with asyncio.timeout(desk.limits.decide_seconds + plan.read_wait(values)):
             return await plan.call(desk, caller, values)
 
     def check_caller(self, desk: Desk, request: Request) -> Caller | None:
@@ -124,6 +124,8 @@ class _Plan:
         assert len(models) <= 1, "a request has one body"
         self._message = models[0] if models else None
         self._model: type[BaseModel] | None = hints[models[0]] if models else None
+        fields = () if self._model is None else self._model.model_fields.values()
+        self._is_optional = not any(field.is_required() for field in fields)
         self._given = [name for name in ("desk", "caller") if name in names]
 
     def read_path(self, given: dict[str, str]) -> dict[str, Any]:
@@ -143,10 +145,17 @@ class _Plan:
                 raise AuthError(422, "invalid", "a request here has no body")
             return values
         assert self._message is not None
-        try:
-            return {**values, self._message: self._model.model_validate_json(body)}
+        try:  # a message of which all may be left out may be left out
+            message = self._model() if not body and self._is_optional else self._model.model_validate_json(body)
+            return {**values, self._message: message}
         except ValidationError as error:
             raise AuthError(422, "invalid", describe_invalid(error)) from None
+
+    def read_wait(self, values: dict[str, Any]) -> int:
+        """How long the message lets its answer be kept back."""
+        wait_s = getattr(values.get(self._message or ""), "wait_s", 0)
+        assert isinstance(wait_s, int)
+        return wait_s
 
     async def call(self, desk: Desk, caller: Caller | None, values: dict[str, Any]) -> Response:
         """Run the endpoint."""
@@ -174,14 +183,17 @@ def _refuse_path() -> AuthError:
 
 
 async def _read_body(request: Request, caller: Caller | None) -> bytes:
-    if caller is not None:
-        return b"".join([piece async for piece in _read_chunks(request, caller.open_body())])
+    checker = None if caller is None else caller.open_body()
     pieces, size = [], 0
     async for piece in _read_pieces(request):
         size += len(piece)
-        if size > MAX_BODY_BYTES:
+        if checker is not None:
+            checker.feed(piece)
+        elif size > MAX_BODY_BYTES:
             raise AuthError(413, "too_large", f"a body of more than the {MAX_BODY_BYTES} bytes allowed here")
         pieces.append(piece)
+    if checker is not None:
+        checker.finish()
     return b"".join(pieces)
 
 

@@ -33,6 +33,7 @@ from shoal.config import Settings
 from shoal.errors import ConfigError
 from shoal.files import sync_dir
 from shoal.swarm.blobs.base import CHUNK_BYTES, FullError, MissingBlobError, WrongBlobError, check_name
+from shoal.swarm.faults import reach
 from shoal.units import format_bytes
 
 _THREADS = 4
@@ -242,7 +243,9 @@ class _Upload:
         with self._lock:
             if self._descriptor is None:
                 return  # given up while this waited for a thread
+            reach("blob", 1)
             os.fsync(self._descriptor)
+            reach("blob", 2)
             if not target.parent.is_dir():
                 target.parent.mkdir(mode=0o700, exist_ok=True)
                 sync_dir(target.parent.parent)
@@ -250,7 +253,9 @@ class _Upload:
             with suppress(FileExistsError):
                 target.hardlink_to(self._path)
                 self.is_kept = True
+            reach("blob", 3)
             sync_dir(target.parent)
+            reach("blob", 4)
 
     def discard_file(self) -> None:
         """Close it and remove its temporary name; whatever was kept stays."""

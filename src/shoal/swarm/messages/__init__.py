@@ -26,10 +26,12 @@ from shoal.swarm.messages.base import (
     SubmissionState,
     Verdict,
 )
+from shoal.swarm.messages.credit import RedeemAnswer, RedeemStatement, SignedRedeem
 from shoal.swarm.messages.judging import (
     AppealAnswer,
     AppealStatement,
     ClaimAnswer,
+    ClaimRequest,
     Finding,
     GroupFinding,
     Job,
@@ -44,6 +46,7 @@ from shoal.swarm.messages.members import (
     HeartbeatAnswer,
     JoinRequest,
     MemberInfo,
+    NodeWait,
     MetricName,
     Progress,
     RevokeRequest,
@@ -60,7 +63,15 @@ from shoal.swarm.messages.operator import (
     WaitInfo,
 )
 from shoal.swarm.messages.signing import COMMAND_KINDS, Signable, open_message, sign_message
-from shoal.swarm.messages.training import Batch, BatchAnswer, BatchEntry, SignedVersion, VersionAnswer, VersionStatement
+from shoal.swarm.messages.training import (
+    Batch,
+    BatchAnswer,
+    BatchEntry,
+    CutRequest,
+    SignedVersion,
+    VersionAnswer,
+    VersionStatement,
+)
 from shoal.swarm.messages.work import (
     CommitAnswer,
     Lease,
@@ -86,9 +97,11 @@ __all__ = [
     "BatchEntry",
     "CanaryPlan",
     "ClaimAnswer",
+    "ClaimRequest",
     "Command",
     "CommandAnswer",
     "CommitAnswer",
+    "CutRequest",
     "Decimal",
     "Digest",
     "Finding",
@@ -105,12 +118,15 @@ __all__ = [
     "LongText",
     "Manifest",
     "MemberInfo",
+    "NodeWait",
     "Message",
     "MetricName",
     "Number",
     "Progress",
     "Receipt",
     "ReceiptAnswer",
+    "RedeemAnswer",
+    "RedeemStatement",
     "RequestKey",
     "ReturnAnswer",
     "RevokeRequest",
@@ -121,6 +137,7 @@ __all__ = [
     "SignedAppeal",
     "SignedCommand",
     "SignedManifest",
+    "SignedRedeem",
     "SignedVerdict",
     "SignedVersion",
     "Standing",

@@ -23,6 +23,10 @@ Decimal = Annotated[str, StringConstraints(pattern=r"^-?[0-9]{1,20}(\.[0-9]{1,20
 """a measured number, as text: the ledger holds no floats"""
 
 
+WaitSeconds = Annotated[int, Field(ge=0, le=30)]
+"""how long a caller lets an answer be kept back until there is something to have; 0: not at all"""
+
+
 class Message(BaseModel):
     """Base of all messages."""
 

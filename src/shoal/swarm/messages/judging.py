@@ -15,8 +15,15 @@ from shoal.swarm.messages.base import (
     SubmissionId,
     SubmissionState,
     Verdict,
+    WaitSeconds,
 )
 from shoal.swarm.messages.work import Manifest
+
+
+class ClaimRequest(Message):
+    """A validator asks for a submission to judge."""
+
+    wait_s: WaitSeconds = 0
 
 
 class Job(Message):

@@ -46,9 +46,22 @@ class Progress(Message):
     """rollouts finished"""
 
 
+class NodeWait(Message):
+    """What a node waits for."""
+
+    name: ShortText
+    for_whom: ShortText
+    since_ms: Number
+    deadline_ms: Number = 0
+
+
 class Heartbeat(Message):
     """What a node says every few seconds."""
 
+    role: Literal["", "worker", "validator", "trainer", "relay"] = ""
+    """what it calls itself; nothing follows from it"""
+    wait: NodeWait | None = None
+    """the longest of its waits"""
     version: Annotated[int, Field(ge=-1, le=MAX_NUMBER)] = -1
     """newest version it holds; -1 for none"""
     leases: Annotated[tuple[Progress, ...], Field(max_length=64)] = ()

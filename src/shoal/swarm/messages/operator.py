@@ -28,6 +28,10 @@ class Action(StrEnum):
     RESUME = "resume"
     CANARY = "canary"
     """plant a submission that must be rejected"""
+    REDEEM_DONE = "redeem_done"
+    """credit was paid out, as its owner asked"""
+    REDEEM_FAILED = "redeem_failed"
+    """it could not be, and is given back"""
 
 
 class CanaryPlan(Message):
@@ -53,6 +57,8 @@ class Command(Message):
     params: dict[str, Any] | None = None
     """all parameters as they shall be"""
     canary: CanaryPlan | None = None
+    request: str = Field(default="", pattern=r"^([0-9a-f]{32})?$")
+    """of a redemption that ended"""
 
 
 class SignedCommand(Message):

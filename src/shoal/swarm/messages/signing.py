@@ -4,6 +4,7 @@ from typing import TypeVar
 
 from shoal.keys import Key
 from shoal.swarm.event import EventError, Kind, Statement, encode_body, sign_statement
+from shoal.swarm.messages.credit import RedeemStatement
 from shoal.swarm.messages.judging import AppealStatement, VerdictStatement
 from shoal.swarm.messages.operator import Action, Command
 from shoal.swarm.messages.training import VersionStatement
@@ -17,9 +18,11 @@ COMMAND_KINDS = {
     Action.STOP: Kind.ADMIN,
     Action.RESUME: Kind.ADMIN,
     Action.CANARY: Kind.CANARY,
+    Action.REDEEM_DONE: Kind.REDEEM_DONE,
+    Action.REDEEM_FAILED: Kind.REDEEM_FAILED,
 }
 
-Signable = TypeVar("Signable", Manifest, VerdictStatement, VersionStatement, AppealStatement, Command)
+Signable = TypeVar("Signable", Manifest, VerdictStatement, VersionStatement, AppealStatement, RedeemStatement, Command)
 
 
 def sign_message(key: Key, run: str, message: Signable) -> str:
@@ -46,6 +49,8 @@ def _frame_message(message: Signable) -> tuple[Kind, str]:
             return Kind.VAL_VERDICT, message.submission
         case AppealStatement():
             return Kind.APPEAL, message.submission
+        case RedeemStatement():
+            return Kind.REDEEM_REQUEST, message.request
         case VersionStatement():
             return Kind.VERSION_PUBLISH, f"v{message.version}"
     return COMMAND_KINDS[message.action], message.target

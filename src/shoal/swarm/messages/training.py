@@ -2,7 +2,13 @@
 
 from pydantic import Field
 
-from shoal.swarm.messages.base import Digest, LongText, Message, Number, SignatureText, SubmissionId
+from shoal.swarm.messages.base import Digest, LongText, Message, Number, SignatureText, SubmissionId, WaitSeconds
+
+
+class CutRequest(Message):
+    """A trainer asks for the batch of a step."""
+
+    wait_s: WaitSeconds = 0
 
 
 class BatchEntry(Message):

@@ -16,6 +16,7 @@ from shoal.swarm.messages.base import (
     SignatureText,
     SubmissionId,
     SubmissionState,
+    WaitSeconds,
 )
 
 
@@ -23,6 +24,7 @@ class LeaseRequest(Message):
     """A node asks for work."""
 
     request_key: RequestKey
+    wait_s: WaitSeconds = 0
 
 
 class Lease(Message):
@@ -103,6 +105,8 @@ class CommitAnswer(Message):
     state: SubmissionState
     size: Number
     deadline_ms: Number
+    upload_url: str = ""
+    """where the file may be put instead of here, without a signature of ours; then ask for the receipt"""
 
 
 class Receipt(Message):

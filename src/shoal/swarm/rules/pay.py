@@ -5,7 +5,7 @@ to `burn`: neither the accuser nor the operator gains by a conviction.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from shoal.swarm.params import MILLION, RunParams
@@ -24,15 +24,14 @@ class Payment(NamedTuple):
 def pay_tokens(params: RunParams, owner: str, tokens: int, staked: int) -> Payment | None:
     """The pay of an accepted submission; `staked` is how many of the owner's went into its bond."""
     amount = params.price * tokens
-    purse = "stake" if staked < params.stake_submissions else "pending"
-    return Payment(owner, purse, amount) if amount else None
+    return Payment(owner, _choose_purse(params, staked), amount) if amount else None
 
 
-def pay_verdicts(params: RunParams, owners: Iterable[str]) -> list[Payment]:
-    """The pay of the validators' owners whose verdicts decided."""
+def pay_verdicts(params: RunParams, staked: Mapping[str, int]) -> list[Payment]:
+    """The pay of the validators' owners whose verdicts decided, given by how many pays went into the bond of each."""
     if not params.verdict_price:
         return []
-    return [Payment(owner, "pending", params.verdict_price * number) for owner, number in Counter(owners).items()]
+    return [Payment(owner, _choose_purse(params, number), params.verdict_price) for owner, number in staked.items()]
 
 
 def post_payments(payments: Iterable[Payment]) -> list[Posting]:
@@ -56,9 +55,13 @@ class Loss(NamedTuple):
         return self.pending + self.stake + self.unbond
 
 
-def count_loss(params: RunParams, *, pending: int, stake: int, unbond: int) -> Loss:
+def count_loss(params: RunParams, *, pending: int = 0, stake: int, unbond: int) -> Loss:
     """All that is pending, and a share of the bond, also of one that is on its way back."""
     return Loss(pending, stake * params.slash_share // MILLION, unbond * params.slash_share // MILLION)
+
+
+def _choose_purse(params: RunParams, staked: int) -> str:
+    return "stake" if staked < params.stake_submissions else "pending"
 
 
 def post_loss(owner: str, loss: Loss) -> list[Posting]:

@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 
 from shoal.swarm.event import Event, Kind
 from shoal.swarm.projection import Projection
-from shoal.swarm.state import credit, leases, nodes, queue, run, spans, steps, submissions
+from shoal.swarm.state import credit, leases, nodes, queue, redeems, run, spans, steps, submissions
 
 Handler = Callable[[Event, Connection], None]
 
@@ -20,7 +20,7 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     Kind.GENESIS: (run.begin_run,),
     Kind.PARAMS: (run.note_command, run.change_params),
     Kind.ADMIN: (run.note_command, run.switch_run),
-    Kind.COORDINATOR_UP: (leases.shift_deadlines, submissions.shift_uploads, queue.shift_claims),
+    Kind.COORDINATOR_UP: (run.note_outage, leases.shift_deadlines, submissions.shift_uploads, queue.shift_claims),
     Kind.NODE_JOIN: (nodes.add_node,),
     Kind.NODE_DELEGATE: (nodes.add_node,),
     Kind.NODE_REVOKE: (nodes.drop_node,),
@@ -34,7 +34,8 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     Kind.SUB_COMMIT: (submissions.add_submission,),
     Kind.SUB_RECEIPT: (submissions.receive_submission, spans.deliver_span, queue.queue_job),
     Kind.VAL_CLAIM: (queue.claim_job,),
-    Kind.VAL_VERDICT: (queue.add_verdict,),
+    Kind.VAL_VERDICT: (queue.add_verdict, nodes.end_lapses),
+    Kind.VAL_LAPSE: (queue.lapse_claim, nodes.count_lapse),
     Kind.SUB_OUTCOME: (
         submissions.decide_submission,
         spans.settle_span,
@@ -47,16 +48,21 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     ),
     Kind.BATCH_CUT: (steps.cut_step, spans.mark_batch),
     Kind.VERSION_PUBLISH: (steps.add_version,),
+    Kind.BLOB_DROP: (submissions.drop_blobs,),
     Kind.CREDIT_POST: (credit.release_holds,),
     Kind.STAKE_UNBOND: (credit.move_bond,),
     Kind.SLASH: (credit.burn_credit,),
     Kind.APPEAL: (queue.reopen_job, credit.add_appeal),
     Kind.CANARY: (run.note_command, submissions.plant_submission, queue.queue_canary, credit.add_canary),
+    Kind.REDEEM_REQUEST: (redeems.add_redeem,),
+    Kind.REDEEM_DONE: (run.note_command, redeems.end_redeem),
+    Kind.REDEEM_FAILED: (run.note_command, redeems.end_redeem),
 }
 
 TABLES = (
     run.RUN_STATE,
     run.COMMAND,
+    run.OUTAGE,
     nodes.OWNER,
     nodes.NODE,
     nodes.BAN,
@@ -71,11 +77,13 @@ TABLES = (
     queue.JOB,
     queue.SERVED,
     queue.VERDICT,
+    queue.LAPSE,
     credit.HOLD,
     credit.BOND,
     credit.LOSS,
     credit.APPEAL,
     credit.CANARY,
+    redeems.REDEEM,
 )
 
 

@@ -1,7 +1,7 @@
 """Credit that is not free yet, what was taken, appeals, and planted submissions.
 
 hold: held -> released | burned;   bond on its way back: waiting -> released | burned
-appeal: open -> upheld | reversed;   canary: planted -> caught | missed
+appeal: open -> upheld | reversed;   canary: planted -> caught | missed | unseen
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ BOND = define_table(
 LOSS = define_table(
     "loss",
     Column("submission", Text, primary_key=True),
-    Column("owner", Text, nullable=False),
+    Column("owner", Text, primary_key=True),
     Column("amount", INT64, nullable=False),
 )
 APPEAL = define_table(
@@ -111,7 +111,7 @@ _SELECT_FREE = Sql(
 _SELECT_BONDS = Sql(f"SELECT {list_columns(BOND)} FROM bond WHERE owner = :owner AND state = 'waiting' ORDER BY seq")
 _SELECT_APPEAL = Sql(f"SELECT {list_columns(APPEAL)} FROM appeal WHERE submission = :submission")
 _LAST_APPEAL = Sql("SELECT max(opened_ms) FROM appeal WHERE owner = :owner")
-_SELECT_LOSS = Sql("SELECT amount FROM loss WHERE submission = :submission")
+_SELECT_LOSS = Sql("SELECT amount FROM loss WHERE submission = :submission AND owner = :owner")
 _SELECT_CANARY = Sql(f"SELECT {list_columns(CANARY)} FROM canary WHERE submission = :submission")
 _SELECT_MISSED = Sql(f"SELECT {list_columns(CANARY)} FROM canary WHERE state = 'missed' ORDER BY decided_ms LIMIT 10")
 _LAST_CAUGHT = Sql("SELECT max(decided_ms) FROM canary WHERE state = 'caught'")
@@ -152,9 +152,9 @@ def last_appeal(connection: Connection, owner: str) -> int:
     return fetch_number(connection, _LAST_APPEAL, owner=owner)
 
 
-def find_loss(connection: Connection, submission: str) -> int:
-    """What a conviction for a submission took from its owner."""
-    return fetch_number(connection, _SELECT_LOSS, submission=submission)
+def find_loss(connection: Connection, submission: str, owner: str) -> int:
+    """What was taken from an owner because of a submission."""
+    return fetch_number(connection, _SELECT_LOSS, submission=submission, owner=owner)
 
 
 def find_canary(connection: Connection, submission: str) -> CanaryRow | None:
@@ -202,11 +202,13 @@ def move_bond(event: Event, connection: Connection) -> None:
 def burn_credit(event: Event, connection: Connection) -> None:
     """slash"""
     content = event.content
-    _BURN_HOLDS.run(connection, {"owner": content["owner"]})
+    if content["pending"]:
+        _BURN_HOLDS.run(connection, {"owner": content["owner"]})
     _BURN_BONDS.run(connection, {"owner": content["owner"]})
     if content["rest"]:  # of a bond that was on its way: what is left stays on its way
         row = {"seq": event.seq, "owner": content["owner"], "amount": content["rest"], "free_ms": content["free_ms"]}
         _INSERT_BOND.run(connection, {**row, "state": "waiting"})
+    _RESET_STAKED.run(connection, {"owner": content["owner"]})
     values = {"submission": event.subject, "owner": content["owner"], "amount": content["amount"]}
     _INSERT_LOSS.run(connection, values)
 

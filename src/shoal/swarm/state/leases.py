@@ -38,6 +38,7 @@ Index("lease_request", LEASE.c.node, LEASE.c.request_key, unique=True)
 Index("lease_due", LEASE.c.state, LEASE.c.deadline_ms)
 Index("lease_holder", LEASE.c.state, LEASE.c.owner)
 Index("lease_span", LEASE.c.step, LEASE.c.first)
+Index("lease_slow", LEASE.c.step, LEASE.c.state, LEASE.c.granted_ms)
 
 
 @dataclass(frozen=True, slots=True)

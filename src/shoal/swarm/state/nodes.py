@@ -25,6 +25,7 @@ OWNER = define_table(
     Column("staked", INT64, nullable=False),
     Column("tokens", INT64, nullable=False),
     Column("earned", INT64, nullable=False),
+    Column("lapses", INT64, nullable=False),
 )
 NODE = define_table(
     "node",
@@ -58,9 +59,11 @@ class OwnerRow(NamedTuple):
     rejected: int
     soft_row: int
     staked: int
-    """submissions whose pay went into the bond"""
+    """submissions and verdicts whose pay went into the bond"""
     tokens: int
     earned: int
+    lapses: int
+    """claims of its validators that passed their deadline, since the last verdict"""
 
 
 class NodeRow(NamedTuple):
@@ -87,7 +90,6 @@ class NodeRow(NamedTuple):
 
 _NODES, _OWNERS = f"SELECT {list_columns(NODE)} FROM node", f"SELECT {list_columns(OWNER)} FROM owner"
 _SELECT_NODE, _SELECT_NODES = Sql(f"{_NODES} WHERE node = :node"), Sql(f"{_NODES} ORDER BY node")
-_SELECT_OF_OWNER = Sql(f"{_NODES} WHERE owner = :owner ORDER BY node")
 _SELECT_OWNER, _SELECT_OWNERS = Sql(f"{_OWNERS} WHERE owner = :owner"), Sql(f"{_OWNERS} ORDER BY owner")
 _SELECT_LIMITED = Sql(f"{_OWNERS} WHERE standing = 'limited' AND since_ms <= :before_ms ORDER BY owner LIMIT :most")
 _SELECT_BANS = Sql("SELECT target, reason, seq FROM ban ORDER BY target")
@@ -102,7 +104,12 @@ _SET_WIDTH = Sql("UPDATE node SET width = :width, progress = :progress WHERE nod
 _SET_STANDING = Sql("UPDATE owner SET standing = :standing, since_ms = :since_ms WHERE owner = :owner")
 _COUNT_OUTCOME = Sql(
     "UPDATE owner SET accepted = accepted + :accepted, rejected = rejected + :rejected, soft_row = :soft_row, "
-    "staked = staked + :staked, tokens = tokens + :tokens, earned = earned + :earned WHERE owner = :owner"
+    "tokens = tokens + :tokens, earned = earned + :earned WHERE owner = :owner"
+)
+_COUNT_STAKED = Sql("UPDATE owner SET staked = staked + 1 WHERE owner = :owner")
+_COUNT_LAPSE = Sql("UPDATE owner SET lapses = lapses + 1 WHERE owner = :owner")
+_END_LAPSES = Sql(
+    "UPDATE owner SET lapses = 0 WHERE lapses > 0 AND owner = (SELECT n.owner FROM node n WHERE n.node = :node)"
 )
 _INSERT_BAN = Sql(
     "INSERT INTO ban (target, reason, seq) VALUES (:target, :reason, :seq) "
@@ -138,10 +145,6 @@ def list_nodes(connection: Connection) -> list[NodeRow]:
     return fetch_rows(connection, _SELECT_NODES, NodeRow)
 
 
-def list_own_nodes(connection: Connection, owner: str) -> list[NodeRow]:
-    return fetch_rows(connection, _SELECT_OF_OWNER, NodeRow, owner=owner)
-
-
 def list_owners(connection: Connection) -> list[OwnerRow]:
     return fetch_rows(connection, _SELECT_OWNERS, OwnerRow)
 
@@ -161,7 +164,7 @@ def add_node(event: Event, connection: Connection) -> None:
     row = {name: content[name] for name in ("owner", "not_before_ms", "not_after_ms", "max_leases", "digest")}
     row |= {"node": event.subject, "scopes": ",".join(content["scopes"])}
     if find_owner(connection, content["owner"]) is None:
-        empty = dict.fromkeys(("accepted", "rejected", "soft_row", "staked", "tokens", "earned"), 0)
+        empty = dict.fromkeys(("accepted", "rejected", "soft_row", "staked", "tokens", "earned", "lapses"), 0)
         ban = find_ban(connection, content["owner"], content["owner"])
         standing = Standing.PROBATION if ban is None else Standing.BANNED
         values = {"owner": content["owner"], "standing": standing.value, "since_ms": event.time_ms, **empty}
@@ -212,11 +215,22 @@ def count_outcome(event: Event, connection: Connection) -> None:
         "accepted": int(content["state"] == SubmissionState.ACCEPTED),
         "rejected": int(content["state"] in _REJECTED) - int(content["appeal"]),  # which was counted before
         "soft_row": content["soft_row"],
-        "staked": int(content["purse"] == "stake"),
         "tokens": content["tokens"],
         "earned": content["paid"],
     }
     _COUNT_OUTCOME.run(connection, values)
+    for owner in content["staked"]:
+        _COUNT_STAKED.run(connection, {"owner": owner})
+
+
+def count_lapse(event: Event, connection: Connection) -> None:
+    """val.lapse"""
+    _COUNT_LAPSE.run(connection, {"owner": event.content["owner"]})
+
+
+def end_lapses(event: Event, connection: Connection) -> None:
+    """val.verdict"""
+    _END_LAPSES.run(connection, {"node": event.actor})
 
 
 def _write_standing(connection: Connection, owner: str, standing: str, since_ms: int) -> None:

@@ -2,8 +2,8 @@
 
     job: queued <-> claimed, -> done;   an appeal makes a done job queued again
 
-A claim that passed its deadline is as none: the job can be claimed by somebody else. Owners take turns: the next job is
-one of the owner that was served longest ago.
+A claim that passed its deadline has lapsed: the job goes to somebody else, and to the same owner only when it finds no
+other. Owners take turns: the next job is one of the owner that was served longest ago.
 """
 
 from typing import NamedTuple
@@ -42,6 +42,15 @@ VERDICT = define_table(
     Column("appeal", INT64, nullable=False),
     Column("time_ms", INT64, nullable=False),
     Column("seq", INT64, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("paid", INT64, nullable=False),
+)
+LAPSE = define_table(
+    "lapse",
+    Column("submission", Text, primary_key=True),
+    Column("owner", Text, primary_key=True),
+    Column("validator", Text, nullable=False),
+    Column("round", INT64, nullable=False),
 )
 
 
@@ -77,6 +86,10 @@ class VerdictRow(NamedTuple):
     appeal: int
     time_ms: int
     seq: int
+    state: str
+    """of the submission right after it"""
+    paid: int
+    """to the submission's owner by the outcome that it brought"""
 
 
 _JOBS, _VERDICTS = f"SELECT {list_columns(JOB)} FROM job", f"SELECT {list_columns(VERDICT)} FROM verdict"
@@ -91,14 +104,23 @@ _SELECT_NEXT = Sql(
     "AND (v.validator = :validator OR n.owner = :owner)) AND NOT EXISTS ("
     "SELECT 1 FROM duplicate d JOIN submission r ON r.submission = d.rival "
     "WHERE d.submission = j.submission AND r.state IN ('committed', 'received')) "
-    "ORDER BY coalesce(s.seq, 0), j.seq LIMIT 1"
+    "ORDER BY (SELECT count(*) FROM lapse l WHERE l.submission = j.submission AND l.owner = :owner), "
+    "coalesce(s.seq, 0), j.seq LIMIT 1"
 )
+_SELECT_LAPSED = Sql(
+    f"{_JOBS} WHERE state = 'queued' AND validator <> '' AND deadline_ms <= :now_ms ORDER BY deadline_ms, submission "
+    "LIMIT :most"
+)
+_SELECT_LAPSE = Sql("SELECT validator FROM lapse WHERE submission = :submission AND owner = :owner AND round = :round")
 _SELECT_WAITING = Sql(
-    f"{_JOBS} WHERE state = 'queued' AND deadline_ms <= :now_ms AND (claims >= :max_claims OR "
-    "((round > 1 OR appeal = 1) AND since_ms <= :before_ms)) ORDER BY since_ms, submission LIMIT :most"
+    f"{_JOBS} WHERE state = 'queued' AND deadline_ms <= :now_ms AND ((claims >= :max_claims AND "
+    "(SELECT count(*) FROM lapse l WHERE l.submission = job.submission) > 1) OR "
+    "((round > 1 OR appeal = 1 OR claims >= :max_claims) AND since_ms <= :before_ms)) "
+    "ORDER BY since_ms, submission LIMIT :most"
 )
 _SELECT_VERDICTS = Sql(f"{_VERDICTS} WHERE submission = :submission ORDER BY round")
 _COUNT_QUEUED = Sql("SELECT count(*) FROM job WHERE state = 'queued'")
+_COUNT_SOME = Sql("SELECT count(*) FROM (SELECT 1 FROM job WHERE state = 'queued' LIMIT :most) AS jobs")
 _OLDEST_QUEUED = Sql("SELECT min(since_ms) FROM job WHERE state = 'queued'")
 _INSERT_JOB, _INSERT_VERDICT = insert_into(JOB), insert_into(VERDICT)
 _CLAIM = Sql(
@@ -117,7 +139,20 @@ _REOPEN = Sql(
     "UPDATE job SET state = 'queued', appeal = 1, since_ms = :time_ms, claims = 0 "
     "WHERE submission = :submission AND state = 'done'"
 )
-_SHIFT = Sql("UPDATE job SET deadline_ms = deadline_ms + :shift_ms WHERE state = 'queued' AND deadline_ms > 0")
+_SHIFT = Sql(
+    "UPDATE job SET since_ms = since_ms + :shift_ms, deadline_ms = CASE WHEN deadline_ms > 0 "
+    "THEN deadline_ms + :shift_ms ELSE 0 END WHERE state = 'queued'"
+)
+_UNCLAIM = Sql(
+    "UPDATE job SET validator = '', deadline_ms = 0 WHERE submission = :submission AND validator = :validator "
+    "AND state = 'queued' AND round = :round"
+)
+_INSERT_LAPSE = Sql(
+    "INSERT INTO lapse (submission, owner, validator, round) VALUES (:submission, :owner, :validator, :round) "
+    "ON CONFLICT (submission, owner) DO UPDATE SET validator = excluded.validator, round = excluded.round"
+)
+_SET_RESULT = Sql("UPDATE verdict SET state = :state, paid = :paid WHERE submission = :submission AND round = :round")
+_SELECT_SUBMISSION = Sql("SELECT state FROM submission WHERE submission = :submission")
 
 
 def find_job(connection: Connection, submission: str) -> JobRow | None:
@@ -134,8 +169,19 @@ def find_next(connection: Connection, validator: str, owner: str, now_ms: int) -
     return fetch_row(connection, _SELECT_NEXT, JobRow, validator=validator, owner=owner, now_ms=now_ms)
 
 
+def list_lapsed(connection: Connection, now_ms: int, most: int) -> list[JobRow]:
+    """Jobs whose claim passed its deadline."""
+    return fetch_rows(connection, _SELECT_LAPSED, JobRow, now_ms=now_ms, most=most)
+
+
+def find_lapse(connection: Connection, submission: str, owner: str, round_number: int) -> str | None:
+    """The validator of an owner that let its claim in a round lapse; None if there is none."""
+    values = {"submission": submission, "owner": owner, "round": round_number}
+    return fetch_row(connection, _SELECT_LAPSE, str, **values)
+
+
 def list_waiting(connection: Connection, now_ms: int, before_ms: int, max_claims: int, most: int) -> list[JobRow]:
-    """Jobs that nobody judges: claimed in vain too often, or another opinion is awaited since `before_ms`."""
+    """Jobs that nobody judges: claimed in vain too often, by more than one owner, or waiting since `before_ms`."""
     values = {"now_ms": now_ms, "before_ms": before_ms, "max_claims": max_claims, "most": most}
     return fetch_rows(connection, _SELECT_WAITING, JobRow, **values)
 
@@ -146,6 +192,11 @@ def list_verdicts(connection: Connection, submission: str) -> list[VerdictRow]:
 
 def count_queued(connection: Connection) -> int:
     return fetch_number(connection, _COUNT_QUEUED)
+
+
+def is_crowded(connection: Connection, most: int) -> bool:
+    """Whether `most` jobs or more are in the queue, however many more there are."""
+    return fetch_number(connection, _COUNT_SOME, most=most) >= most
 
 
 def oldest_queued(connection: Connection) -> int:
@@ -182,15 +233,29 @@ def add_verdict(event: Event, connection: Connection) -> None:
     row = {name: content[name] for name in ("submission", "round", "verdict", "tokens")}
     row |= {"validator": event.actor, "time_ms": event.time_ms, "seq": event.seq, "appeal": job.appeal}
     crashed = any(finding["check"] == CRASH_CHECK for finding in content["findings"])
-    _INSERT_VERDICT.run(connection, {**row, "crashed": int(crashed and content["verdict"] == "inconclusive")})
+    row |= {"crashed": int(crashed and content["verdict"] == "inconclusive"), "paid": 0}
+    state = fetch_row(connection, _SELECT_SUBMISSION, str, submission=content["submission"])
+    _INSERT_VERDICT.run(connection, {**row, "state": state})
     values = {"submission": content["submission"], "round": content["round"], "time_ms": event.time_ms}
     if _NEXT_ROUND.run(connection, values).rowcount != 1:
         raise ValueError("a verdict of a round that is not open")
 
 
+def lapse_claim(event: Event, connection: Connection) -> None:
+    """val.lapse"""
+    content = event.content
+    values = {"submission": event.subject, "validator": content["validator"], "round": content["round"]}
+    if _UNCLAIM.run(connection, values).rowcount != 1:
+        raise ValueError("the lapse of a claim that nobody had")
+    _INSERT_LAPSE.run(connection, {**values, "owner": content["owner"]})
+
+
 def finish_job(event: Event, connection: Connection) -> None:
     """sub.outcome"""
     _DONE.run(connection, {"submission": event.subject})
+    if event.content["round"]:
+        values = {name: event.content[name] for name in ("state", "paid", "round")}
+        _SET_RESULT.run(connection, {**values, "submission": event.subject})
 
 
 def reopen_job(event: Event, connection: Connection) -> None:

@@ -1,4 +1,4 @@
-"""The run itself: its parameters, whether it is stopped, and the commands that were recorded."""
+"""The run itself: its parameters, whether it is stopped, when it was away, and the commands that were recorded."""
 
 import json
 from dataclasses import dataclass
@@ -20,8 +20,15 @@ RUN_STATE = define_table(
     Column("stopped", INT64, nullable=False),
 )
 COMMAND = define_table("command", Column("nonce", Text, primary_key=True), Column("seq", INT64, nullable=False))
+OUTAGE = define_table(
+    "outage",
+    Column("seq", INT64, primary_key=True, autoincrement=False),
+    Column("until_ms", INT64, nullable=False),
+    Column("away_ms", INT64, nullable=False),
+)
 
-_INSERT_RUN, _INSERT_COMMAND = insert_into(RUN_STATE), insert_into(COMMAND)
+_INSERT_RUN, _INSERT_COMMAND, _INSERT_OUTAGE = insert_into(RUN_STATE), insert_into(COMMAND), insert_into(OUTAGE)
+_COUNT_AWAY = Sql("SELECT sum(away_ms) FROM outage WHERE until_ms >= :since_ms")
 _SELECT_RUN = Sql("SELECT run, operator, beacon, params, stopped FROM run_state")
 _SET_PARAMS = Sql("UPDATE run_state SET params = :params")
 _SET_STOPPED = Sql("UPDATE run_state SET stopped = :stopped")
@@ -52,6 +59,11 @@ def find_command(connection: Connection, nonce: str) -> int | None:
     return fetch_number(connection, _SELECT_COMMAND, nonce=nonce) or None
 
 
+def count_away(connection: Connection, since_ms: int) -> int:
+    """Milliseconds that the coordinator was away since a time, in which nobody could reach it."""
+    return fetch_number(connection, _COUNT_AWAY, since_ms=since_ms)
+
+
 def begin_run(event: Event, connection: Connection) -> None:
     """genesis"""
     content = event.content
@@ -69,6 +81,12 @@ def change_params(event: Event, connection: Connection) -> None:
 def switch_run(event: Event, connection: Connection) -> None:
     """admin"""
     _SET_STOPPED.run(connection, {"stopped": int(event.content["action"] == "stop")})
+
+
+def note_outage(event: Event, connection: Connection) -> None:
+    """coordinator.up"""
+    row = {"seq": event.seq, "until_ms": event.time_ms, "away_ms": event.content["shift_ms"]}
+    _INSERT_OUTAGE.run(connection, row)
 
 
 def note_command(event: Event, connection: Connection) -> None:

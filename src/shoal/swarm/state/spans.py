@@ -8,29 +8,32 @@ Invariants:
 - a group is in one batch at most.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
-from sqlalchemy import Column, Connection, Text
+from sqlalchemy import Column, Connection, Index, Text
 
 from shoal.swarm.db import INT64, define_table
 from shoal.swarm.event import Event
 from shoal.swarm.messages import BatchEntry, SubmissionState
 from shoal.swarm.rules.batch import hash_batch
 from shoal.swarm.state.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
+from shoal.swarm.state.steps import StepRow, find_step, move_groups
 
 SPAN = define_table(
     "span",
     Column("step", INT64, primary_key=True, autoincrement=False),
     Column("first", INT64, primary_key=True, autoincrement=False),
     Column("count", INT64, nullable=False),
-    Column("state", Text, nullable=False, index=True),
+    Column("state", Text, nullable=False),
     Column("fence", INT64, nullable=False),
     Column("holders", INT64, nullable=False),
     Column("reserved", Text, nullable=False),
     Column("offered_ms", INT64, nullable=False),
     Column("submission", Text, nullable=False),
 )
+Index("span_step", SPAN.c.step, SPAN.c.state)
 GROUP = define_table(
     "trained_group",
     Column("step", INT64, primary_key=True, autoincrement=False),
@@ -64,20 +67,6 @@ class SpanRow:
     """that was delivered or accepted"""
 
 
-class StepCount(NamedTuple):
-    """Groups of a step by where they are."""
-
-    leased: int
-    offered: int
-    delivered: int
-    signal: int
-    dull: int
-
-    @property
-    def on_their_way(self) -> int:
-        return self.leased + self.offered + self.delivered
-
-
 _SPANS = f"SELECT {list_columns(SPAN)} FROM span"
 _SELECT_SPAN = Sql(f"{_SPANS} WHERE step = :step AND first = :first")
 _SELECT_OFFER = Sql(
@@ -85,17 +74,15 @@ _SELECT_OFFER = Sql(
     "AND (reserved = '' OR reserved = :owner OR offered_ms <= :until) "
     "ORDER BY CASE WHEN reserved = :owner THEN 0 ELSE 1 END, first LIMIT 1"
 )
-_SELECT_STATE = Sql(f"{_SPANS} WHERE step = :step AND state = :state ORDER BY first")
 _INSERT_SPAN, _INSERT_GROUP = insert_into(SPAN), insert_into(GROUP)
 _LEASE = Sql(
     "UPDATE span SET state = 'leased', fence = :fence, holders = holders + 1, reserved = '' "
     "WHERE step = :step AND first = :first AND state IN ('offered', 'leased') AND fence = :fence - 1"
 )
-_RELEASE = Sql(
-    "UPDATE span SET holders = holders - 1, reserved = CASE WHEN holders = 1 AND state = 'leased' THEN :reserved "
-    "ELSE reserved END, offered_ms = CASE WHEN holders = 1 AND state = 'leased' THEN :time_ms ELSE offered_ms END, "
-    "state = CASE WHEN holders = 1 AND state = 'leased' THEN 'offered' ELSE state END "
-    "WHERE step = :step AND first = :first"
+_LEAVE = Sql("UPDATE span SET holders = holders - 1 WHERE step = :step AND first = :first AND holders > 0")
+_OFFER = Sql(
+    "UPDATE span SET state = 'offered', reserved = :reserved, offered_ms = :time_ms "
+    "WHERE step = :step AND first = :first AND state = 'leased' AND holders = 0"
 )
 _RETAKE = Sql(
     "UPDATE span SET state = 'leased', holders = holders + 1, reserved = '' WHERE step = :step AND first = :first "
@@ -110,11 +97,9 @@ _ACCEPT = Sql(
     "AND submission = :submission"
 )
 _REOPEN = Sql(
-    "UPDATE span SET state = CASE WHEN holders > 0 THEN 'leased' ELSE 'offered' END, submission = '', "
-    "offered_ms = :time_ms WHERE step = :step AND first = :first AND state = 'delivered' AND submission = :submission"
+    "UPDATE span SET state = :state, submission = '', offered_ms = :time_ms "
+    "WHERE step = :step AND first = :first AND state = 'delivered' AND submission = :submission"
 )
-_COUNT_SPANS = Sql("SELECT state, sum(count) FROM span WHERE step = :step GROUP BY state")
-_COUNT_GROUPS = Sql("SELECT signal, count(*) FROM trained_group WHERE step = :step GROUP BY signal")
 _SELECT_ENTRIES = Sql(
     "SELECT position, submission, place, version, blob FROM trained_group WHERE step = :step AND signal = 1 "
     "ORDER BY position LIMIT :most"
@@ -136,16 +121,11 @@ def find_offer(connection: Connection, step: int, owner: str, until_ms: int) -> 
     return fetch_row(connection, _SELECT_OFFER, SpanRow, step=step, owner=owner, until=until_ms)
 
 
-def list_spans(connection: Connection, step: int, state: str) -> list[SpanRow]:
-    return fetch_rows(connection, _SELECT_STATE, SpanRow, step=step, state=state)
-
-
-def count_groups(connection: Connection, step: int) -> StepCount:
+def count_groups(connection: Connection, step: int) -> StepRow:
     """Where the groups of a step are."""
-    spans = {state: int(number) for state, number in _COUNT_SPANS.run(connection, {"step": step})}
-    groups = {signal: int(number) for signal, number in _COUNT_GROUPS.run(connection, {"step": step})}
-    leased, offered, delivered = (spans.get(state, 0) for state in ("leased", "offered", "delivered"))
-    return StepCount(leased, offered, delivered, groups.get(1, 0), groups.get(0, 0))
+    row = find_step(connection, step)
+    assert row is not None, "it was opened"
+    return row
 
 
 def list_entries(connection: Connection, step: int, most: int) -> list[BatchEntry]:
@@ -170,28 +150,41 @@ def lease_span(event: Event, connection: Connection) -> None:
     if content["fresh"]:
         empty = {"holders": 1, "reserved": "", "offered_ms": 0, "submission": ""}
         _INSERT_SPAN.run(connection, {**row, "count": content["count"], "state": "leased", **empty})
-    elif _LEASE.run(connection, row).rowcount != 1:
+        move_groups(connection, content["step"], leased=content["count"])
+        return
+    span = _require_span(connection, content)
+    if _LEASE.run(connection, row).rowcount != 1:
         raise ValueError("a lease of a span that is delivered, or with another fence than the next")
+    _take_offer(connection, span)
 
 
 def release_span(event: Event, connection: Connection) -> None:
     """lease.end"""
     content = event.content
-    values = {"step": content["step"], "first": content["first"], "reserved": content["reserved"]}
-    _RELEASE.run(connection, {**values, "time_ms": event.time_ms})
+    span = _require_span(connection, content)
+    place = {"step": span.step, "first": span.first}
+    if _LEAVE.run(connection, place).rowcount != 1:
+        raise ValueError("the end of a lease that nobody held")
+    if _OFFER.run(connection, {**place, "reserved": content["reserved"], "time_ms": event.time_ms}).rowcount:
+        move_groups(connection, span.step, leased=-span.count, offered=span.count)
 
 
 def retake_span(connection: Connection, step: int, first: int) -> None:
     """sub.commit of a lease that had expired: the span is held once more"""
-    if _RETAKE.run(connection, {"step": step, "first": first}).rowcount != 1:
+    place = {"step": step, "first": first}
+    span = _require_span(connection, place)
+    if _RETAKE.run(connection, place).rowcount != 1:
         raise ValueError("a late submission of groups that were delivered")
+    _take_offer(connection, span)
 
 
 def deliver_span(event: Event, connection: Connection) -> None:
     """sub.receipt"""
-    values = {name: event.content[name] for name in ("step", "first")}
-    if _DELIVER.run(connection, {**values, "submission": event.subject}).rowcount != 1:
+    span = _require_span(connection, event.content)
+    values = {"step": span.step, "first": span.first, "submission": event.subject}
+    if _DELIVER.run(connection, values).rowcount != 1:
         raise ValueError("a receipt for groups that were delivered already")
+    move_groups(connection, span.step, leased=-span.count, delivered=span.count)
 
 
 def settle_span(event: Event, connection: Connection) -> None:
@@ -199,19 +192,18 @@ def settle_span(event: Event, connection: Connection) -> None:
     content = event.content
     if not content["fills"]:
         return
-    values = {"step": content["step"], "first": content["first"], "submission": event.subject}
+    span = _require_span(connection, content)
+    values = {"step": span.step, "first": span.first, "submission": event.subject}
     if content["state"] != SubmissionState.ACCEPTED:
-        _REOPEN.run(connection, {**values, "time_ms": event.time_ms})
+        state = "leased" if span.holders else "offered"
+        if _REOPEN.run(connection, {**values, "state": state, "time_ms": event.time_ms}).rowcount:
+            move_groups(connection, span.step, delivered=-span.count, **{state: span.count})
         return
-    if _ACCEPT.run(connection, values).rowcount != 1:
+    signals = content["signals"]
+    if _ACCEPT.run(connection, values).rowcount != 1 or len(signals) != span.count:
         raise ValueError("accepted, but not what was delivered")
-    rows = [
-        {"position": content["first"] + place, "place": place, "signal": signal, "batched": 0}
-        for place, signal in enumerate(content["signals"])
-    ]
-    shared = {"step": content["step"], "submission": event.subject}
-    shared |= {"version": content["version"], "blob": content["blob"]}
-    _INSERT_GROUP.run_many(connection, [{**shared, **row} for row in rows])
+    move_groups(connection, span.step, delivered=-span.count, signal=sum(signals), dull=span.count - sum(signals))
+    _add_groups(event, connection)
 
 
 def mark_batch(event: Event, connection: Connection) -> None:
@@ -220,7 +212,31 @@ def mark_batch(event: Event, connection: Connection) -> None:
     entries = list_entries(connection, step, number)
     if len(entries) != number or hash_batch(entries) != event.content["hash"]:
         raise ValueError("not the batch that follows from the accepted groups")
-    _MARK_BATCH.run(connection, {"step": step, "last": entries[-1].index})
+    if entries:
+        _MARK_BATCH.run(connection, {"step": step, "last": entries[-1].index})
+
+
+def _add_groups(event: Event, connection: Connection) -> None:
+    content = event.content
+    shared = {name: content[name] for name in ("step", "version", "blob")} | {"submission": event.subject, "batched": 0}
+    rows = [
+        {**shared, "position": content["first"] + place, "place": place, "signal": signal}
+        for place, signal in enumerate(content["signals"])
+    ]
+    _INSERT_GROUP.run_many(connection, rows)
+
+
+def _take_offer(connection: Connection, span: SpanRow) -> None:
+    """Count the groups of a span that somebody holds now, if nobody did before."""
+    if span.state == "offered":
+        move_groups(connection, span.step, offered=-span.count, leased=span.count)
+
+
+def _require_span(connection: Connection, place: Mapping[str, Any]) -> SpanRow:
+    span = find_span(connection, place["step"], place["first"])
+    if span is None:
+        raise ValueError("groups that were never given out")
+    return span
 
 
 def _make_entry(index: int, submission: str, place: int, version: int, blob: str) -> BatchEntry:

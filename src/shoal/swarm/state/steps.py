@@ -23,6 +23,11 @@ STEP = define_table(
     Column("opened_ms", INT64, nullable=False),
     Column("cut_ms", INT64, nullable=False),
     Column("trained_ms", INT64, nullable=False),
+    Column("leased", INT64, nullable=False),
+    Column("offered", INT64, nullable=False),
+    Column("delivered", INT64, nullable=False),
+    Column("signal", INT64, nullable=False),
+    Column("dull", INT64, nullable=False),
 )
 VERSION = define_table(
     "version",
@@ -48,6 +53,18 @@ class StepRow(NamedTuple):
     opened_ms: int
     cut_ms: int
     trained_ms: int
+    leased: int
+    """groups, as the four that follow: each group given out is counted in one of the five"""
+    offered: int
+    delivered: int
+    signal: int
+    """accepted, with a learning signal"""
+    dull: int
+    """accepted, without one"""
+
+    @property
+    def on_their_way(self) -> int:
+        return self.leased + self.offered + self.delivered
 
 
 class VersionRow(NamedTuple):
@@ -67,11 +84,18 @@ _SELECT_STATE = Sql(f"{_STEPS} WHERE state = :state ORDER BY step")
 _SELECT_VERSION = Sql(f"SELECT {list_columns(VERSION)} FROM version WHERE version = :version")
 _MAX_VERSION = Sql("SELECT coalesce(max(version), -1) FROM version")
 _INSERT_STEP, _INSERT_VERSION = insert_into(STEP), insert_into(VERSION)
+_COUNT_GROUPS = Sql(
+    "UPDATE step SET leased = leased + :leased, offered = offered + :offered, delivered = delivered + :delivered, "
+    "signal = signal + :signal, dull = dull + :dull WHERE step = :step"
+)
 _TAKE_INDICES = Sql("UPDATE step SET next_index = next_index + :count WHERE step = :step AND next_index = :first")
 _CUT = Sql("UPDATE step SET state = 'cut', batch = :batch, cut_ms = :time_ms WHERE step = :step AND state = 'open'")
 _TRAIN = Sql(
     "UPDATE step SET state = 'trained', trained_ms = :time_ms WHERE step = :step AND state = 'cut' AND batch = :batch"
 )
+
+
+_NO_GROUPS = dict.fromkeys(("leased", "offered", "delivered", "signal", "dull"), 0)
 
 
 def find_step(connection: Connection, step: int) -> StepRow | None:
@@ -96,7 +120,7 @@ def open_step(event: Event, connection: Connection) -> None:
     """step.open"""
     times = {"opened_ms": event.time_ms, "cut_ms": 0, "trained_ms": 0}
     row = {"step": event.content["step"], "state": "open", "beacon": event.content["beacon"]}
-    _INSERT_STEP.run(connection, {**row, "next_index": 0, "batch": "", **times})
+    _INSERT_STEP.run(connection, {**row, "next_index": 0, "batch": "", **times, **_NO_GROUPS})
 
 
 def take_indices(event: Event, connection: Connection) -> None:
@@ -126,8 +150,9 @@ def add_version(event: Event, connection: Connection) -> None:
     _INSERT_VERSION.run(connection, {**row, "published_ms": event.time_ms, "seq": event.seq})
 
 
-def count_steps(connection: Connection, state: str) -> int:
-    return fetch_number(connection, Sql("SELECT count(*) FROM step WHERE state = :state"), state=state)
+def move_groups(connection: Connection, step: int, **changes: int) -> None:
+    """Groups of a step moved: how many more there are where they went, how many fewer where they were."""
+    _COUNT_GROUPS.run(connection, {"step": step, **_NO_GROUPS, **changes})
 
 
 def _change_one(rows: int, text: str) -> None:

@@ -40,7 +40,10 @@ SUBMISSION = define_table(
     Column("received_ms", INT64, nullable=False),
     Column("decided_ms", INT64, nullable=False),
     Column("paid", INT64, nullable=False),
+    Column("dropped", INT64, nullable=False),
 )
+Index("submission_kept", SUBMISSION.c.dropped, SUBMISSION.c.decided_ms)
+Index("submission_span", SUBMISSION.c.step, SUBMISSION.c.first)
 Index("submission_due", SUBMISSION.c.state, SUBMISSION.c.upload_ms)
 Index("submission_owner", SUBMISSION.c.owner, SUBMISSION.c.state)
 ROLLOUT = define_table(
@@ -83,6 +86,8 @@ class SubmissionRow:
     received_ms: int
     decided_ms: int
     paid: int
+    dropped: int
+    """1 once its file was removed"""
 
     @property
     def is_open(self) -> bool:
@@ -133,6 +138,20 @@ _DECIDE = Sql(
 )
 _DROP = Sql("UPDATE submission SET state = :state, decided_ms = :time_ms WHERE lease = :lease AND state = 'committed'")
 _SHIFT = Sql("UPDATE submission SET upload_ms = upload_ms + :shift_ms WHERE state = 'committed'")
+_FREE = (
+    "{0}.decided_ms > 0 AND {0}.decided_ms <= :kept_ms "
+    "AND ({0}.state NOT IN ('rejected_form', 'rejected_soft', 'rejected_hard') OR {0}.decided_ms <= :appealed_ms) "
+    "AND NOT EXISTS (SELECT 1 FROM job j WHERE j.submission = {0}.submission AND j.state <> 'done') "
+    "AND ({0}.state <> 'accepted' OR EXISTS (SELECT 1 FROM step t WHERE t.step = {0}.step AND t.state = 'trained' "
+    "AND t.trained_ms <= :kept_ms))"
+)
+_SELECT_FREE = Sql(
+    f"SELECT s.blob FROM submission s WHERE s.dropped = 0 AND {_FREE.format('s')} AND NOT EXISTS "
+    f"(SELECT 1 FROM submission o WHERE o.blob = s.blob AND NOT ({_FREE.format('o')})) "
+    "ORDER BY s.decided_ms, s.submission LIMIT :most"
+)
+_COUNT_USES = Sql(f"SELECT count(*) FROM submission s WHERE s.blob = :blob AND NOT ({_FREE.format('s')})")
+_DROP_BLOB = Sql("UPDATE submission SET dropped = 1 WHERE blob = :blob AND decided_ms > 0")
 _TAKE_OVER = Sql(
     "UPDATE rollout SET submission = :submission, step = :step, position = (SELECT min(d.position) FROM duplicate d "
     "WHERE d.submission = :submission AND d.hash = rollout.hash) WHERE hash IN "
@@ -175,6 +194,21 @@ def list_duplicates(connection: Connection, submission: str) -> list[DuplicateRo
     return fetch_rows(connection, _SELECT_DUPLICATES, DuplicateRow, submission=submission)
 
 
+def list_free_blobs(connection: Connection, kept_ms: int, appealed_ms: int, most: int) -> list[str]:
+    """Files that nobody may need any more.
+
+    All submissions with such a file were decided before `kept_ms`, the rejected ones before `appealed_ms`; none is
+    judged, and the batches of the accepted ones were trained on before `kept_ms`.
+    """
+    values = {"kept_ms": kept_ms, "appealed_ms": appealed_ms, "most": most}
+    return list(dict.fromkeys(fetch_rows(connection, _SELECT_FREE, str, **values)))
+
+
+def is_free_blob(connection: Connection, blob: str, kept_ms: int, appealed_ms: int) -> bool:
+    """Whether a file is one of them."""
+    return not fetch_number(connection, _COUNT_USES, blob=blob, kept_ms=kept_ms, appealed_ms=appealed_ms)
+
+
 def add_submission(event: Event, connection: Connection) -> None:
     """sub.commit"""
     content = event.content
@@ -191,7 +225,7 @@ def add_submission(event: Event, connection: Connection) -> None:
         "committed_ms": event.time_ms,
         "upload_ms": event.time_ms + upload_time(lease.upload_s, content["size"]),
     }
-    _INSERT.run(connection, {**row, "received_ms": 0, "decided_ms": 0, "paid": 0})
+    _INSERT.run(connection, {**row, "received_ms": 0, "decided_ms": 0, "paid": 0, "dropped": 0})
     _add_rollouts(connection, name, lease, content["rollouts"])
 
 
@@ -201,7 +235,7 @@ def plant_submission(event: Event, connection: Connection) -> None:
     row = {name: plan[name] for name in ("step", "first", "count", "version", "blob", "size")}
     row |= {"submission": f"s{event.seq}", "lease": f"c{event.seq}", "node": event.actor, "owner": event.actor}
     row |= {"tokens": 0, "state": SubmissionState.RECEIVED.value, "committed_ms": event.time_ms, "upload_ms": 0}
-    _INSERT.run(connection, {**row, "received_ms": event.time_ms, "decided_ms": 0, "paid": 0})
+    _INSERT.run(connection, {**row, "received_ms": event.time_ms, "decided_ms": 0, "paid": 0, "dropped": 0})
 
 
 def receive_submission(event: Event, connection: Connection) -> None:
@@ -225,6 +259,12 @@ def decide_submission(event: Event, connection: Connection) -> None:
     _DECIDE.run(connection, {**values, "time_ms": event.time_ms})
     if content["state"] == SubmissionState.ACCEPTED:
         _TAKE_OVER.run(connection, {"submission": event.subject, "step": content["step"]})
+
+
+def drop_blobs(event: Event, connection: Connection) -> None:
+    """blob.drop"""
+    for blob in event.content["blobs"]:
+        _DROP_BLOB.run(connection, {"blob": blob})
 
 
 def shift_uploads(event: Event, connection: Connection) -> None:

@@ -38,7 +38,7 @@ def _create_chain() -> None:
         sa.Column("time_ms", _INT64, nullable=False),
         sa.Column("kind", sa.Text, nullable=False),
         sa.Column("actor", sa.Text, nullable=False),
-        sa.Column("subject", sa.Text, nullable=False),
+        sa.Column("subject", sa.Text, nullable=False, index=True),
         sa.Column("body", sa.LargeBinary, nullable=False),
         sa.Column("signature", sa.LargeBinary, nullable=False),
         sa.Column("prev_hash", sa.LargeBinary, nullable=False),

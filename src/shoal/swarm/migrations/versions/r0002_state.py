@@ -41,6 +41,13 @@ def _create_run() -> None:
         sa.Column("seq", _INT64, nullable=False),
         sqlite_strict=True,
     )
+    op.create_table(
+        "outage",
+        sa.Column("seq", _INT64, primary_key=True, autoincrement=False),
+        sa.Column("until_ms", _INT64, nullable=False),
+        sa.Column("away_ms", _INT64, nullable=False),
+        sqlite_strict=True,
+    )
 
 
 def _create_members() -> None:
@@ -55,6 +62,7 @@ def _create_members() -> None:
         sa.Column("staked", _INT64, nullable=False),
         sa.Column("tokens", _INT64, nullable=False),
         sa.Column("earned", _INT64, nullable=False),
+        sa.Column("lapses", _INT64, nullable=False),
         sqlite_strict=True,
     )
     op.create_table(
@@ -93,6 +101,11 @@ def _create_steps() -> None:
         sa.Column("opened_ms", _INT64, nullable=False),
         sa.Column("cut_ms", _INT64, nullable=False),
         sa.Column("trained_ms", _INT64, nullable=False),
+        sa.Column("leased", _INT64, nullable=False),
+        sa.Column("offered", _INT64, nullable=False),
+        sa.Column("delivered", _INT64, nullable=False),
+        sa.Column("signal", _INT64, nullable=False),
+        sa.Column("dull", _INT64, nullable=False),
         sqlite_strict=True,
     )
     op.create_index("ix_step_state", "step", ["state"])
@@ -122,7 +135,7 @@ def _create_spans() -> None:
         sa.Column("submission", sa.Text, nullable=False),
         sqlite_strict=True,
     )
-    op.create_index("ix_span_state", "span", ["state"])
+    op.create_index("span_step", "span", ["step", "state"])
     op.create_table(
         "trained_group",
         sa.Column("step", _INT64, primary_key=True, autoincrement=False),
@@ -163,6 +176,7 @@ def _create_leases() -> None:
     op.create_index("lease_holder", "lease", ["state", "owner"])
     op.create_index("lease_request", "lease", ["node", "request_key"], unique=True)
     op.create_index("lease_span", "lease", ["step", "first"])
+    op.create_index("lease_slow", "lease", ["step", "state", "granted_ms"])
 
 
 def _create_submissions() -> None:
@@ -185,9 +199,12 @@ def _create_submissions() -> None:
         sa.Column("received_ms", _INT64, nullable=False),
         sa.Column("decided_ms", _INT64, nullable=False),
         sa.Column("paid", _INT64, nullable=False),
+        sa.Column("dropped", _INT64, nullable=False),
         sqlite_strict=True,
     )
     op.create_index("ix_submission_blob", "submission", ["blob"])
+    op.create_index("submission_kept", "submission", ["dropped", "decided_ms"])
+    op.create_index("submission_span", "submission", ["step", "first"])
     op.create_index("submission_due", "submission", ["state", "upload_ms"])
     op.create_index("submission_owner", "submission", ["owner", "state"])
     op.create_table(
@@ -243,6 +260,16 @@ def _create_queue() -> None:
         sa.Column("appeal", _INT64, nullable=False),
         sa.Column("time_ms", _INT64, nullable=False),
         sa.Column("seq", _INT64, nullable=False),
+        sa.Column("state", sa.Text, nullable=False),
+        sa.Column("paid", _INT64, nullable=False),
+        sqlite_strict=True,
+    )
+    op.create_table(
+        "lapse",
+        sa.Column("submission", sa.Text, primary_key=True),
+        sa.Column("owner", sa.Text, primary_key=True),
+        sa.Column("validator", sa.Text, nullable=False),
+        sa.Column("round", _INT64, nullable=False),
         sqlite_strict=True,
     )
 
@@ -273,7 +300,7 @@ def _create_credit() -> None:
     op.create_table(
         "loss",
         sa.Column("submission", sa.Text, primary_key=True),
-        sa.Column("owner", sa.Text, nullable=False),
+        sa.Column("owner", sa.Text, primary_key=True),
         sa.Column("amount", _INT64, nullable=False),
         sqlite_strict=True,
     )
@@ -298,3 +325,16 @@ def _create_claims() -> None:
         sa.Column("decided_ms", _INT64, nullable=False),
         sqlite_strict=True,
     )
+    op.create_table(
+        "redeem",
+        sa.Column("request", sa.Text, primary_key=True),
+        sa.Column("owner", sa.Text, nullable=False),
+        sa.Column("amount", _INT64, nullable=False),
+        sa.Column("goal", sa.Text, nullable=False),
+        sa.Column("state", sa.Text, nullable=False),
+        sa.Column("asked_ms", _INT64, nullable=False),
+        sa.Column("ended_ms", _INT64, nullable=False),
+        sa.Column("seq", _INT64, nullable=False),
+        sqlite_strict=True,
+    )
+    op.create_index("redeem_state", "redeem", ["state", "asked_ms"])

@@ -1,0 +1,197 @@
+"""`shoal worker`, `shoal validator` and `shoal redteam`: nodes that join a run and work for it.
+
+Exit codes beside those of all commands: 3, the run does not want this node any more; starting it again would not help.
+What a command needs is imported when it runs, so that help and mistakes come at once.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import os
+import sys
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.commands.broadcast_flags import Commands
+from shoal.commands.live import LiveLine
+from shoal.commands.serving import check_least
+from shoal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shoal.node.session import Session
+    from shoal.recipe import Recipe
+    from shoal.toploc.calibration import Calibration
+    from shoal.worker.author import Author
+
+EXIT_UNWANTED = 3
+_WHERE = "address of the coordinator, or the file of the run's descriptor"
+
+
+def add_commands(commands: Commands) -> None:
+    """Add the parsers of these commands."""
+    worker = _add_node(commands, "worker", "lend this machine to a run: write rollouts for it, and be credited")
+    _add_engine(worker)
+    worker.set_defaults(command=run_worker)
+    validator = _add_node(commands, "validator", "judge what workers hand in; the run's parameters name who may")
+    validator.set_defaults(command=run_validator)
+    text = "workers that cheat, to see that it does not pay"
+    redteam = commands.add_parser("redteam", help=text, description=text, allow_abbrev=False)
+    attacks = redteam.add_subparsers(metavar="COMMAND", title="commands", required=True)
+    cheat = _add_node(attacks, "work", "work for a run of your own, and cheat in one way")
+    cheat.add_argument("--attack", required=True, metavar="NAME", help="how; `shoal redteam list` lists the ways")
+    _add_engine(cheat)
+    cheat.set_defaults(command=run_cheat)
+    listing = attacks.add_parser("list", help="list the attacks", allow_abbrev=False)
+    listing.set_defaults(command=run_list)
+
+
+def _add_node(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    add = parser.add_argument
+    add("where", metavar="URL", help=_WHERE)
+    add("--folder", type=Path, default=Path(name), metavar="DIR", help="keys, weights, receipts (%(default)s)")
+    add("--owner", type=Path, metavar="FILE", help="the owner's key (default: one is made in DIR)")
+    add("--threads", type=int, default=0, metavar="N", help="torch threads (default: all cores)")
+    return parser
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--slots", type=int, default=256, metavar="N", help="rollouts written side by side, at most (%(default)s)")
+    add("--memory", type=int, default=4096, metavar="MB", help="for rollouts under way, at most (%(default)s)")
+
+
+def run_worker(args: argparse.Namespace) -> int:
+    """Work until the run is finished or a signal comes."""
+    _check_engine(args)
+    return _run_node(args, _work(args, ""))
+
+
+def run_cheat(args: argparse.Namespace) -> int:
+    """The same, but cheating."""
+    _check_engine(args)
+    from shoal.redteam.registry import list_attacks
+
+    if args.attack not in list_attacks():
+        raise ConfigError(f"--attack {args.attack}: no such attack; there are {', '.join(list_attacks())}")
+    return _run_node(args, _work(args, args.attack))
+
+
+def run_list(args: argparse.Namespace) -> int:
+    """The names of all attacks."""
+    from shoal.redteam.registry import list_attacks
+
+    print("\n".join(list_attacks()))
+    return 0
+
+
+def run_validator(args: argparse.Namespace) -> int:
+    """Judge until the run is finished or a signal comes."""
+    check_least("--threads", args.threads, 0)
+    return _run_node(args, _validate(args))
+
+
+def _check_engine(args: argparse.Namespace) -> None:
+    check_least("--threads", args.threads, 0)
+    check_least("--slots", args.slots, 1)
+    check_least("--memory", args.memory, 1)
+
+
+def _run_node(args: argparse.Namespace, work: Coroutine[Any, Any, None]) -> int:
+    from shoal.disk import guard_disk
+    from shoal.node.session import SessionError
+    from shoal.runtime import tune_process
+
+    tune_process(args.threads)
+    try:
+        with guard_disk(args.folder), _lock_folder(args.folder):
+            asyncio.run(work)
+    except SessionError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        return EXIT_UNWANTED
+    finally:
+        work.close()
+    return 0
+
+
+@contextmanager
+def _lock_folder(folder: Path) -> Iterator[None]:
+    """One process per node: two would answer for each other's leases."""
+    from shoal.rundir import lock_dir
+
+    lock = lock_dir(folder)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+async def _work(args: argparse.Namespace, attack: str) -> None:
+    from shoal.node.recipe import fetch_recipe
+    from shoal.node.session import Role, open_session
+    from shoal.node.weights import open_weights
+    from shoal.worker.intake import WorkLimits
+    from shoal.worker.loop import Worker
+
+    line, limits = LiveLine(), WorkLimits(memory_mb=args.memory)
+    async with open_session(args.where, args.folder, role=Role.WORKER, owner=args.owner, note=line.note) as session:
+        author = _make_author(await fetch_recipe(session, args.folder), attack)
+        keep = session.params.async_level + 2
+        async with open_weights(session, args.folder / "weights", keep=keep) as weights:
+            worker = Worker(session, weights, author, args.folder, limits=limits, slots=args.slots)
+            async with line.show(worker.describe):
+                await session.run(worker.run())
+            line.note(worker.describe())
+
+
+def _make_author(recipe: "Recipe", attack: str) -> "Author":
+    if attack:
+        from shoal.redteam.registry import load_attack
+
+        return load_attack(attack)(recipe)
+    from shoal.worker.author import Author
+
+    return Author(recipe)
+
+
+async def _validate(args: argparse.Namespace) -> None:
+    from shoal.node.recipe import fetch_recipe
+    from shoal.node.session import Role, open_session
+    from shoal.node.weights import open_weights
+    from shoal.submission.jail import Jail
+    from shoal.validator.judge import Judge
+    from shoal.validator.loop import Validator
+    from shoal.validator.shelf import Shelf
+
+    line = LiveLine()
+    async with open_session(args.where, args.folder, role=Role.VALIDATOR, owner=args.owner, note=line.note) as session:
+        recipe = await fetch_recipe(session, args.folder)
+        calibration = await _fetch_calibration(session, recipe, args.folder / "calibration.json")
+        keep = session.params.async_level + 3
+        async with open_weights(session, args.folder / "weights", keep=keep) as weights, Jail() as jail:
+            shelf = Shelf(session, weights, recipe)
+            validator = Validator(session, Judge(recipe, calibration, jail), shelf, args.folder)
+            async with line.show(validator.describe):
+                await session.run(validator.run())
+            line.note(validator.describe())
+
+
+async def _fetch_calibration(session: "Session", recipe: "Recipe", path: Path) -> "Calibration":
+    """The calibration that the recipe names, from the folder or from the coordinator."""
+    from shoal.files import write_atomic
+    from shoal.node.session import ASK_S
+    from shoal.toploc.calibration import load_calibration
+
+    if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != recipe.calibration:
+        data = await session.waits.insist(
+            "calibration", session.client.read_calibration, for_whom="the coordinator", timeout_s=ASK_S
+        )
+        if hashlib.sha256(data).hexdigest() != recipe.calibration:
+            raise ConfigError("the coordinator has another calibration than the run's recipe says")
+        write_atomic(path, data)
+    calibration = load_calibration(path)
+    if calibration.model_hash != recipe.model or calibration.dtype != recipe.dtype:
+        raise ConfigError("the run's calibration is of another model than its recipe")
+    return calibration

@@ -1,0 +1,1 @@
+"""A whole swarm on one machine: made ready, started, watched, stopped, reported on."""

@@ -1,0 +1,194 @@
+"""Making a swarm ready: everything that must be there before its first process starts. The same again finds it done.
+
+    v0 (warm-up, cached) -> calibration of v0 -> recipe -> keys -> settings of the coordinator -> settings of this run
+
+Invariants:
+- the settings are written last: where they are, all the rest is;
+- once there is a ledger, what it was begun with stays: other settings are refused in a sentence, but for the `FREE`
+  ones. Until then they may change, and what depends on them is made anew;
+- ports are chosen at each start.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.config import build_config, dump_config, flatten_config
+from shoal.errors import ConfigError
+from shoal.files import hash_file, write_atomic
+from shoal.keys import Key
+from shoal.launch.layout import Layout, name_cheats, name_relays, name_validators, name_workers
+from shoal.launch.ports import HOST, choose_ports
+from shoal.launch.settings import LaunchConfig
+from shoal.node.identity import Identity, load_identity
+from shoal.node.session import Role
+from shoal.recipe import Recipe, dump_recipe
+from shoal.rundir import RESUMABLE
+from shoal.swarm.params import RunParams, dump_params
+from shoal.toml import dump_toml, read_toml
+
+Note = Callable[[str], None]
+FREE = frozenset(
+    {
+        *RESUMABLE,
+        "swarm.workers",
+        "swarm.cheats",
+        "swarm.relays",
+        "swarm.threads",
+        "swarm.slots",
+        "swarm.join_work",
+        "swarm.rate",
+    }
+) - {"steps", "eval.every"}
+"""Settings that may differ when a run goes on. `steps` may not: the beacons of a run are a chain of its length."""
+CALIBRATION_CHUNKS = 1024
+"""honest chunks of up to 32 tokens: some seconds for a model of half a million parameters"""
+CALIBRATION_TOKENS = 64
+LEASE_MIN_S, LEASE_MAX_S = 30, 600
+STALE_BEATS, GONE_BEATS = 5, 15
+"""heartbeats that a node misses until it is called stale, and gone"""
+
+
+class Prepared:
+    """A swarm that can be started."""
+
+    def __init__(self, config: LaunchConfig, layout: Layout, ports: dict[str, int]) -> None:
+        self.config, self.layout, self.ports = config, layout, ports
+        scopes = {
+            "trainer": Role.TRAINER,
+            **dict.fromkeys(name_validators(config.swarm), Role.VALIDATOR),
+            **dict.fromkeys([*name_workers(config.swarm), *name_cheats(config.swarm)], Role.WORKER),
+        }
+        self.identities = {name: _load_node(layout.folder(name), config.run, role) for name, role in scopes.items()}
+
+    @property
+    def url(self) -> str:
+        """Of the coordinator."""
+        return self.locate("coordinator")
+
+    def locate(self, name: str) -> str:
+        """The address of a part that serves."""
+        return f"http://{HOST}:{self.ports[name]}"
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What each part is called, by the public keys of its node and its owner."""
+        known = {identity.key.public: name for name, identity in self.identities.items()}
+        return known | {identity.owner: name for name, identity in self.identities.items()}
+
+
+def prepare_swarm(config: LaunchConfig, layout: Layout, note: Note) -> Prepared:
+    """Make everything ready that is not. The caller holds the lock of the folder."""
+    changed = list_changes(config, layout)
+    if changed is None or (changed - FREE):
+        if changed is not None and layout.ledger.exists():
+            raise ConfigError(_describe_changes(layout, sorted(changed - FREE)))
+        layout.settings.unlink(missing_ok=True)
+        _make_papers(config, layout, note)
+    for path in (layout.publisher_key, layout.operator_key):
+        if not path.exists():
+            Key.generate().save(path)
+    names = ["coordinator", "origin", *name_relays(config.swarm)]
+    prepared = Prepared(config, layout, choose_ports(layout.ports, names))
+    write_atomic(layout.service, dump_toml(build_service(prepared)).encode())
+    core = config.core.model_copy(update={"out": str(layout.root.parent)})  # whatever folder a part is started in
+    write_atomic(layout.run_settings, dump_config(core).encode())
+    write_atomic(layout.settings, dump_config(config).encode())
+    return prepared
+
+
+def list_changes(config: LaunchConfig, layout: Layout) -> set[str] | None:
+    """Keys that differ from the settings of last time; None if there are none that can be read."""
+    if not layout.settings.exists():
+        return None
+    try:
+        known = build_config(LaunchConfig, read_toml(layout.settings), ())
+    except ConfigError as error:
+        if layout.ledger.exists():
+            raise ConfigError(f"{layout.settings}: cannot be read by this version ({error})") from None
+        return None
+    old, new = flatten_config(known), flatten_config(config)
+    return {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
+
+
+def build_params(prepared: Prepared) -> RunParams:
+    """What the run's ledger begins with."""
+    config, swarm, nodes = prepared.config, prepared.config.swarm, prepared.identities
+    lease_min_s = min(LEASE_MIN_S, swarm.lease_s)
+    return RunParams(
+        steps=config.steps,
+        async_level=config.async_level,
+        groups_per_batch=config.batch.groups,
+        max_groups=int(config.batch.groups * config.batch.max_oversample),
+        group_size=config.batch.group_size,
+        max_tokens=config.engine.max_tokens,
+        groups_per_lease=swarm.groups_per_lease,
+        heartbeat_s=swarm.heartbeat_s,
+        stale_s=STALE_BEATS * swarm.heartbeat_s,
+        gone_s=GONE_BEATS * swarm.heartbeat_s,
+        lease_min_s=lease_min_s,
+        lease_first_s=swarm.lease_s,
+        lease_max_s=max(LEASE_MAX_S, swarm.lease_s),
+        trainers=(nodes["trainer"].key.public,),
+        validators=tuple(nodes[name].key.public for name in name_validators(config.swarm)),
+    )
+
+
+def build_service(prepared: Prepared) -> dict[str, Any]:
+    """The settings of the coordinator, as tables of its TOML file."""
+    config, layout = prepared.config, prepared.layout
+    return {
+        "run": config.run,
+        "operator": Key.load(layout.operator_key).public,
+        "host": HOST,
+        "port": prepared.ports["coordinator"],
+        "publisher": Key.load(layout.publisher_key).public,
+        "relays": [prepared.locate(name) for name in name_relays(config.swarm)],
+        "recipe": str(layout.recipe),
+        "calibration": str(layout.calibration),
+        "join_work": config.swarm.join_work,
+        "params": dump_params(build_params(prepared)),
+    }
+
+
+def _make_papers(config: LaunchConfig, layout: Layout, note: Note) -> None:
+    """v0, its calibration, and the recipe that names both."""
+    # What needs torch is needed only here: a swarm that goes on starts without it.
+    from shoal.launch.start import calibrate_start, describe_model, write_start
+
+    core = config.core
+    layout.launch.mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
+    policy = write_start(core, layout.start, note)
+    note(f"v0: {policy.num_parameters:,} parameters, ready after {time.monotonic() - begun:.0f} s")
+    begun = time.monotonic()
+    calibration = calibrate_start(policy, core, chunks=CALIBRATION_CHUNKS, tokens=CALIBRATION_TOKENS)
+    calibration.save(layout.calibration)
+    note(f"calibration: {CALIBRATION_CHUNKS} honest chunks measured in {time.monotonic() - begun:.0f} s")
+    recipe = Recipe(
+        family=core.tasks.name,
+        options=core.tasks.options,
+        group_size=core.batch.group_size,
+        max_tokens=core.engine.max_tokens,
+        temperature=core.engine.temperature,
+        dtype=core.policy.dtype,
+        model=describe_model(policy),
+        weights=hash_file(layout.start / "model.safetensors"),
+        calibration=hashlib.sha256(layout.calibration.read_bytes()).hexdigest(),
+    )
+    write_atomic(layout.recipe, dump_recipe(recipe))
+
+
+def _load_node(folder: Path, run: str, role: Role) -> Identity:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return load_identity(folder, run, role.scope)
+
+
+def _describe_changes(layout: Layout, keys: list[str]) -> str:
+    shown = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+    return (
+        f"{layout.root}: holds a swarm that was begun with another {shown} (see {layout.settings.name} in "
+        f"{layout.launch.name}/); set it so to go on, or use --fresh, another name or another seed"
+    )

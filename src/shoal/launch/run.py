@@ -1,0 +1,109 @@
+"""`shoal run`: a swarm from its settings to its report. The same command goes on with one that was stopped.
+
+    lock -> prepare -> start all parts -> look after them -> trainer and evaluator finished -> stop all -> report
+
+The first Ctrl-C or SIGTERM stops all parts in order, the second kills them; both lose nothing that was answered.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shoal.launch.glance import Watch, read_lines
+from shoal.launch.layout import Layout
+from shoal.launch.prepare import Note, Prepared, prepare_swarm
+from shoal.launch.report import write_report
+from shoal.launch.roster import list_parts
+from shoal.launch.settings import LaunchConfig
+from shoal.launch.supervise import Supervisor
+from shoal.launch.view import View
+from shoal.node.tasks import run_together
+from shoal.rundir import lock_dir
+
+EXIT_INTERRUPTED = 130
+_SPIN_COUNT = "5000"
+"""see shoal.cli"""
+
+
+def start_swarm(config: LaunchConfig, note: Note, *, fresh: bool = False) -> int:
+    """Run a swarm to its last step and write its report, or until it is stopped."""
+    layout = Layout.of(config)
+    with hold_swarm(layout, fresh=fresh):
+        prepared = prepare_swarm(config, layout, note)
+        if not is_finished(config, layout.root):
+            note(f"run {config.run} in {layout.root}, coordinator at {prepared.url}")
+            if not asyncio.run(supervise_swarm(prepared)):
+                note("stopped; the same command goes on from here")
+                return EXIT_INTERRUPTED
+        note(write_report(prepared))
+    return 0
+
+
+@contextmanager
+def hold_swarm(layout: Layout, *, fresh: bool = False) -> Iterator[None]:
+    """While inside, nobody else prepares or runs this swarm; `fresh` moves what is there aside first."""
+    lock = lock_dir(layout.launch)
+    try:
+        if fresh and layout.settings.exists():
+            layout.root.rename(_find_free(layout.root))
+            os.close(lock)
+            lock = lock_dir(layout.launch)
+        yield
+    finally:
+        os.close(lock)
+
+
+async def supervise_swarm(prepared: Prepared) -> bool:
+    """Start all parts, show how they do, and stop them; whether the run came to its end."""
+    stop = asyncio.Event()
+    supervisor = Supervisor(list_parts(prepared), prepared.layout.logs, make_environment(prepared.config.swarm.threads))
+    watch = Watch(prepared, supervisor)
+    view = View(watch)
+    supervisor.note = view.note
+    try:
+        with _catch_signals(stop, supervisor.kill_all, view.note):
+            return await run_together(supervisor.run(lambda: True, stop), view.run())
+    finally:
+        watch.close()
+
+
+def is_finished(config: LaunchConfig, root: Path) -> bool:
+    """Whether the last version was trained and evaluated: there is nothing left but to report."""
+    last = [line for line in read_lines(root) if line["step"] == config.steps]
+    return any("eval/pass_at_1" in line for line in last) and any("reward/mean" in line for line in last)
+
+
+def make_environment(threads: int) -> dict[str, str]:
+    """What all parts are started with: many processes share this machine, so none takes all of it."""
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": _SPIN_COUNT}
+
+
+@contextmanager
+def _catch_signals(stop: asyncio.Event, kill: Callable[[], None], note: Note) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+
+    def take_signal() -> None:
+        if stop.is_set():
+            kill()
+            return
+        note("stopping all parts in order; once more to kill them")
+        stop.set()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, take_signal)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def _find_free(root: Path) -> Path:
+    number = 1
+    while (path := root.with_name(f"{root.name}.old-{number}")).exists():
+        number += 1
+    return path

@@ -1,0 +1,123 @@
+"""The settings of a swarm on one machine: those of its run, and how many processes of each kind there are.
+
+One TOML file describes both. `shoal train` of the same file leaves the table `[swarm]` aside, so that the two can be
+held against each other: with `async_level = 0` they give the same weights. This module imports no torch.
+"""
+
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shoal.config import Count, RunConfig, Settings, build_config
+from shoal.errors import ConfigError
+from shoal.toml import read_toml
+
+Attack = Literal["int8", "stale"]
+"""names of `shoal.redteam.registry`"""
+Cheats = Annotated[list[Attack], Field(json_schema_extra={"allowed": 'a list of attacks, such as ["int8", "stale"]'})]
+_MAX_RUN = 64
+
+
+class SwarmConfig(Settings):
+    """Who takes part, and how fast they talk."""
+
+    workers: Annotated[int, Field(ge=0, le=64)] = 2
+    """honest workers"""
+    cheats: Cheats = Field(default=[])
+    """workers that cheat, one for each name"""
+    validators: Annotated[int, Field(ge=1, le=16)] = 2
+    """validators, each of an owner of its own; it takes two to convict"""
+    relays: Annotated[int, Field(ge=1, le=8)] = 1
+    """relays between the origin and all that pull weights"""
+    threads: Annotated[int, Field(ge=1, le=64)] = 1
+    """torch threads of each process; the trainer's are `threads`, or as many if that is 0"""
+    slots: Annotated[int, Field(ge=0, le=2**16)] = 0
+    """rollouts that a worker decodes side by side; 0: `engine.slots`"""
+    groups_per_lease: Count = 1
+    """groups that a worker takes at a time"""
+    heartbeat_s: Annotated[int, Field(ge=1, le=60)] = 2
+    """between two signs of life of a node"""
+    lease_s: Annotated[int, Field(ge=10, le=3600)] = 120
+    """time for a lease until it is known how long they take"""
+    join_work: Annotated[int, Field(ge=1, le=2**30)] = 4096
+    """hashes that joining costs: little, where nobody is a stranger"""
+    rate: str = ""
+    """most that the origin sends, e.g. "20Mbit" a second, to see a broadcast that takes its time; empty: no limit"""
+
+
+class LaunchConfig(RunConfig):
+    """Everything about one swarm on this machine."""
+
+    swarm: SwarmConfig = SwarmConfig()
+
+    @property
+    def core(self) -> RunConfig:
+        """The run's own settings, as its trainer needs them."""
+        data = self.model_dump(exclude={"swarm"})
+        return RunConfig.model_validate(data | {"threads": self.threads or self.swarm.threads})
+
+    @property
+    def run(self) -> str:
+        """What the run is called in its ledger."""
+        return re.sub("[^a-z0-9-]", "-", f"{self.name}-seed{self.seed}".lower())[:_MAX_RUN]
+
+
+DEMO = """
+# A swarm that learns to sort: demonstrations show 3 to 6 digits, RL teaches 8 to 11 without showing one.
+name = "demo"
+steps = 40
+async_level = 2
+threads = 1
+
+[tasks]
+name = "sort"
+options = { min_length = 8, max_length = 11 }
+
+[warmup]
+steps = 250
+batch = 128
+lr = 2e-3
+options = { min_length = 3, max_length = 6 }
+
+[engine]
+max_tokens = 13
+
+[learner]
+advantage = "centred"
+lr = 1e-4
+
+[eval]
+tasks = 128
+samples = 2
+k = 2
+every = 8
+
+[swarm]
+workers = 2
+cheats = ["int8"]
+groups_per_lease = 4
+"""
+"""What `shoal demo` runs; examples/demo.toml is a copy."""
+
+
+def load_launch(path: Path | None, overrides: Sequence[str] = ()) -> LaunchConfig:
+    """The settings of a TOML file (None: the demo's) with overrides laid over them."""
+    data = tomllib.loads(DEMO) if path is None else read_toml(path)
+    return check_launch(build_config(LaunchConfig, data, overrides))
+
+
+def check_launch(config: LaunchConfig) -> LaunchConfig:
+    """Refuse what means nothing to a swarm, before any work."""
+    if config.steps < 1:
+        raise ConfigError("steps: a swarm trains at least 1 step, got 0")
+    if config.swarm.workers + len(config.swarm.cheats) < 1:
+        raise ConfigError("swarm.workers: somebody has to work; there are no workers and no cheats")
+    if config.beacon:
+        raise ConfigError("beacon: a swarm's beacons are its coordinator's; it is for `shoal train` alone")
+    if not config.batch.filter:
+        raise ConfigError("batch.filter: a swarm trains only groups with a learning signal; leave it true")
+    return config

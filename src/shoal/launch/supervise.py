@@ -1,0 +1,183 @@
+"""Keeping the parts of a swarm running: what dies is started again, what is stopped stops in order.
+
+    part: started -> runs -> ended by itself, for good (finished) | died -> pause -> started again
+
+Invariants:
+- a part that died is started again after a pause that doubles with each death in a row, up to `LONGEST_PAUSE_S`, and is
+  short again after `CALM_S` of life;
+- parts are stopped rank by rank: SIGTERM, and SIGKILL for those that have not ended in `GRACE_S`;
+- when `run` returns or raises, no part is left.
+"""
+
+import asyncio
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.launch.part import Part, Process, open_log, read_last_line
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+CALM_S = 60.0
+GRACE_S = 40.0
+_MAX_EVENTS = 1000
+
+
+@dataclass(slots=True)
+class PartState:
+    """What is known of a part."""
+
+    part: Part
+    process: Process | None = None
+    num_deaths: int = 0
+    last_code: int | None = None
+    finished: bool = False
+    """it ended by itself, for good"""
+    restarts_at: float = 0.0
+    """when it will be started again; 0 while it runs"""
+
+    def describe(self, now: float) -> str:
+        """The part in a few words."""
+        if self.finished:
+            return "finished" if self.last_code == 0 else f"ended for good with {describe_code(self.last_code)}"
+        if self.process is not None:
+            again = f", started {self.num_deaths + 1} times" if self.num_deaths else ""
+            return f"runs as process {self.process.pid}{again}"
+        if self.restarts_at:
+            return (
+                f"ended with {describe_code(self.last_code)}, starts again in {max(0.0, self.restarts_at - now):.0f} s"
+            )
+        return "not started"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a part."""
+
+    at: float
+    """seconds since the epoch"""
+    part: str
+    text: str
+
+
+class Supervisor:
+    """Starts parts and looks after them."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        logs: Path,
+        environment: Mapping[str, str],
+        *,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        assert len({part.name for part in parts}) == len(parts), "every part has a name of its own"
+        self.states = {part.name: PartState(part) for part in parts}
+        self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)
+        self._logs, self._environment, self.note = logs, dict(environment), note
+        self._is_stopping = False
+
+    async def run(self, until: Callable[[], bool], stop: asyncio.Event) -> bool:
+        """Look after the parts until all that end by themselves have and `until` holds, or until `stop` is set.
+
+        Whether they ended by themselves. All parts are stopped then.
+        """
+        watches = [asyncio.create_task(self._watch(state)) for state in self.states.values()]
+        try:
+            finished = await self._wait_end(watches, until, stop)
+        finally:
+            self._is_stopping = True
+            await self._stop_all()
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+            # One may have been on its way up while the others went down.
+            await _stop([state.process for state in self.states.values() if state.process is not None])
+        return finished
+
+    def kill_all(self) -> None:
+        """End every process now, with all that it started; `run` returns soon if it was told to stop."""
+        for state in self.states.values():
+            if state.process is not None:
+                state.process.signal(signal.SIGKILL)
+
+    async def _wait_end(
+        self, watches: Sequence["asyncio.Task[None]"], until: Callable[[], bool], stop: asyncio.Event
+    ) -> bool:
+        while not stop.is_set():
+            for watch in watches:
+                if watch.done():
+                    watch.result()  # it does not end but by a bug or a disk that refuses
+            if all(state.finished for state in self.states.values() if state.part.ends) and until():
+                return True
+            try:
+                async with asyncio.timeout(0.2):
+                    await stop.wait()
+            except TimeoutError:
+                continue
+        return False
+
+    async def _watch(self, state: PartState) -> None:
+        """Start a part, again and again, until it has finished or all is stopped."""
+        pause_s = FIRST_PAUSE_S
+        while not (self._is_stopping or state.finished):
+            began = time.monotonic()
+            await self._run_once(state)
+            if state.finished or self._is_stopping:
+                if state.finished and state.last_code:
+                    self._tell(state, f"ended for good: {read_last_line(self._logs, state.part.name)}")
+                continue
+            pause_s = FIRST_PAUSE_S if time.monotonic() - began > CALM_S else pause_s
+            state.restarts_at = time.monotonic() + pause_s
+            said = read_last_line(self._logs, state.part.name)
+            again = f"ended with {describe_code(state.last_code)}, starts again in {pause_s:g} s"
+            self._tell(state, f"{again}; its last words: {said}" if said else again)
+            await asyncio.sleep(pause_s)
+            state.restarts_at = 0.0
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _run_once(self, state: PartState) -> None:
+        with open_log(self._logs, state.part.name) as log:
+            state.process = await Process.start(state.part, log, self._environment)
+        state.last_code = await state.process.wait()
+        state.process = None
+        state.finished = (state.part.ends and state.last_code == 0) or state.last_code in state.part.last
+        if not state.finished:
+            state.num_deaths += 1
+
+    async def _stop_all(self) -> None:
+        for rank in sorted({state.part.rank for state in self.states.values()}):
+            running = [
+                state.process for state in self.states.values() if state.part.rank == rank and state.process is not None
+            ]
+            await _stop(running)
+
+    def _tell(self, state: PartState, text: str) -> None:
+        self.events.append(Event(time.time(), state.part.name, text))
+        self.note(f"{state.part.name} {text}")
+
+
+async def _stop(processes: Sequence[Process]) -> None:
+    if not processes:
+        return
+    for process in processes:
+        process.signal(signal.SIGTERM)
+    waiting = [asyncio.create_task(process.wait()) for process in processes]
+    await asyncio.wait(waiting, timeout=GRACE_S)
+    for process in processes:
+        process.signal(signal.SIGKILL)
+    await asyncio.gather(*waiting)
+
+
+def describe_code(code: int | None) -> str:
+    """An exit code in words."""
+    if code is None:
+        return "no code"
+    if code < 0:
+        try:
+            return signal.Signals(-code).name
+        except ValueError:
+            return f"signal {-code}"
+    return f"exit code {code}"

@@ -1,0 +1,1 @@
+"""What servers have in common."""

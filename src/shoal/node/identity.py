@@ -1,0 +1,81 @@
+"""Who a node is: its key, and its owner's word for it. Both are made at the first use of a folder.
+
+    <folder>/node.key          the node's key
+    <folder>/owner.key         the owner's, made here unless one is given: for nodes whose owner sits at the same desk
+    <folder>/delegation.json   what the owner allows the node
+
+A delegation that ends within `RENEW_MS`, or is about something else, is replaced where the owner's key is at hand.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import ConfigError
+from shoal.files import write_atomic
+from shoal.keys import Key
+from shoal.swarm.client_auth import read_clock_ms
+from shoal.swarm.delegation import Delegation, Grant, Scope, open_delegation, sign_delegation
+from shoal.swarm.tags import DocumentError
+
+DAY_MS = 86_400_000
+LIFE_MS = 90 * DAY_MS
+RENEW_MS = 30 * DAY_MS
+MAX_LEASES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A node's key and its delegation, as the signed document."""
+
+    key: Key
+    delegation: bytes
+
+    @property
+    def owner(self) -> str:
+        """The public key of the owner."""
+        return open_delegation(self.delegation).owner
+
+    @property
+    def digest(self) -> str:
+        """The name of the delegation."""
+        return open_delegation(self.delegation).digest
+
+
+def load_identity(
+    folder: Path, run: str, scope: Scope, *, owner: Path | None = None, clock: Callable[[], int] = read_clock_ms
+) -> Identity:
+    """The node of a folder; `owner` is the file of an owner's key to use instead of one of the folder's own."""
+    key = _load_key(folder / "node.key")
+    path = folder / "delegation.json"
+    now_ms = clock()
+    held = _read_delegation(path)
+    if held is not None and owner is None and not (folder / "owner.key").exists():
+        return Identity(key, path.read_bytes())  # signed elsewhere: nothing here could sign another
+    owner_key = _load_key(folder / "owner.key") if owner is None else Key.load(owner)
+    if held is None or not _is_good(held, owner_key.public, key.public, run, scope, now_ms):
+        # From a day ago on: the coordinator's clock may be behind ours.
+        grant = Grant(key.public, run, now_ms - DAY_MS, now_ms + LIFE_MS, frozenset({scope}), MAX_LEASES)
+        write_atomic(path, sign_delegation(owner_key, grant))
+    return Identity(key, path.read_bytes())
+
+
+def _load_key(path: Path) -> Key:
+    if not path.exists():
+        Key.generate().save(path)
+    return Key.load(path)
+
+
+def _read_delegation(path: Path) -> Delegation | None:
+    if not path.exists():
+        return None
+    try:
+        return open_delegation(path.read_bytes())
+    except DocumentError as error:
+        raise ConfigError(f"{path}: {error}; remove it, or put the owner's delegation there") from None
+
+
+def _is_good(held: Delegation, owner: str, node: str, run: str, scope: Scope, now_ms: int) -> bool:
+    grant = held.grant
+    is_ours = (held.owner, grant.node, grant.run) == (owner, node, run) and scope in grant.scopes
+    return is_ours and grant.not_after_ms - now_ms > RENEW_MS

@@ -1,0 +1,247 @@
+"""A role's dealings with its coordinator: found, joined, and kept alive by a heartbeat while the role works.
+
+    find the run -> join -> heartbeats, while the role works -> stop in order
+
+    async with open_session(url, folder, role=Role.WORKER) as session:
+        session.describe = lambda: State(version=3)      # what each heartbeat says
+        await session.run(worker.run())                  # ends when the work does, or when the session cannot go on
+
+Invariants:
+- the first heartbeat was answered when a session is open: `answer` is always there, and no older than the last one;
+- a coordinator that is away costs heartbeats, not the role: the session goes on when it is back. One that does not know
+  us any more is joined again. What is final (a ban, a revocation, a fork) ends the role with its sentence;
+- the first signal sets `stopping`, which the role looks at; the second ends the process.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shoal import __version__
+from shoal.errors import ConfigError
+from shoal.files import write_atomic
+from shoal.node.identity import Identity, load_identity
+from shoal.node.pins import find_run
+from shoal.node.spans import SpanLog
+from shoal.node.stop import catch_signals
+from shoal.node.tasks import run_together
+from shoal.node.waits import Note, RoleWaits, WaitError
+from shoal.swarm.asking import Asker, Patience, RefusedError, UnreachableError
+from shoal.swarm.client import NodeClient
+from shoal.swarm.delegation import Scope
+from shoal.swarm.descriptor import Descriptor
+from shoal.swarm.head import ForkError
+from shoal.swarm.keepsakes import KeepError
+from shoal.swarm.link import parse_place
+from shoal.swarm.messages import Heartbeat, HeartbeatAnswer, NodeWait, Progress
+from shoal.swarm.params import RunParams
+
+T = TypeVar("T")
+PATIENCE = Patience(tries=5, first_s=0.5, longest_s=5.0)
+"""of one call: about 10 s. Whoever must have an answer asks again (`RoleWaits.insist`)"""
+JOIN_S, ASK_S = 600.0, 60.0
+"""deadlines; joining takes work"""
+MAX_BEAT_S = 60
+"""longest pause between two heartbeats, whatever the coordinator asks for"""
+_REJOIN = frozenset({"unknown_node", "left", "delegation"})
+"""codes of refusals that joining again may cure"""
+
+
+class Role(StrEnum):
+    """What a node does."""
+
+    WORKER = "worker"
+    VALIDATOR = "validator"
+    TRAINER = "trainer"
+
+    @property
+    def scope(self) -> Scope:
+        """What its owner allows it; a trainer is appointed by the run's parameters and needs no more than to belong."""
+        return {Role.WORKER: Scope.WORK, Role.VALIDATOR: Scope.VALIDATE, Role.TRAINER: Scope.RELAY}[self]
+
+
+class SessionError(Exception):
+    """Why a role cannot go on with its coordinator, in a sentence; starting again does not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a role says of itself in a heartbeat, beside what it waits for."""
+
+    version: int = -1
+    """newest version it holds"""
+    leases: tuple[Progress, ...] = ()
+    metrics: dict[str, int] = field(default_factory=dict)
+    """names of `MetricName`"""
+
+
+class Session:
+    """An open session; made by `open_session`."""
+
+    def __init__(
+        self,
+        client: NodeClient,
+        descriptor: Descriptor,
+        identity: Identity,
+        *,
+        role: Role,
+        folder: Path,
+        waits: RoleWaits,
+        spans: SpanLog,
+        note: Note,
+    ) -> None:
+        self.client, self.descriptor, self.identity = client, descriptor, identity
+        self._role = role
+        self.waits, self.spans, self.note = waits, spans, note
+        self._joined_path = folder / "joined"
+        self.stopping = asyncio.Event()
+        self.describe: Callable[[], State] = State
+        """the role's state, asked for before each heartbeat"""
+        self.heard: Callable[[HeartbeatAnswer], None] = lambda _: None
+        """called with each answer"""
+        self._answer: HeartbeatAnswer | None = None
+        self._params: RunParams | None = None
+        self._beats = RoleWaits("heartbeat", note=note)  # of their own: nobody is kept waiting by a heartbeat
+        self._beat_now = asyncio.Event()
+
+    @property
+    def answer(self) -> HeartbeatAnswer:
+        """The newest answer to a heartbeat."""
+        assert self._answer is not None, "a session is open once a heartbeat was answered"
+        return self._answer
+
+    @property
+    def params(self) -> RunParams:
+        """The run's parameters at the start of the session."""
+        assert self._params is not None, "read when the session was opened"
+        return self._params
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of the role's work, with heartbeats beside it and signals caught."""
+        with catch_signals(self.stopping, self.note):
+            return await run_together(work, self._keep_beating())
+
+    def beat_soon(self) -> None:
+        """Send a heartbeat now rather than when it is due: there is news on either side."""
+        self._beat_now.set()
+
+    async def open(self) -> None:
+        """Join if need be, and hear the first answer; as long as it takes."""
+        self._answer = await self.waits.insist("joining", self._beat, for_whom="the coordinator", timeout_s=JOIN_S)
+        self._params = await self.waits.insist(
+            "parameters", self.client.read_params, for_whom="the coordinator", timeout_s=ASK_S
+        )
+
+    async def leave(self) -> None:
+        """Leave the run for now, if the coordinator hears it; the next session joins again."""
+        self._joined_path.unlink(missing_ok=True)
+        try:
+            await self.waits.bound("leaving", self.client.leave(), for_whom="the coordinator", timeout_s=ASK_S)
+        except (RefusedError, UnreachableError, WaitError) as error:
+            self.note(f"left without saying so: {error}")
+
+    async def _keep_beating(self) -> None:
+        while True:
+            pause_s = min(max(self.answer.next_s, 1), MAX_BEAT_S)
+            await _sleep_until(self._beat_now, pause_s)
+            try:
+                self._answer = await self._beats.bound(
+                    "heartbeat", self._beat(), for_whom="the coordinator", timeout_s=JOIN_S
+                )
+            except (UnreachableError, WaitError) as error:
+                self.note(f"the coordinator does not answer: {error}")
+                continue
+            self.heard(self.answer)
+
+    async def _beat(self) -> HeartbeatAnswer:
+        """One heartbeat; joins first where that was not done, and where the coordinator does not know us any more."""
+        try:
+            if not self._has_joined():
+                await self._join()
+            try:
+                return await self._send_beat()
+            except RefusedError as error:
+                if error.refusal.code not in _REJOIN:
+                    raise
+            await self._join()
+            return await self._send_beat()
+        except (RefusedError, ForkError, KeepError) as error:
+            raise SessionError(str(error)) from None
+
+    async def _join(self) -> None:
+        """Joining takes work, so it is remembered; a delegation that was renewed has to be shown."""
+        await self.client.join(self.identity.delegation, software=f"shoal {__version__}")
+        write_atomic(self._joined_path, self.identity.digest.encode())
+
+    def _has_joined(self) -> bool:
+        return self._joined_path.exists() and self._joined_path.read_text() == self.identity.digest
+
+    def _send_beat(self) -> Awaitable[HeartbeatAnswer]:
+        state, wait = self.describe(), self.waits.longest()
+        offset_ms = self.client.clock_offset_ms
+        told = None
+        if wait is not None:
+            deadline_ms = wait.deadline_ms + offset_ms if wait.deadline_ms else 0
+            since_ms = wait.since_ms + offset_ms
+            told = NodeWait(name=wait.name, for_whom=wait.for_whom, since_ms=since_ms, deadline_ms=deadline_ms)
+        beat = Heartbeat(
+            role=self._role.value,
+            wait=told,
+            version=state.version,
+            leases=state.leases,
+            metrics=state.metrics,  # type: ignore[arg-type]
+        )
+        return self.client.send_heartbeat(beat)
+
+
+@asynccontextmanager
+async def open_session(
+    source: str,
+    folder: Path,
+    *,
+    role: Role,
+    owner: Path | None = None,
+    note: Note = lambda _: None,
+    asker: Asker | None = None,
+) -> AsyncIterator[Session]:
+    """A session with the coordinator at an address, or of the descriptor in a file, for the node in `folder`."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be used for a node ({error.strerror})") from None
+    spans = SpanLog(folder / "spans.jsonl", role.value)
+    try:
+        waits = RoleWaits(role.value, spans=spans, note=note)
+        descriptor, url = await find_run(source, folder, waits)
+        identity = load_identity(folder, descriptor.run, role.scope, owner=owner)
+        client = NodeClient(
+            parse_place(url),
+            identity.key,
+            run=descriptor.run,
+            coordinator=descriptor.coordinator,
+            folder=folder,
+            asker=asker or Asker(PATIENCE),
+        )
+        try:
+            session = Session(
+                client, descriptor, identity, role=role, folder=folder, waits=waits, spans=spans, note=note
+            )
+            await session.open()
+            yield session
+        finally:
+            client.close()
+    finally:
+        spans.close()
+
+
+async def _sleep_until(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return
+    event.clear()

@@ -1,0 +1,66 @@
+"""Where a role's time went: one line of JSON for each span, from which the overlap of all roles is drawn.
+
+    {"role": "trainer", "name": "train", "kind": "busy", "start_ms": ..., "end_ms": ..., "step": 3}
+
+Invariants:
+- times are wall-clock milliseconds that never run backwards within a process: the wall clock is read once, and the
+  monotonic one is added to it;
+- a span is written when it ends, whole, in one append. What was under way when the process died is not there;
+- spans may be opened in any thread.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from shoal.files import repair_jsonl
+
+Kind = Literal["busy", "wait"]
+Field = int | float | str
+
+
+class SpanLog:
+    """The spans of one role; without a path they are not kept."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        role: str,
+        *,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._role, self._monotonic = role, monotonic
+        self._offset_s = wall() - monotonic()
+        self._descriptor = -1
+        if path is not None:
+            repair_jsonl(path)
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    @contextmanager
+    def span(self, name: str, *, kind: Kind = "busy", **fields: Field) -> Iterator[None]:
+        """Write down how long the block took, however it ended."""
+        start_ms = self._read_ms()
+        try:
+            yield
+        finally:
+            self._write(name, kind, start_ms, fields)
+
+    def close(self) -> None:
+        """No more spans are kept. Closing twice is harmless."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _read_ms(self) -> int:
+        return round(1000 * (self._offset_s + self._monotonic()))
+
+    def _write(self, name: str, kind: Kind, start_ms: int, fields: dict[str, Field]) -> None:
+        if self._descriptor < 0:
+            return
+        line = {"role": self._role, "name": name, "kind": kind, "start_ms": start_ms, "end_ms": self._read_ms()}
+        os.write(self._descriptor, f"{json.dumps(line | fields)}\n".encode())

@@ -1,0 +1,30 @@
+"""The weights of a run, as a role gets them: through the relays of the descriptor, signed by its publisher."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from shoal.errors import ConfigError
+from shoal.node.session import Session
+from shoal.shardcast.client import Client
+
+LOOK_S = 3600.0
+"""No new version for so long is worth a word; then the look begins anew."""
+
+
+@asynccontextmanager
+async def open_weights(session: Session, folder: Path, *, keep: int) -> AsyncIterator[Client]:
+    """A client that pulls the run's versions below `folder`."""
+    found = session.descriptor
+    if not found.publisher or not found.relays:
+        raise ConfigError(f"run {found.run}: its descriptor names no publisher or no relays of weights")
+    client = await Client.open(
+        folder, found.relays, run=found.run, publisher=found.publisher, keep=keep, note=session.note
+    )
+    async with client:
+        yield client
+
+
+def number_version(folder: Path) -> int:
+    """The version that a folder of a client holds."""
+    return int(folder.name.removeprefix("v"))

@@ -1,0 +1,1 @@
+"""The red team: workers that cheat, one small file for each way, to show that it does not pay."""

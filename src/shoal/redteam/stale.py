@@ -1,0 +1,21 @@
+"""Old weights: who never downloads a new version saves all of its traffic. Claimed as the newest ones."""
+
+from pathlib import Path
+
+from shoal.policy.model import Policy
+from shoal.recipe import Recipe
+from shoal.worker.author import Author
+
+
+class StaleAuthor(Author):
+    """Goes on with the first version that it ever held."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self._first: Policy | None = None
+
+    def open_policy(self, version: int, folder: Path) -> Policy:
+        """The first one, whatever is asked for."""
+        if self._first is None:
+            self._first = super().open_policy(version, folder)
+        return self._first

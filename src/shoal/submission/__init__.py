@@ -1,0 +1,1 @@
+"""The file that a worker hands in for a lease: how it is written, and how a stranger's is read."""

@@ -1,0 +1,193 @@
+"""The trainer's loop: step n takes batch n, trains v{n-1} to v{n}, writes it down, and goes on while it is published.
+
+    step n:  batch n -> train (in a thread) -> v{n} on disk -> enqueue -> metrics -> checkpoint, if due -> step n + 1
+    beside:  publishing of v{n};  reading of batch n + 1 where the async level lets it be cut;  heartbeats
+
+Invariants:
+- nothing but `_train_step` advances the counter;
+- a step's result is a function of the checkpoint before it and the batches since: killed at any point, the trainer goes
+  on from its newest checkpoint and computes the same versions again, bit for bit, and checks that they are;
+- v0 is published before the first batch is asked for; the last step publishes its version and ends;
+- the loop waits for a batch and for nothing else. Who fetches a version, and how slowly, it does not know.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from shoal.config import RunConfig
+from shoal.console import Console
+from shoal.learner.checkpoint import find_newest
+from shoal.learner.learner import Metrics
+from shoal.node.spans import SpanLog
+from shoal.node.tasks import run_together
+from shoal.node.waits import RoleWaits, WaitError
+from shoal.parquet import write_groups
+from shoal.resume import TrainState, save_state
+from shoal.rundir import RunDir
+from shoal.runtime import tune_process
+from shoal.sampler import describe_groups
+from shoal.shardcast.pool import run_blocking
+from shoal.track import Tracker
+from shoal.trainer.batch import BatchReader, TrainBatch
+from shoal.trainer.publish import Publisher
+from shoal.trainer.versions import Versions
+
+T = TypeVar("T")
+PATIENCE_S = 600.0
+"""after which a wait for a batch is overdue; it goes on all the same"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desk:
+    """Where a trainer reports."""
+
+    run: RunDir
+    console: Console
+    tracker: Tracker
+    spans: SpanLog
+
+
+class Trainer:
+    """Trains a swarm's policy. One per run directory."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        desk: Desk,
+        batches: BatchReader,
+        publisher: Publisher,
+        versions: Versions,
+        waits: RoleWaits,
+        *,
+        stopping: asyncio.Event,
+        state: TrainState,
+    ) -> None:
+        self._config, self._desk, self._batches, self._publisher = config, desk, batches, publisher
+        self._versions, self._waits, self._stopping, self._state = versions, waits, stopping, state
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-train")
+        self._ahead: tuple[int, asyncio.Task[TrainBatch]] | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps done, and the version there is."""
+        return self._state.step
+
+    async def run(self) -> None:
+        """Train to the last step, or until `stopping` is set."""
+        try:
+            await run_together(self._train_all(), self._publisher.run())
+        finally:
+            await self._drop_ahead()
+            self._thread.shutdown()
+
+    async def _train_all(self) -> None:
+        await self._run_thread(tune_process, self._config.threads)
+        await self._publish_start()
+        self._desk.console.start(self._config.steps, self.step)
+        while self.step < self._config.steps:
+            started = time.perf_counter()
+            batch = await self._await_batch(self.step + 1)
+            if batch is None:
+                break
+            await self._train_step(batch, time.perf_counter() - started)
+        await self._publisher.drain(patient=not self._stopping.is_set())
+
+    async def _publish_start(self) -> None:
+        """Enqueue what is on disk and not in the ledger yet, and the version to start with in any case."""
+        if find_newest(self._desk.run.checkpoints_path) is None:
+            await self._run_thread(self._save)
+        newest = self._publisher.newest
+        if self.step >= newest:
+            await self._run_thread(self._versions.write, self.step, self._state.policy)
+        for version in range(max(0, min(newest + 1, self.step)), self.step + 1):
+            self._publisher.enqueue(version, await self._batches.find_hash(version) if version else "")
+
+    async def _await_batch(self, step: int) -> TrainBatch | None:
+        """The batch of step n; None if the trainer is asked to stop first."""
+        reading = self._read_ahead(step)
+        stop = asyncio.create_task(self._stopping.wait())
+        try:
+            while not reading.done() and not stop.done():
+                try:
+                    await self._waits.bound(
+                        "batch",
+                        asyncio.wait((reading, stop), return_when=asyncio.FIRST_COMPLETED),
+                        for_whom=f"the groups of step {step}",
+                        timeout_s=PATIENCE_S,
+                        step=step,
+                    )
+                except WaitError as error:
+                    self._desk.console.note(f"{error}; {self._batches.reason or 'its files are on their way'}")
+        finally:
+            stop.cancel()
+        return None if self._stopping.is_set() else reading.result()
+
+    def _read_ahead(self, step: int) -> "asyncio.Task[TrainBatch]":
+        """The reading of batch n, begun now unless it is under way."""
+        if self._ahead is None or self._ahead[0] != step:
+            assert self._ahead is None or self._ahead[1].done(), "batches are read in order"
+            self._ahead = step, asyncio.create_task(self._batches.read_batch(step))
+        return self._ahead[1]
+
+    async def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead[1].cancel()
+            await asyncio.gather(self._ahead[1], return_exceptions=True)
+
+    async def _train_step(self, batch: TrainBatch, wait_s: float) -> None:
+        """Step n: train v{n-1} to v{n}, write it, let it be published, record."""
+        step, started = batch.step, time.perf_counter()
+        assert step == self.step + 1, "steps are done in order"
+        if self._config.async_level and step < self._config.steps:
+            self._read_ahead(step + 1)  # while this one is trained: step n + 1 is open already
+        with self._desk.spans.span("train", step=step):
+            metrics = await self._run_thread(self._state.learner.train_step, batch.groups)
+        trained = time.perf_counter()
+        self._state.step = step
+        with self._desk.spans.span("write", step=step):
+            await self._run_thread(self._versions.write, step, self._state.policy)
+            self._publisher.enqueue(step, batch.hash)
+            times = {"perf/wait_s": wait_s, "perf/train_s": trained - started}
+            times["perf/write_s"] = time.perf_counter() - trained
+            await self._run_thread(self._record, batch, metrics | describe_batch(batch, times))
+            if self._is_save_due():
+                await self._run_thread(self._save)
+        self._batches.drop_files(step)
+
+    def _record(self, batch: TrainBatch, metrics: Metrics) -> None:
+        desk, wanted = self._desk, self._config.batch.groups
+        if self._config.rollouts:
+            write_groups(desk.run.rollouts_path(batch.step), batch.groups)
+        for index, reason in batch.left_out.items():
+            desk.console.note(f"step {batch.step}: group {index} is left out: {reason}")
+        if len(batch.groups) + len(batch.left_out) < wanted:
+            desk.console.note(f"step {batch.step}: only {len(batch.groups)} of {wanted} groups have a learning signal")
+        desk.run.append_metrics(batch.step, metrics)
+        desk.tracker.log(batch.step, metrics)
+        desk.console.report_step(batch.step, metrics)
+
+    def _is_save_due(self) -> bool:
+        last = self.step == self._config.steps or self._stopping.is_set()
+        return last or self.step % self._config.checkpoint.every == 0
+
+    def _save(self) -> None:
+        save_state(self._desk.run.checkpoints_path, self._state, self._config.checkpoint.keep)
+
+    async def _run_thread(self, call: Callable[..., T], *args: object) -> T:
+        """One thread for all that touches the weights: in order, and beside the event loop."""
+        return await run_blocking(self._thread, call, *args)
+
+
+def describe_batch(batch: TrainBatch, times: dict[str, float]) -> Metrics:
+    """Numbers of a batch: those of rewards and lengths are over its groups, for the trainer sees no others."""
+    ages = [batch.step - 1 - rollout.version for group in batch.groups for rollout in group.rollouts]
+    metrics = describe_groups(batch.step, batch.groups)
+    metrics |= {"batch/groups": float(len(batch.groups)), "batch/left_out": float(len(batch.left_out))}
+    if ages:
+        metrics["off_policy/lag_max"] = float(max(ages))
+    metrics["perf/tokens_per_s"] = metrics["train/generated_tokens"] / max(sum(times.values()), 1e-9)
+    return metrics | times

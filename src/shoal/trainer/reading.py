@@ -1,0 +1,40 @@
+"""Strangers' files for the trainer: read in the jail, like a validator's, and nowhere else."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.rollout import Group
+from shoal.submission.bounds import Bounds, FormError
+from shoal.submission.jail import Jail, JailError
+from shoal.submission.read import read_submission
+from shoal.swarm.asking import UnreachableError
+from shoal.swarm.params import RunParams
+from shoal.trainer.pick import Expected, UnreadableError
+
+
+class JailReader:
+    """A `ReadGroups` that reads in a jail."""
+
+    def __init__(self, jail: Jail, bounds: Bounds) -> None:
+        self._jail, self._bounds = jail, bounds
+
+    async def __call__(self, path: Path) -> Sequence[Group]:
+        """The groups of a file."""
+        try:
+            return (await read_submission(self._jail, path, self._bounds)).groups
+        except FormError as error:
+            raise UnreadableError(str(error)) from None
+        except JailError as error:
+            raise UnreachableError(str(error)) from None
+
+
+def make_bounds(params: RunParams, expected: Expected) -> Bounds:
+    """What one file of a run may hold."""
+    return Bounds(
+        max_rollouts=params.groups_per_lease * params.group_size,
+        group_size=params.group_size,
+        max_tokens=params.max_tokens,
+        vocab_size=expected.vocab_size,
+        max_prompt_tokens=expected.context,
+        file_bytes=params.blob_max_bytes,
+    )

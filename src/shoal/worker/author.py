@@ -1,0 +1,81 @@
+"""The author: which weights are run, what is asked of them, and what is handed in.
+
+This is the honest one. Whoever wants to cheat replaces one of its methods and leaves the rest of the worker as it is;
+the attacks of `shoal.redteam` do so.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from shoal.errors import ConfigError
+from shoal.group import GroupShape, Plan, plan_group
+from shoal.policy.model import Policy, open_policy
+from shoal.recipe import Recipe
+from shoal.rollout import Group
+from shoal.toploc.calibration import hash_model
+from shoal.worker.intake import Order, WorkLimits
+
+Proofs = Mapping[str, Sequence[bytes]]
+"""by id of the rollout"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a lease asked for."""
+
+    order: Order
+    version: int
+    """that is stated for all of it"""
+    groups: tuple[Group, ...]
+    proofs: Proofs
+    seconds: float
+    """from its first token to its last"""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(group.num_tokens for group in self.groups)
+
+
+class Author:
+    """Makes plans of orders and work of what was generated, all as the recipe says."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.family = recipe.open_family()
+        self.shape = GroupShape(size=recipe.group_size, max_tokens=recipe.max_tokens, temperature=recipe.temperature)
+
+    def open_policy(self, version: int, folder: Path) -> Policy:
+        """The policy of a version that was pulled into a folder; ConfigError if it is not one of this run."""
+        policy = open_policy(folder, dtype=getattr(torch, self.recipe.dtype))
+        if hash_model(policy.model) != self.recipe.model:
+            raise ConfigError(f"{folder}: version {version} has another architecture than the recipe says")
+        return policy
+
+    def plan(self, order: Order, tokenizer: PreTrainedTokenizerBase) -> list[Plan]:
+        """The groups of an order, before they are generated."""
+        return [
+            plan_group(self.family, tokenizer, self.shape, beacon=order.beacon, index=index)
+            for index in range(order.first, order.first + order.count)
+        ]
+
+    def finish(self, work: Work) -> Work:
+        """What is handed in."""
+        return work
+
+
+def fit_slots(config: PretrainedConfig, recipe: Recipe, limits: WorkLimits, slots: int) -> int:
+    """Rollouts decoded side by side, as many as asked for or as memory allows."""
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Prompts are as long as the context at most; what is reserved for one rollout is what it may need.
+    length = min(config.max_position_embeddings, limits.max_tokens + recipe.max_tokens)
+    bytes_per_slot = 4 * (2 * config.num_hidden_layers * config.num_key_value_heads * head_size * length)
+    fitting = (limits.memory_mb << 20) // bytes_per_slot
+    if fitting < 1:
+        raise ConfigError(
+            f"memory_mb = {limits.memory_mb}: one rollout of this model may need {bytes_per_slot >> 20} MB; allow more"
+        )
+    return int(min(slots, fitting))

@@ -1,0 +1,141 @@
+"""The worker's loop: weights, leases, rollouts, delivery, side by side.
+
+    relays -> weights --\\
+    coordinator -> leases -> mill (a thread) -> outbox -> coordinator
+
+Invariants:
+- generation never waits for the network while there is work: leases are asked for one ahead, new weights are pulled and
+  finished work is delivered beside it;
+- what was taken on is on disk before it is begun, what was written before it is handed in. A worker that was killed
+  delivers what it had written, writes again what it had not (the same tokens), and asks under the same key;
+- a lease that is no longer wanted is dropped at the next token;
+- on the first signal nothing more is asked for, what is written is delivered, and the rest is returned by leaving.
+"""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from pathlib import Path
+
+from shoal.node.session import Session, State
+from shoal.node.tasks import run_together
+from shoal.node.weights import LOOK_S, number_version
+from shoal.shardcast.client import Client
+from shoal.swarm.client_auth import read_clock_ms
+from shoal.worker.author import Author, Work
+from shoal.worker.delivery import AT_ONCE, Delivery
+from shoal.worker.intake import WorkLimits
+from shoal.worker.mill import Mill
+from shoal.worker.outbox import Outbox
+from shoal.worker.supply import Supply
+
+FAREWELL_S = 30.0
+"""how long a worker that stops goes on delivering"""
+
+
+class Worker:
+    """One worker; `run` ends when the run is finished, or after the first signal."""
+
+    def __init__(
+        self, session: Session, weights: Client, author: Author, folder: Path, *, limits: WorkLimits, slots: int
+    ) -> None:
+        self._session, self._weights = session, weights
+        self._done: asyncio.Queue[Work] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._mill = Mill(author, self._hand_over, limits=limits, slots=slots, spans=session.spans)
+        self._outbox = Outbox(folder)
+        self._supply = Supply(session, self._outbox, self._mill, author.recipe, limits)
+        self._delivery = Delivery(session, self._outbox, self._supply.end)
+        self._held = -1
+        self._begun = time.monotonic()
+        session.describe, session.heard = self._describe_state, self._supply.hear
+
+    async def run(self) -> None:
+        """Work until the run is finished or the session stops."""
+        deliveries = [self._delivery.run() for _ in range(AT_ONCE)]
+        await run_together(self._work(), self._turn_mill(), self._follow_weights(), self._collect_work(), *deliveries)
+        if not self._supply.finished:
+            await self._session.leave()
+
+    def describe(self) -> str:
+        """One line for whoever watches."""
+        version = self._mill.version
+        parts = [
+            f"v{version}" if version >= 0 else "no weights yet",
+            f"{self._count_rate()} tokens/s",
+            f"{len(self._supply.leases)} leases",
+            f"{self._delivery.tally.delivered} delivered",
+            f"standing {self._session.answer.standing.value}",
+        ]
+        wait = self._session.waits.longest()
+        if wait is not None and not self._mill.count_done():
+            parts.append(f"waits for {wait.for_whom}: {self._supply.reason or wait.name}")
+        return "  ".join(parts)
+
+    async def _work(self) -> None:
+        """Take leases until there is a reason to stop, then deliver what is written."""
+        for parcel in await asyncio.to_thread(self._outbox.list_parcels):
+            self._delivery.send(parcel, self._read_ms() + round(1000 * FAREWELL_S))
+        await self._supply.resume()
+        stop, supply = asyncio.create_task(self._session.stopping.wait()), asyncio.create_task(self._supply.run())
+        try:
+            await asyncio.wait((stop, supply), return_when=asyncio.FIRST_COMPLETED)
+            if supply.done():
+                supply.result()
+        finally:
+            for task in (stop, supply):
+                task.cancel()
+            await asyncio.gather(stop, supply, return_exceptions=True)
+        await self._delivery.drain(FAREWELL_S)
+
+    async def _turn_mill(self) -> None:
+        """Run the mill's thread, which is waited for whatever ends this task."""
+        with ThreadPoolExecutor(1, "mill") as pool:
+            turning = asyncio.get_running_loop().run_in_executor(pool, self._mill.run)
+            try:
+                await asyncio.shield(turning)
+            finally:
+                self._mill.stop()
+
+    def _hand_over(self, work: Work) -> None:
+        """Called from the mill's thread."""
+        self._loop.call_soon_threadsafe(self._done.put_nowait, work)
+
+    async def _follow_weights(self) -> None:
+        """Offer every new version to the mill."""
+        while True:
+            folder = await self._session.waits.insist(
+                "weights", self._find_newer, for_whom="the relays", timeout_s=LOOK_S, told=self._held < 0
+            )
+            self._held = number_version(folder)
+            with self._session.spans.span("have", version=self._held):
+                pass  # a moment: from here on the version is on this machine
+            self._mill.offer(self._held, folder)
+            self._session.beat_soon()
+
+    async def _find_newer(self) -> Path:
+        async with aclosing(self._weights.follow()) as folders:
+            async for folder in folders:
+                if number_version(folder) > self._held:
+                    return folder
+        raise AssertionError("a client follows for ever")
+
+    async def _collect_work(self) -> None:
+        """Pack finished work and send it on its way."""
+        while True:
+            work = await self._done.get()
+            lease = self._supply.leases.get(work.order.lease)
+            if lease is not None:  # else it was cancelled in the meantime
+                parcel = await asyncio.to_thread(self._outbox.pack, work, lease.fence)
+                self._delivery.send(parcel, lease.deadline_ms)
+
+    def _describe_state(self) -> State:
+        metrics = {"tokens_per_s": self._count_rate(), "queued": len(self._supply.leases)}
+        return State(version=self._held, leases=self._supply.list_progress(), metrics=metrics)
+
+    def _count_rate(self) -> int:
+        return round(self._mill.num_tokens / max(time.monotonic() - self._begun, 1e-9))
+
+    def _read_ms(self) -> int:
+        return read_clock_ms() + self._session.client.clock_offset_ms

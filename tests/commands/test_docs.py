@@ -1,0 +1,70 @@
+"""What the pages tell users to type and to configure exists."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import main
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("coordinator.md", "ledger.md")
+
+
+def read_example(page: str, language: str) -> str:
+    found = re.search(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_the_example_for_nginx_is_one_that_nginx_takes(tmp_path: Path) -> None:
+    nginx, openssl = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin"), shutil.which("openssl")
+    if nginx is None or openssl is None:
+        pytest.skip("needs nginx and openssl")
+    key, certificate = tmp_path / "key.pem", tmp_path / "fullchain.pem"
+    make = ["req", "-x509", "-newkey", "ed25519", "-nodes", "-subj", "/CN=a", "-keyout", key, "-out", certificate]
+    subprocess.run([openssl, *make], check=True, capture_output=True)
+    server = read_example("coordinator.md", "nginx").replace("/etc/ssl/run", str(tmp_path))
+    server = server.replace("listen 443 ssl", "listen 127.0.0.1:18443 ssl")
+    places = "".join(
+        f"{kind}_temp_path {tmp_path}/{kind};\n" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    log = f"access_log off; error_log {tmp_path}/log;\n"
+    (tmp_path / "nginx.conf").write_text(f"pid {tmp_path}/pid;\nevents {{}}\nhttp {{\n{places}{log}{server}\n}}\n")
+    command = [nginx, "-t", "-e", f"{tmp_path}/log", "-c", f"{tmp_path}/nginx.conf"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "warn" not in done.stderr, done.stderr
+
+
+def test_the_example_for_caddy_is_one_that_caddy_takes(tmp_path: Path) -> None:
+    caddy = shutil.which("caddy")
+    if caddy is None:
+        pytest.skip("needs caddy")
+    (tmp_path / "Caddyfile").write_text(read_example("coordinator.md", "caddyfile"))
+    subprocess.run([caddy, "validate", "--config", tmp_path / "Caddyfile"], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_and_flag_of_the_pages_exists(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = set(re.findall(r"`?shoal ((?:admin|ledger) [a-z]+|[a-z]+)\b", (DOCS / page).read_text()))
+    assert len(commands) > 3
+    flags: set[str] = set()
+    for command in sorted(commands):
+        with pytest.raises(SystemExit) as ended:
+            main([*command.split(), "--help"])
+        assert ended.value.code == 0, command
+        flags |= set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
+    assert set(re.findall(r"(?<![a-z-])--[a-z][a-z-]*", (DOCS / page).read_text())) <= flags
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_that_the_pages_name_exists(page: str) -> None:
+    text = (DOCS / page).read_text()
+    for name in re.findall(r"`((?:tests|src)/[A-Za-z0-9_/.]+)`", text):
+        assert (DOCS.parent / name).exists(), name
+    for folder, names in re.findall(r"`((?:tests|src)/[a-z/]+)(?:test_)?\{([a-z,]+)\}\.py`", text):
+        for name in names.split(","):
+            found = [(DOCS.parent / folder / f"{start}{name}.py").exists() for start in ("", "test_")]
+            assert any(found), f"{folder}{name}"

@@ -1,0 +1,241 @@
+"""`shoal ledger`: the same for a database and for an address, where a stranger believes nothing but signatures."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli import main
+from shoal.commands.ledger_remote import prove_remote, show_remote, verify_remote
+from shoal.commands.swarm_call import Outcome
+from shoal.errors import ConfigError
+from shoal.keys import Key
+from shoal.swarm.asking import RefusedError, UnreachableError
+from shoal.swarm.client import OpenClient
+from shoal.swarm.event import Event, Kind, seal_event
+from shoal.swarm.head import SignedHead
+from shoal.swarm.params import RunParams
+from shoal.swarm.postings import Posting
+from shoal.swarm.service import Service, ServiceConfig, open_service
+
+HEX = "ab" * 32
+
+
+@asynccontextmanager
+async def serve(data: Path) -> AsyncIterator[Service]:
+    config = ServiceConfig(run="demo", port=0, params=RunParams(steps=1))
+    async with asyncio.timeout(60), open_service(config, data) as service:
+        await service.coordinator.ledger.sign_head()
+        yield service
+
+
+async def append(service: Service, count: int, marker: int = 0) -> SignedHead:
+    """Some harmless events, and a head over them."""
+    ledger = service.coordinator.ledger
+    for _ in range(count):
+        ledger.submit(lambda draft: draft.append(Kind.COORDINATOR_UP, body={"shift_ms": marker}))
+    return await ledger.sign_head()
+
+
+async def audit(service: Service, copy: Path | None = None, held: SignedHead | None = None) -> Outcome:
+    return await verify_remote(service.url, copy, held, None)
+
+
+def test_a_stranger_copies_a_ledger_page_by_page_and_goes_on_from_its_copy(tmp_path: Path, capsys) -> None:
+    copy = tmp_path / "copy.db"
+
+    async def check() -> None:
+        async with serve(tmp_path / "data") as service:
+            await append(service, 600)
+            first = await audit(service, copy)
+            assert first.code == 0 and first.data["events"] == 602 and first.data["heads"] == 1
+            head = await append(service, 3)
+            second = await audit(service, copy, held=head)
+            assert second.data["events"] == 605 and second.data["heads"] == 2 and second.data["holds"]
+            assert (await audit(service)).data["root"] == second.data["root"] == head.head.root
+            assert (await show_remote(service.url, None, 510, 40)).data["events"][-1]["seq"] == 549
+            last = (await show_remote(service.url, None, None, 2)).data
+            assert [event["seq"] for event in last["events"]] == [603, 604]
+            assert (await show_remote(service.url, None, 700, 2)).data == {"events": [], "size": 605}
+            other = await verify_remote(service.url, None, None, HEX)
+            assert other.code == 1 and f"not of {HEX}" in other.text
+
+    asyncio.run(check())
+    assert main(["ledger", "verify", str(copy)]) == 0
+    assert "605 events" in capsys.readouterr().out
+
+
+def test_a_copy_that_is_kept_tells_a_fork(tmp_path: Path) -> None:
+    old, copy = tmp_path / "old", tmp_path / "copy.db"
+
+    async def check() -> None:
+        async with serve(tmp_path / "data") as service:
+            await append(service, 1)
+        shutil.copytree(tmp_path / "data", old)
+        async with serve(tmp_path / "data") as service:
+            await append(service, 3)
+            assert (await audit(service, copy)).code == 0
+        async with serve(old) as service:  # the same coordinator, without its last events
+            outcome = await audit(service, copy)
+            assert outcome.code == 1 and "the coordinator's newest head only" in outcome.text
+            await append(service, 9, marker=5)
+            outcome = await audit(service, copy)
+            assert outcome.code == 1 and "of the copy: a fork" in outcome.text
+            assert (await audit(service)).code == 0, "nobody sees it who has not kept what there was"
+
+    asyncio.run(check())
+
+
+def forge_body(event: Event) -> Event:
+    return replace(event, body=b'{"shift_ms":7}')
+
+
+def forge_postings(event: Event) -> Event:
+    return seal_event(replace(event, kind="credit.post", postings=(Posting("burn", 5), Posting("mint", -4))))
+
+
+def forge_receipt(event: Event) -> Event:
+    return seal_event(replace(event, kind="sub.receipt", subject="s9", body=b'{"first":0,"lease":"l1","step":1}'))
+
+
+@pytest.mark.parametrize(
+    ("forge", "text"),
+    [
+        (forge_body, "does not have the hash of its content"),
+        (forge_postings, "contradicts those before it"),
+        (forge_receipt, "contradicts those before it"),
+    ],
+)
+def test_a_server_that_shows_forged_events_is_caught(
+    forge: Callable[[Event], Event], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = OpenClient.read_page
+
+    async def read_page(client: OpenClient, first: int) -> list[Event]:
+        return [forge(event) if event.seq == 3 else event for event in await real(client, first)]
+
+    async def check() -> None:
+        async with serve(tmp_path / "data") as service:
+            await append(service, 3)
+            assert (await audit(service)).code == 0
+            monkeypatch.setattr(OpenClient, "read_page", read_page)
+            outcome = await audit(service)
+            assert outcome.code == 1 and text in outcome.text
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    "choose", [lambda page: (), lambda page: page[1:], lambda page: page[::-1], lambda page: ("x",)]
+)
+def test_a_page_of_other_events_than_asked_for_is_none(
+    choose: Callable[[tuple[str, ...]], tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = OpenClient._get
+
+    async def get(client: OpenClient, target: str, *rest: Any) -> Any:
+        answer = await real(client, target, *rest)
+        return answer.model_copy(update={"events": choose(answer.events)}) if "/ledger/" in target else answer
+
+    async def check() -> None:
+        async with serve(tmp_path / "data") as service:
+            monkeypatch.setattr(OpenClient, "_get", get)
+            with pytest.raises(UnreachableError, match="the server sent"):
+                await audit(service)
+
+    asyncio.run(check())
+
+
+def test_a_proof_from_afar_is_checked_before_it_is_believed(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, descriptor = tmp_path / "proof.json", str(tmp_path / "data" / "descriptor.json")
+    real = OpenClient.read_event
+
+    async def read_next(client: OpenClient, seq: int) -> bytes:
+        return await real(client, seq + 1)
+
+    async def read_forged(client: OpenClient, seq: int) -> bytes:
+        return (await real(client, seq)).replace(b"coordinator.up", b"coordinator.do")
+
+    async def check() -> None:
+        async with serve(tmp_path / "data") as service:
+            await append(service, 300)
+            assert "proof in" in (await prove_remote(service.url, "7", path)).text
+            assert json.loads((await prove_remote(service.url, "7", None)).text)["event"]["seq"] == 7
+            with pytest.raises(RefusedError, match="no signed head covers"):
+                await prove_remote(service.url, "999", None)
+            for event in ("x", "-1", "", "1" * 16):
+                with pytest.raises(ConfigError, match="no number of an event"):
+                    await prove_remote(service.url, event, None)
+            for forged, text in ((read_next, "another event"), (read_forged, "proves nothing")):
+                monkeypatch.setattr(OpenClient, "read_event", forged)
+                with pytest.raises(UnreachableError, match=text):
+                    await prove_remote(service.url, "7", None)
+
+    asyncio.run(check())
+    assert main(["ledger", "check", str(path), "--descriptor", descriptor]) == 0
+    assert "event      7" in capsys.readouterr().out
+    assert main(["ledger", "prove", str(tmp_path / "data"), "7"]) == 0
+    (tmp_path / "second").write_text(capsys.readouterr().out)
+    coordinator = Key.load(tmp_path / "data" / "coordinator.key").public
+    assert main(["ledger", "check", str(tmp_path / "second"), "--run", "demo", "--coordinator", coordinator]) == 0
+    assert main(["ledger", "check", str(tmp_path / "second"), "--run", "demo", "--coordinator", HEX]) == 1
+    assert "proves nothing" in capsys.readouterr().out
+
+
+def test_verify_of_a_folder_compares_every_table_and_names_a_changed_row(tmp_path: Path, capsys) -> None:
+    async def begin() -> None:
+        async with serve(tmp_path / "data"):
+            pass
+
+    asyncio.run(begin())
+    assert main(["ledger", "verify", str(tmp_path / "data"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["holds"] and report["tables"] > 20
+    from sqlalchemy import text as sql
+
+    from shoal.swarm.db import open_engine
+
+    engine = open_engine(str(tmp_path / "data" / "ledger.db"))
+    with engine.begin() as connection:
+        connection.execute(sql("UPDATE run_state SET stopped = 1"))
+    engine.dispose()
+    assert main(["ledger", "verify", str(tmp_path / "data")]) == 1
+    assert "projection: run_state 'demo': stopped is 1, not 0" in capsys.readouterr().out
+    assert main(["ledger", "verify", str(tmp_path / "data"), "--coordinator", HEX]) == 1
+    assert main(["ledger", "show", str(tmp_path / "data"), "0", "--json"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["verify", "none.db"], "none.db: no such file"),
+        (["verify", "."], "ledger.db: no such file"),
+        (["verify", "none.db", "--copy", "x"], "--copy: is for the ledger at an address"),
+        (["verify", "none.db", "--head", "x"], "x: cannot be read"),
+        (["verify", "none.db", "--coordinator", "me"], "'me': not a public key"),
+        (["verify", "ftp://x"], "not a database shoal works with"),
+        (["show", "none.db", "--count", "0"], "--count: must be from 1"),
+        (["show", "none.db", "--from", "-1"], "--from: must be 0 or more"),
+        (["prove", "none.db", "0"], "none.db: no such file"),
+        (["check", "none.json"], "give --descriptor, or --run and --coordinator"),
+        (["check", "none.json", "--run", "demo", "--coordinator", HEX], "none.json: cannot be read"),
+        (["check", "none.json", "--run", "A b", "--coordinator", HEX], "a run's name is"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    words: list[str], text: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["ledger", *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("shoal: ") and shown.err.count("\n") == 1
+    assert text in shown.err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,260 @@
+"""The commands around a coordinator: mistakes are one sentence, nothing heavy is imported for help, words are right."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli import main
+from shoal.commands import swarm_call
+from shoal.commands.swarm_settings import describe_service, load_service
+from shoal.commands.swarm_words import count_things, describe_leaders, describe_status
+from shoal.errors import ConfigError
+from shoal.keys import Key
+from shoal.swarm.api.answers import Leaders
+from shoal.swarm.asking import Patience
+from shoal.swarm.delegation import Scope, open_delegation
+from shoal.swarm.descriptor import Descriptor, sign_descriptor
+from shoal.swarm.messages import LeaderLine, Standing, Status, StepInfo, WaitInfo
+
+HEX = "ab" * 32
+NOBODY = "http://127.0.0.1:1"
+SERVE = ["coordinator", "--run", "demo"]
+JOIN = ["join", NOBODY, "--owner", "owner.key"]
+BAN = ["admin", "ban", NOBODY, HEX, "--key", "owner.key"]
+DELEGATE = ["delegate", HEX, "--owner", "owner.key", "--run", "demo"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Key.generate().save(tmp_path / "owner.key")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["coordinator"], "run: every run has a name"),
+        (["coordinator", "--run", "A b"], "run: 'A b': a run's name is"),
+        (["coordinator", "none.toml"], "none.toml: no such file"),
+        ([*SERVE, "params.steps=0"], "params.steps: must be at least 1"),
+        ([*SERVE, "params.stepz=1"], "did you mean params.steps?"),
+        ([*SERVE, "params=1"], "params: must be a table"),
+        ([*SERVE, "steps"], "steps: no such file"),
+        ([*SERVE, "params.steps=1", "oops"], "oops: expected key=value"),
+        ([*SERVE, "params.trainers=me"], "params.trainers: must be a list"),
+        ([*SERVE, 'params.validators=["me"]'], "'me': not a public key"),
+        ([*SERVE, "--operator", "me"], "'me': not a public key"),
+        ([*SERVE, "--listen", "8700"], "--listen: '8700' is no HOST:PORT"),
+        ([*SERVE, "--listen", "0.0.0.0:8700"], "add --public if that is meant"),
+        ([*SERVE, "host=::"], "add --public if that is meant"),
+        ([*SERVE, "--listen", "0.0.0.0:1", "--public", "http.behind_proxy=true"], "listen on 127.0.0.1 only"),
+        ([*SERVE, "--url", "ftp://x"], "urls: 'ftp://x' is no address"),
+        ([*SERVE, "--url", "https://x/y"], "urls: 'https://x/y' is no address"),
+        ([*SERVE, "--tls-cert", "cert.pem"], "TLS needs both a certificate and its key"),
+        ([*SERVE, "--tls-cert", "a", "--tls-key", "b"], "a, b: no certificate and key for TLS"),
+        ([*SERVE, "--database", "mysql://x"], "not a database shoal works with"),
+        ([*SERVE, "--data", "owner.key"], "owner.key: cannot be used for a coordinator"),
+        ([*DELEGATE, "--days", "0"], "--days: must be from 1 to 365"),
+        ([*DELEGATE, "--days", "366"], "--days: must be from 1 to 365"),
+        ([*DELEGATE, "--leases", "-1"], "leases at once"),
+        ([*DELEGATE, "--leases", "5000"], "leases at once"),
+        ([*DELEGATE, "--run", "A b"], "a run's name is"),
+        ([*DELEGATE, "--owner", "none.key"], "none.key: cannot be read"),
+        (["delegate", "me", "--owner", "owner.key", "--run", "demo"], "'me': not a public key"),
+        (["join", "descriptor.json", "--owner", "owner.key"], "descriptor.json: cannot be read"),
+        (["join", "owner.key", "--owner", "owner.key"], "owner.key: no descriptor of a run"),
+        ([*JOIN, "--coordinator", "me"], "'me': not a public key"),
+        (["join", "https://a b", "--owner", "owner.key"], "https://a b"),
+        (["leave"], "node: no folder of a node that joined a run"),
+        (["unbond", "--data", "x"], "x: no folder of a node"),
+        (["explain", NOBODY, "7"], "'7': no id of a submission"),
+        (["appeal", NOBODY, "7", "--owner", "owner.key"], "'7': no id of a submission"),
+        (["revoke", NOBODY, "me", "--owner", "owner.key"], "'me': not a public key"),
+        (["redeem", NOBODY, "0", "--owner", "owner.key"], "an amount is 1 micro-credit or more"),
+        (["redeem", NOBODY, "1", "--owner", "owner.key", "--request", "x"], "--request: 32 of"),
+        (["redeem", NOBODY, "1", "--owner", "owner.key", "--to", "\n"], "--to: up to 400"),
+        ([*BAN, "--reason", "\u00e9"], "--reason: up to 400 characters of ASCII"),
+        (["admin", "ban", NOBODY, "me", "--key", "owner.key"], "'me': not a public key"),
+        (["admin", "redeemed", NOBODY, "x", "--key", "owner.key"], "no request of an owner's"),
+        (["admin", "params", NOBODY, "price=1"], "give --key, the operator's"),
+        (["admin", "params", NOBODY, "price", "--key", "owner.key"], "price: expected key=value"),
+        (["status", "file.json"], "file.json: cannot be read"),
+        (["status", "https://x", "--ca", "owner.key"], "owner.key: no file of certificates"),
+    ],
+)
+def test_a_mistake_is_one_sentence(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("shoal: ") and shown.err.count("\n") == 1
+    assert text in shown.err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["status", NOBODY],
+        ["leaderboard", NOBODY, "--json"],
+        ["explain", NOBODY, "s1"],
+        JOIN,
+        BAN,
+        ["admin", "params", NOBODY],
+        ["ledger", "verify", NOBODY],
+    ],
+)
+def test_a_coordinator_that_is_away_is_one_sentence_and_exit_code_1(
+    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swarm_call, "QUICK", Patience(tries=1))
+    assert main(argv) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err == f"shoal: {NOBODY}: no connection (Connection refused)\n"
+    assert not Path("node").exists()
+
+
+def test_nothing_is_left_behind_by_a_coordinator_that_may_not_start() -> None:
+    for flags in (["--database", "mysql://x"], ["--tls-cert", "a", "--tls-key", "b"], ["params.steps=0"]):
+        assert main([*SERVE, *flags]) == 2
+    assert [path.name for path in Path.cwd().iterdir()] == ["owner.key"]
+
+
+HEAVY = ("torch", "sqlalchemy", "fastapi", "pydantic", "alembic", "cryptography", "h11")
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["join", "--help"], ["admin", "ban", "--help"], ["ledger", "--help"], ["swim"]]
+)
+def test_help_and_wrong_words_import_nothing_heavy(argv: list[str]) -> None:
+    code = f"""
+import contextlib, io, sys
+from shoal.cli import main
+with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.suppress(SystemExit):
+        main({argv!r})
+print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    names = "coordinator keygen delegate join leave unbond status explain leaderboard revoke appeal redeem admin ledger"
+    for name in names.split():
+        assert f"\n    {name}" in shown
+    with pytest.raises(SystemExit):
+        main(["coordinator", "--help"])
+    shown = capsys.readouterr().out
+    assert "params.async_level           2 " in shown and "blobs.min_free_bytes" in shown
+
+
+def test_a_dry_run_prints_what_would_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.toml").write_text(f'run = "demo"\nport = 1\n[params]\nsteps = 3\ntrainers = ["{HEX}"]\n')
+    flags = ["--dry-run", "params.price=4", "--listen", "[::1]:9", "--url", "http://a:1"]
+    assert main(["coordinator", "run.toml", *flags]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["run"], shown["host"], shown["port"], shown["urls"]) == ("demo", "::1", 9, ["http://a:1"])
+    assert (shown["params"]["steps"], shown["params"]["price"], shown["params"]["trainers"]) == (3, 4, [HEX])
+
+
+@pytest.mark.parametrize(
+    "override", ["port=true", "port=1.0", "params.steps='3'", "api.read_rate=nan", "port=1979-05-27"]
+)
+def test_settings_are_strict_about_types(override: str) -> None:
+    with pytest.raises(ConfigError, match=override.partition("=")[0]):
+        load_service(None, [override], {"run": "demo"})
+
+
+def test_a_text_that_looks_like_a_number_is_a_text() -> None:
+    config = load_service(None, ["run=5", "database=7"], {"operator": None})
+    assert (config.run, config.database, config.operator) == ("5", "7", "")
+
+
+def test_every_setting_of_a_coordinator_is_described() -> None:
+    lines = describe_service().splitlines()
+    assert lines[0].split()[:2] == ["run", "required"]
+    assert len({line.split()[0] for line in lines}) == len(lines) > 80
+
+
+def test_a_delegation_says_who_may_do_what_until_when(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--scope", "validate", "--scope", "work", "--days", "2", "--leases", "3"]
+    assert main([*DELEGATE, *flags]) == 0
+    delegation = open_delegation(capsys.readouterr().out.rstrip("\n").encode())
+    assert delegation.owner == Key.load(Path("owner.key")).public
+    grant = delegation.grant
+    assert (grant.node, grant.run, grant.scopes, grant.max_leases) == (HEX, "demo", {Scope.WORK, Scope.VALIDATE}, 3)
+    assert grant.not_after_ms - grant.not_before_ms == 3 * 86_400_000  # from yesterday on: clocks differ
+    assert main([*DELEGATE, "--out", "d.json"]) == 0
+    assert open_delegation(Path("d.json").read_bytes().rstrip(b"\n")).grant.scopes == {Scope.WORK}
+    assert capsys.readouterr().out == ""
+
+
+def test_a_folder_of_another_run_is_not_joined_with(capsys: pytest.CaptureFixture[str]) -> None:
+    key = Key.generate()
+    for name, run in (("node/descriptor.json", "first"), ("other.json", "second")):
+        Path(name).parent.mkdir(exist_ok=True)
+        descriptor = Descriptor(run, key.public, key.public, (NOBODY,), "0" * 64)
+        Path(name).write_bytes(sign_descriptor(key, descriptor))
+    assert main(["join", "other.json", "--owner", "owner.key"]) == 2
+    assert "node: a node of run first" in capsys.readouterr().err
+    assert not Path("node/node.key").exists()
+
+
+def make_status(**changes: Any) -> Status:
+    step = StepInfo(step=7, state="open", needed=8, accepted=5, dull=1, leased=2, offered=0, judged=1)
+    wait = WaitInfo(
+        name="groups",
+        owner="step 7",
+        for_whom="3 of 8 groups",
+        since_ms=0,
+        deadline_ms=0,
+        overdue=False,
+        text="step 7 waits for 3 of 8 groups for 62 s: node n4 has l9 for 10 s more, silent 62 s",
+    )
+    late = wait.model_copy(update={"overdue": True, "text": "the queue waits for validators to judge 1 submission"})
+    plain = {
+        "run": "demo",
+        "server_time_ms": 1,
+        "finished": False,
+        "stopped": False,
+        "steps": 10,
+        "trained": 6,
+        "newest_version": 6,
+        "open_steps": (step,),
+        "queue": 1,
+        "nodes_live": 4,
+        "nodes_stale": 1,
+        "nodes_gone": 0,
+        "waits": (wait, late),
+        "alarms": ("a planted submission was accepted", f"overdue: {late.text}"),
+    }
+    return Status(**{**plain, **changes})
+
+
+def test_a_status_reads_as_sentences() -> None:
+    assert describe_status(make_status()).splitlines() == [
+        "run demo: going on, 6 of 10 steps trained, v6 is newest",
+        "  nodes        4 live, 1 stale, 0 gone",
+        "  to judge     1 submission",
+        "  step 7       open: 5 of 8 groups accepted, 2 leased, 1 being judged, 1 without signal",
+        "  waiting      step 7 waits for 3 of 8 groups for 62 s: node n4 has l9 for 10 s more, silent 62 s",
+        "  OVERDUE      the queue waits for validators to judge 1 submission",
+        "  ALARM        a planted submission was accepted",
+    ]
+    assert "stopped by the operator" in describe_status(make_status(stopped=True))
+    assert "finished" in describe_status(make_status(finished=True, stopped=True))
+    assert "no version yet" in describe_status(make_status(newest_version=-1))
+
+
+def test_leaders_are_a_table() -> None:
+    assert describe_leaders(Leaders(leaders=())) == "nobody has joined yet"
+    line = LeaderLine(owner=HEX, standing=Standing.GOOD, accepted=3, rejected=1, tokens=900, earned=1_500_000)
+    rows = describe_leaders(Leaders(leaders=(line, line))).splitlines()
+    assert rows[2].split() == ["2", "900", "3", "1", "1.500000", "good", HEX]
+    assert [count_things(number, "step") for number in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]

@@ -1,0 +1,356 @@
+"""Processes of `shoal`, honest or not, in a world of their own that is watched while they run.
+
+    <root>/sentinel, home, temp, cwd     nobody but the test may touch these
+    <root>/made                          what is published; the same
+    <root>/data/<name>                   one folder for each process, and nothing else
+    <root>/log/<name>
+
+When a world is closed, everything outside of the data folders has to be as the test left it, no process of the world
+may be left, and none may have printed a traceback.
+"""
+
+import contextlib
+import hashlib
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.keys import Key
+
+HERE = Path(__file__).parent
+SOURCE = Path(__file__).parents[2] / "src"
+PATIENCE_S = 90.0
+MB = 1_000_000
+RUN = "test"
+WORLD = "SHOAL_TEST_WORLD"
+HASH_LIMIT = 64 * MB
+"""Larger files are known by their size and times."""
+COMMANDS = ("pull", "relay", "publish")
+EXIT_STOPPED = (0, 130, -signal.SIGTERM)
+"""A server that was told to end, a client that was; and either where it had just begun or was just through."""
+
+_LIMIT = "import os,resource,sys; n=int(sys.argv[1]); resource.setrlimit(resource.RLIMIT_FSIZE,(n,n)); "
+_LIMIT += "os.execv(sys.argv[2],sys.argv[2:])"
+
+
+class Actor:
+    """One process, and what it printed."""
+
+    def __init__(self, log: Path, command: list[str], env: dict[str, str], cwd: Path) -> None:
+        self.log = log
+        self._command = command
+        self._env = env
+        self._cwd = cwd
+        self.start()
+
+    def start(self, *flags: str) -> None:
+        """Start it, or start it once more with further flags, of which the last wins."""
+        self._command += flags
+        with self.log.open("ab") as log:
+            self._begun = log.tell()
+            self.process = subprocess.Popen(
+                self._command, env=self._env, cwd=self._cwd, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+
+    @property
+    def text(self) -> str:
+        """What it printed since it was started last."""
+        return self.log.read_bytes()[self._begun :].decode()
+
+    @property
+    def url(self) -> str:
+        """Its address, once it serves."""
+        self.await_text("serving run")
+        return re.findall(r"serving run \S+ at (http://\S+?)(?:,|$)", self.text, re.MULTILINE)[-1]
+
+    @property
+    def address(self) -> str:
+        """Where it will serve."""
+        return self._command[len(self._command) - self._command[::-1].index("--listen")]
+
+    def await_text(self, text: str, times: int = 1) -> None:
+        await_true(lambda: self.text.count(text) >= times, lambda: f"{text!r} in {self.log.name}:\n{self.text}")
+
+    def await_complete(self, version: int) -> None:
+        """Until it serves all of a version."""
+        text = f'"complete":{version},'
+        await_true(lambda: text in self.ask("/healthz").replace(" ", "").replace("}", ","), lambda: f"{text}")
+
+    def finish(self, code: int = 0) -> str:
+        """Wait for its end, which has to be with this code; what it printed."""
+        await_true(lambda: self.process.poll() is not None, lambda: f"end of {self.log.name}:\n{self.text}")
+        assert self.process.returncode == code, self.text
+        return self.text
+
+    def fail(self, code: int) -> str:
+        """The one sentence with which it ended."""
+        lines = [line for line in self.finish(code).splitlines() if line.startswith("shoal: ")]
+        assert len(lines) == 1 and self.text.endswith(lines[0] + "\n"), self.text
+        return lines[0]
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait(PATIENCE_S)
+
+    def ask(self, target: str) -> str:
+        with urllib.request.urlopen(self.url + target, timeout=PATIENCE_S) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def read_metric(self, name: str) -> int:
+        return sum(
+            int(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\d+)$", self.ask("/metrics"), re.MULTILINE)
+        )
+
+    def await_sent(self, num_bytes: int) -> None:
+        """Until it has sent so many bytes."""
+        await_true(lambda: self.read_metric("shoal_sent_bytes_total") >= num_bytes, lambda: f"{num_bytes} bytes sent")
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.read_metric("shoal_sent_bytes_total")
+
+
+class Cast:
+    """The actors of one test, in one world."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.data = root / "data"
+        self.actors: dict[str, Actor] = {}
+        self._commands: dict[Actor, str] = {}
+        self._folders: set[str] = set()
+        for name in ("home", "temp", "cwd", "made", "data", "log", "sentinel"):
+            (root / name).mkdir()
+        self.key = Key.generate()
+        self.key.save(root / "made" / "key")
+        (root / "sentinel" / "evil").write_text("untouched\n")
+        (root / "sentinel" / "link").symlink_to("evil")
+        self._before = self._take_snapshot()
+
+    # What is published.
+
+    def make_checkpoint(self, name: str, size: int, *, seed: object = None, holes: bool = False) -> Path:
+        """A folder with random weights, or with as many zeros that take no room."""
+        path = self.root / "made" / name
+        path.mkdir()
+        with (path / "model.safetensors").open("wb") as file:
+            file.truncate(size)
+            if not holes:
+                file.write(random.Random(seed or name).randbytes(size))
+        (path / "config.json").write_text(f'{{"name": "{name}"}}\n')
+        self._before |= self._take_snapshot(path)
+        return path
+
+    def change_bytes(self, old: Path, name: str, offset: int, data: bytes) -> Path:
+        """A copy of a checkpoint that differs in these bytes."""
+        path = old.parent / name
+        shutil.copytree(old, path)
+        with (path / "model.safetensors").open("r+b") as file:
+            file.seek(offset)
+            file.write(data)
+        self._before |= self._take_snapshot(path)
+        return path
+
+    def write_file(self, name: str, data: bytes) -> Path:
+        path = self.root / "made" / name
+        path.write_bytes(data)
+        self._before |= self._take_snapshot(path)
+        return path
+
+    # Who is there.
+
+    def origin(
+        self,
+        path: Path,
+        version: int = 1,
+        *flags: str,
+        name: str = "origin",
+        data: str | Path = "origin",
+        limit: int | None = None,
+    ) -> Actor:
+        """An origin; `limit`, here and below, is the most bytes that it may write into a file."""
+        listen = ["--listen", find_address(), *flags]
+        return self._start(name, "publish", *self._publish(path, version, data), *listen, limit=limit)
+
+    def hand_over(self, path: Path, version: int, data: str | Path = "origin") -> Actor:
+        """The command for one more version, for the origin that serves."""
+        return self._start(f"publish{len(self.actors)}", "publish", *self._publish(path, version, data))
+
+    def relay(
+        self,
+        name: str,
+        *upstreams: str,
+        flags: tuple[str, ...] = (),
+        data: str | Path = "",
+        limit: int | None = None,
+    ) -> Actor:
+        args = ["--publisher", self.key.public, "--data", self._claim(data or name), "--run", RUN]
+        return self._start(name, "relay", *upstreams, *args, "--listen", find_address(), *flags, limit=limit)
+
+    def pull(
+        self,
+        *sources: str,
+        out: str | Path = "out",
+        name: str = "",
+        flags: tuple[str, ...] = (),
+        limit: int | None = None,
+    ) -> Actor:
+        folder = self._claim(out)
+        args = ["--publisher", self.key.public, "--run", RUN, "--out", folder, *flags]
+        return self._start(name or folder.name, "pull", *sources, *args, limit=limit)
+
+    def script(self, file: str, name: str, *args: object) -> Actor:
+        """A process that is not one of ours."""
+        return self._add(name, "", [sys.executable, str(HERE / file), *map(str, args)])
+
+    # What came of it.
+
+    def check_same(self, path: Path, version: int, out: str | Path = "out") -> None:
+        """The version is there and equal bit for bit, and nothing else is beside it."""
+        folder = self.data / out
+        extra = {item.name for item in folder.iterdir()} - {".shardcast", "latest"}
+        assert all(re.fullmatch(r"v\d+", name) for name in extra), extra
+        found = folder / f"v{version}"
+        assert sorted(file.name for file in found.iterdir()) == sorted(file.name for file in path.iterdir())
+        for file in path.iterdir():
+            assert (found / file.name).read_bytes() == file.read_bytes()
+        assert not any(item.is_symlink() for item in found.iterdir())
+
+    def close(self) -> None:
+        """End everybody in good order, then look at what they left behind."""
+        try:
+            for command, number in (("", signal.SIGKILL), *((each, signal.SIGTERM) for each in COMMANDS)):
+                self._stop([actor for actor in self.actors.values() if self._commands[actor] == command], number)
+        finally:
+            for actor in self.actors.values():
+                if actor.process.poll() is None:
+                    actor.process.kill()
+                    actor.process.wait(PATIENCE_S)
+        assert find_processes(self.root) == []
+        for actor in self.actors.values():
+            text = actor.log.read_text()
+            assert "Traceback" not in text and "exception" not in text.lower(), text
+        self.check_untouched()
+
+    def check_untouched(self) -> None:
+        """Nothing outside of the data folders changed, came or went."""
+        assert self._take_snapshot() == self._before
+        assert {path.name for path in self.data.iterdir()} <= self._folders
+
+    def _stop(self, actors: list[Actor], number: int) -> None:
+        running = [actor for actor in actors if actor.process.poll() is None]
+        for actor in running:
+            actor.kill(signal.SIGCONT)
+            actor.kill(number)
+        for actor in running if number == signal.SIGTERM else ():
+            assert actor.process.wait(PATIENCE_S) in EXIT_STOPPED, actor.text
+
+    def _publish(self, path: Path, version: int, data: str | Path) -> list[object]:
+        key = self.root / "made" / "key"
+        return [path, "--version", version, "--key", key, "--data", self._claim(data), "--run", RUN]
+
+    def _claim(self, folder: str | Path) -> Path:
+        path = self.data / folder
+        if path.parent == self.data:
+            self._folders.add(path.name)
+        return path
+
+    def _start(self, name: str, command: str, *args: object, limit: int | None = None) -> Actor:
+        prefix = [] if limit is None else [sys.executable, "-c", _LIMIT, str(limit)]
+        return self._add(name, command, [*prefix, sys.executable, "-m", "shoal", command, *map(str, args)])
+
+    def _add(self, name: str, command: str, line: list[str]) -> Actor:
+        own = {WORLD: str(self.root), "HOME": str(self.root / "home"), "TMPDIR": str(self.root / "temp")}
+        env = os.environ | own | {"PYTHONPATH": str(SOURCE)}
+        assert name not in self.actors or self.actors[name].process.poll() is not None, f"{name} is still there"
+        actor = Actor(self.root / "log" / f"{name}.log", line, env, self.root / "cwd")
+        self._commands[actor] = command
+        self.actors[name] = actor
+        return actor
+
+    def _take_snapshot(self, folder: Path | None = None) -> dict[str, object]:
+        """Everything below a folder, by its path from the root, but for data and logs."""
+        top = folder or self.root
+        ours = {self.data, self.root / "log"}
+        paths = (
+            [top] if top.is_file() else [top, *(path for path in top.rglob("*") if not ours & {path, *path.parents})]
+        )
+        return {str(path.relative_to(self.root)): describe_path(path) for path in paths if path != self.root}
+
+
+def describe_path(path: Path) -> object:
+    status = path.lstat()
+    if path.is_symlink():
+        return str(path.readlink())
+    if path.is_dir():
+        return oct(status.st_mode)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest() if status.st_size <= HASH_LIMIT else ""
+    return status.st_mode, status.st_size, status.st_mtime_ns, digest
+
+
+def find_processes(root: Path) -> list[int]:
+    """Processes of a world that are still there."""
+    mark = f"{WORLD}={root}\0".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            marked = mark in path.read_bytes() + b"\0"
+        except OSError:  # ended while we looked, or somebody else's
+            continue
+        found += [int(path.parent.name)] if marked else []
+    return found
+
+
+def find_address() -> str:
+    """An address that is free, and stays so while its server is dead: no outgoing connection is given such a port."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return f"127.0.0.1:{port}"
+
+
+def await_true(holds: Callable[[], bool], what: Callable[[], str]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, f"within {PATIENCE_S:.0f} s no {what()}"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def cast(tmp_path: Path) -> Iterator[Cast]:
+    """A world for one test."""
+    yield from open_cast(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cast]:
+    """A world for all tests of a file."""
+    yield from open_cast(tmp_path_factory.mktemp("stage"))
+
+
+def open_cast(root: Path) -> Iterator[Cast]:
+    cast = Cast(root)
+    try:
+        yield cast
+    finally:
+        cast.close()
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[[Callable[[], bool], Callable[[], str]], None]:
+    """Waits until something holds, and fails with its name if that takes too long."""
+    return await_true

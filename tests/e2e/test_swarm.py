@@ -1,0 +1,337 @@
+"""A coordinator as the process that its operator starts, and users who type commands: killed, rolled back, banned.
+
+Whatever is done to it, what was answered stands, the ledger verifies, and who asks again gets the first answer.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from shoal.cli import main
+from shoal.commands.swarm_node import open_joined
+from shoal.keys import Key
+from shoal.swarm.asking import RefusedError
+from shoal.swarm.client import NodeClient
+from shoal.swarm.head import ForkError
+from shoal.swarm.messages import (
+    Finding,
+    GroupFinding,
+    Heartbeat,
+    Job,
+    Lease,
+    Manifest,
+    RolloutEntry,
+    SubmissionState,
+    Verdict,
+    VerdictStatement,
+    VersionStatement,
+)
+
+SOURCE = Path(__file__).parents[2] / "src"
+PATIENCE_S = 60.0
+DATA = b"rollouts" * 40_000
+T = TypeVar("T")
+
+
+class Town:
+    """A coordinator's process, keys of owners, and the commands of users."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.capsys = folder, capsys
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        self.process: subprocess.Popen[str] | None = None
+        self.keys = {name: self._make_key(name) for name in ("ann", "bob", "operator")}
+        self.data = folder / "coordinator"
+        self.config = folder / "run.toml"
+        judge = json.dumps([self.keys["bob"]])
+        self.config.write_text(
+            f'run = "demo"\noperator = "{self.keys["operator"]}"\njoin_work = 64\n'
+            "[params]\nsteps = 1\nasync_level = 0\ngroups_per_batch = 1\ngroup_size = 2\nmax_tokens = 200\n"
+            f"stake_submissions = 0\nvalidators = {judge}\ntrainers = {judge}\n"
+        )
+
+    def start(self) -> None:
+        """Start the coordinator, or start it again where it was."""
+        flags = ["--data", str(self.data), "--listen", self.url.removeprefix("http://")]
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "shoal", "coordinator", str(self.config), *flags],
+                env=os.environ | {"PYTHONPATH": str(SOURCE)},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        assert self.process.stdout is not None
+        lines = [self.process.stdout.readline() for _ in range(7)]
+        assert f"shoal join {self.url} --coordinator " in lines[-1], (lines, (self.folder / "log").read_text())
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        assert self.process is not None and self.process.stdout is not None
+        self.process.send_signal(number)
+        code = self.process.wait(PATIENCE_S)
+        self.process.stdout.close()
+        return code
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def type(self, *words: str | Path, code: int = 0) -> str:
+        """Type a command; what it printed, which for a mistake is one sentence on stderr."""
+        self.capsys.readouterr()
+        found = main([str(word) for word in words])
+        shown = self.capsys.readouterr()
+        assert found == code, shown
+        if code:
+            assert shown.err.count("shoal: ") == 1 and "Traceback" not in shown.err, shown
+            return shown.err
+        return shown.out
+
+    def join(self, name: str, *flags: str | Path, code: int = 0) -> str:
+        owner = ["--owner", self.folder / f"{name}.key"] if "--delegation" not in flags else []
+        return self.type("join", self.url, "--data", self.folder / name, *owner, *flags, code=code)
+
+    def act(self, name: str, deed: Callable[[NodeClient], Coroutine[None, None, T]]) -> T:
+        """Do something as a node that has joined."""
+
+        async def run() -> T:
+            async with asyncio.timeout(PATIENCE_S), open_joined(self.folder / name) as (client, _):
+                return await deed(client)
+
+        return asyncio.run(run())
+
+    def _make_key(self, name: str) -> str:
+        key = Key.generate()
+        key.save(self.folder / f"{name}.key")
+        return key.public
+
+
+@pytest.fixture
+def town(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Town]:
+    town = Town(tmp_path, capsys)
+    try:
+        yield town
+    finally:
+        if town.process is not None and town.process.poll() is None:
+            town.kill()
+
+
+def make_manifest(lease: Lease) -> Manifest:
+    hashes = [hashlib.sha256(f"{lease.lease} {place}".encode()).hexdigest() for place in range(lease.group_size)]
+    rollouts = tuple(RolloutEntry(hash=text, tokens=100) for text in hashes)
+    blob = hashlib.sha256(DATA).hexdigest()
+    return Manifest(lease=lease.lease, fence=lease.fence, blob=blob, size=len(DATA), version=0, rollouts=rollouts)
+
+
+def make_verdict(job: Job) -> VerdictStatement:
+    return VerdictStatement(
+        submission=job.submission,
+        round=job.round,
+        verdict=Verdict.ACCEPTED,
+        findings=(Finding(check="toploc", statistic="0.125", threshold="0.25", passed=True, where="rollout 1"),),
+        tokens=200,
+        groups=(GroupFinding(index=job.first, signal=True),),
+    )
+
+
+def make_version(number: int, batch: str = "") -> VersionStatement:
+    return VersionStatement(version=number, root="0" * 64, manifest="0" * 64, batch=batch)
+
+
+def ask_first(town: Town, request_key: str) -> Lease:
+    lease = town.act("ann", lambda client: client.ask_lease(request_key)).lease
+    assert lease is not None
+    return lease
+
+
+def test_a_run_survives_kill_minus_nine_between_all_its_acts(town: Town) -> None:
+    """lease -> commit -> upload -> claim -> verdict -> cut -> publish, each done again after the coordinator died."""
+    town.start()
+    assert "standing     probation" in town.join("ann")
+    assert "may          validate" in town.join("bob", "--scope", "validate")
+    town.act("bob", lambda client: client.publish_version(make_version(0)))
+    lease = ask_first(town, "a" * 32)
+    town.restart()
+    assert ask_first(town, "a" * 32) == lease
+    status = town.type("status", town.url)
+    assert "run demo: going on, 0 of 1 step trained, v0 is newest" in status
+    assert "step 1 waits for 1 of 1 groups" in status and f"node {lease.node[:8]} has {lease.lease} for" in status
+
+    manifest, path = make_manifest(lease), town.folder / "file"
+    path.write_bytes(DATA)
+    committed = town.act("ann", lambda client: client.commit(manifest))
+    town.restart()
+    assert town.act("ann", lambda client: client.commit(manifest)) == committed
+    receipt = town.act("ann", lambda client: client.submit(manifest, path)).receipt
+    job = town.act("bob", lambda client: client.claim_job()).job
+    assert job is not None and job.submission == receipt.submission
+    assert "validators to judge 1 submission" in town.type("status", town.url)
+    town.restart()
+    assert town.act("ann", lambda client: client.submit(manifest, path)).receipt == receipt
+    again = town.act("bob", lambda client: client.claim_job()).job
+    assert again is not None and again.deadline_ms >= job.deadline_ms  # moved by the outage
+    assert again.model_copy(update={"deadline_ms": job.deadline_ms}) == job
+
+    record = town.act("bob", lambda client: client.send_verdict(make_verdict(job))).record
+    assert record.state is SubmissionState.ACCEPTED and record.paid == 200
+    batch = town.act("bob", lambda client: client.cut_batch(1)).batch
+    assert batch is not None and [entry.submission for entry in batch.groups] == [receipt.submission]
+    town.restart()
+    assert town.act("bob", lambda client: client.send_verdict(make_verdict(job))).record.state is record.state
+    assert town.act("bob", lambda client: client.cut_batch(1)).batch == batch
+    assert town.act("bob", lambda client: client.publish_version(make_version(1, batch.hash))).finished
+    check_words(town, receipt.submission)
+    check_ledger(town)
+
+
+def check_words(town: Town, submission: str) -> None:
+    """What users read at the end of the run."""
+    assert "run demo: finished, 1 of 1 step trained, v1 is newest" in town.type("status", town.url, "--watch")
+    assert json.loads(town.type("status", town.url, "--json"))["finished"] is True
+    text = town.type("explain", town.url, submission)
+    for part in (
+        f"{submission} is accepted.",
+        f"owner {town.keys['ann']}",
+        "toploc: 0.125, threshold 0.25 at rollout 1: passed",
+        f"pending:{town.keys['ann']}: +200 micro-credits",
+        "mint: -200 micro-credits",
+    ):
+        assert part in text
+    (first, *_) = json.loads(town.type("leaderboard", town.url, "--json"))["leaders"]
+    assert (first["owner"], first["tokens"], first["accepted"], first["earned"]) == (town.keys["ann"], 200, 1, 200)
+    best = town.type("leaderboard", town.url).splitlines()[1]
+    assert best.split() == ["1", "200", "1", "0", "0.000200", "probation", town.keys["ann"]]
+    assert "no such submission" in town.type("explain", town.url, "s999", code=1)
+
+
+def check_ledger(town: Town) -> None:
+    """The same from the database beside its writer, and from afar once a head covers it."""
+    report = json.loads(town.type("ledger", "verify", town.data, "--json", "--head", town.folder / "ann" / "head.json"))
+    assert report["holds"] and report["findings"] == [] and report["tables"] > 20
+    town.restart()  # signs a head over all that was before
+    await_true(lambda: read_size(town) >= report["events"], "head")
+    copy = town.folder / "copy.db"
+    first = json.loads(town.type("ledger", "verify", town.url, "--copy", copy, "--json"))
+    assert first["holds"] and first["events"] == report["events"] + 1 and first["postings"] == report["postings"]
+    assert json.loads(town.type("ledger", "verify", copy, "--json")) == first
+    proof = town.folder / "proof.json"
+    town.type("ledger", "prove", town.url, "0", "--out", proof)
+    assert "kind       genesis" in town.type("ledger", "check", proof, "--descriptor", town.data / "descriptor.json")
+    proof.write_text(proof.read_text().replace("genesis", "genesic"))
+    assert main(["ledger", "check", str(proof), "--descriptor", str(town.data / "descriptor.json")]) == 1
+    assert "val.verdict" in town.type("ledger", "show", town.url, "--from", "0", "--count", "50")
+
+
+def read_size(town: Town) -> int:
+    """Events that the newest signed head covers."""
+
+    async def ask(client: NodeClient) -> int:
+        head = await client.read_head()
+        return 0 if head is None else head.head.size
+
+    return town.act("ann", ask)
+
+
+def test_a_node_that_is_shown_a_rolled_back_ledger_says_so_and_works_no_more(town: Town) -> None:
+    town.start()
+    backup = town.folder / "backup.db"
+    with sqlite3.connect(town.data / "ledger.db") as source, sqlite3.connect(backup) as target:
+        source.backup(target)
+    source.close(), target.close()
+    town.join("ann")
+    town.restart()
+    await_true(lambda: read_size(town) >= 4, "head")
+    town.act("ann", lambda client: client.send_heartbeat(Heartbeat()))
+    held = (town.folder / "ann" / "head.json").read_bytes()
+    assert town.kill(signal.SIGTERM) == 0
+
+    for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm"):
+        (town.data / name).unlink(missing_ok=True)
+    backup.rename(town.data / "ledger.db")
+    town.start()
+    assert town.type("ledger", "verify", town.data)  # by itself a shorter ledger is a good one
+    text = town.join("ann", code=1)
+    assert "shoal: fork: the coordinator of run demo signed a ledger of " in text and "and later one of 3" in text
+    evidence = (town.folder / "ann" / "head.json.fork").read_text()
+    assert json.loads(evidence)["held"] == json.loads(held)
+    with pytest.raises(ForkError):
+        town.act("ann", lambda client: client.send_heartbeat(Heartbeat()))
+    assert "fork" in town.type("leave", "--data", town.folder / "ann", code=1)  # and after a restart of the node too
+    verify = ["ledger", "verify", str(town.data), "--head", str(town.folder / "ann" / "head.json")]
+    assert main(verify) == 1, "an auditor who has the node's head sees it as well"
+
+
+def test_who_may_not_work_is_told_so_and_the_operator_decides(town: Town) -> None:
+    town.start()
+    with pytest.raises(RefusedError, match="not known to this run; join it first"):
+        ask_stranger(town)
+    town.join("ann")
+    key = town.folder / "operator.key"
+    ban = ["admin", "ban", town.url, town.keys["ann"]]
+    assert "not the key of this run's operator" in town.type(*ban, "--key", town.folder / "ann.key", code=2)
+    assert "recorded as event" in town.type(*ban, "--key", key, "--reason", "a test")
+    with pytest.raises(RefusedError, match="banned"):
+        town.act("ann", lambda client: client.send_heartbeat(Heartbeat()))
+    assert "banned" in town.join("ann", "--data", town.folder / "second", code=1), "nor by another node"
+    assert town.keys["ann"] in town.type("leaderboard", town.url) and "banned" in town.type("leaderboard", town.url)
+    town.type("admin", "unban", town.url, town.keys["ann"], "--key", key)
+    assert "standing     probation" in town.join("ann")
+
+    other = town.folder / "other.json"
+    node = Key.load(town.folder / "ann" / "node.key").public
+    town.type("delegate", node, "--owner", town.folder / "ann.key", "--run", "elsewhere", "--out", other)
+    assert "act for run elsewhere" in town.join("ann", "--delegation", other, code=2)
+    wrong = ["--coordinator", town.keys["ann"]]
+    assert "the coordinator there has the key" in town.join("ann", *wrong, code=2)
+
+    town.type("admin", "stop", town.url, "--key", key)
+    assert "stopped by the operator" in town.type("status", town.url)
+    assert town.act("ann", lambda client: client.ask_lease()).code == "stopped"
+    town.type("admin", "params", town.url, "price=7", "--key", key)
+    assert json.loads(town.type("admin", "params", town.url, "--json"))["price"] == 7
+    town.type("revoke", town.url, node, "--owner", town.folder / "ann.key")
+    assert "revoked" in town.join("ann", code=1)
+    check_second(town)
+
+
+def ask_stranger(town: Town) -> Any:
+    """Call as a node that never joined: with a folder made by hand."""
+    folder = town.folder / "stranger"
+    folder.mkdir()
+    Key.generate().save(folder / "node.key")
+    (folder / "descriptor.json").write_bytes((town.data / "descriptor.json").read_bytes())
+    (folder / "address").write_text(town.url)
+    return town.act("stranger", lambda client: client.send_heartbeat(Heartbeat()))
+
+
+def check_second(town: Town) -> None:
+    """A second coordinator in the same folder; then the first one is asked to stop, and does."""
+    command = [sys.executable, "-m", "shoal", "coordinator", str(town.config), "--data", str(town.data)]
+    env = os.environ | {"PYTHONPATH": str(SOURCE)}
+    second = subprocess.run([*command, "--listen", "127.0.0.1:0"], env=env, capture_output=True, text=True, check=False)
+    assert second.returncode == 2 and second.stderr.count("\n") == 1
+    assert "another process is writing to this ledger" in second.stderr
+    assert town.kill(signal.SIGTERM) == 0
+    events = [json.loads(line)["event"] for line in (town.folder / "log").read_text().splitlines()]
+    assert events == ["started", "stopping", "stopped"]
+    assert "holds" in town.type("ledger", "verify", town.data)
+
+
+def await_true(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, f"no {what} within {PATIENCE_S:.0f} s"
+        time.sleep(0.05)

@@ -1,0 +1,131 @@
+"""No role waits for the world without a name and a deadline: its code is read for awaits that are not bound.
+
+In a role's package an `await` may be of
+- `bound` or `insist`, which have names and deadlines;
+- a coroutine of the role's own, which is looked at where it is written. One that is only ever handed to `bound` or
+  `insist` has its deadline from there, so what it awaits is free;
+- a few calls that end by what this process itself does (`LOCAL`).
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import shoal
+
+SOURCE = Path(shoal.__file__).parent
+ROLES = ["trainer"]
+BOUND = {"bound", "insist"}
+LOCAL = {
+    "run_blocking",  # a thread of ours
+    "to_thread",
+    "gather",  # of coroutines, each looked at where it is written
+    "sleep",
+    "run_together",
+    "enter_async_context",
+    "get",  # of a queue whose other end is in this process
+    "serve",  # an origin waits for requests for ever, and for nobody in particular
+    "start",  # to listen
+    "open",  # a folder
+    "publish",  # files of this machine
+    "read_submission",  # has deadlines of its own: the jail's
+}
+Place = tuple[str, str]
+"""module and function"""
+
+
+class Role:
+    """The coroutines of a role's package, and where each is called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.functions: dict[Place, ast.AsyncFunctionDef] = {}
+        trees = {path.name: ast.parse(path.read_text()) for path in sorted(folder.glob("*.py"))}
+        for module, tree in trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.AsyncFunctionDef):
+                    self.functions[module, node.name] = node
+        self.names = {name for _, name in self.functions}
+        self.callers: dict[Place, set[Place | None]] = {place: set() for place in self.functions}
+        for module, tree in trees.items():
+            self._note_calls(module, tree, (module, ""))
+
+    def find_bare_awaits(self) -> list[str]:
+        covered = self._find_covered()
+        return [
+            f"{module}:{node.lineno} in {name}: await {ast.unparse(node.value)}"
+            for (module, name), function in self.functions.items()
+            if (module, name) not in covered
+            for node in ast.walk(function)
+            if isinstance(node, ast.Await) and name_call(node.value) not in BOUND | LOCAL | self.names
+        ]
+
+    def _note_calls(self, module: str, node: ast.AST, place: Place | None) -> None:
+        """Note who calls what; None for a call whose deadline is that of `bound` or `insist`."""
+        for child in ast.iter_child_nodes(node):
+            inner = place
+            if isinstance(child, ast.AsyncFunctionDef):
+                inner = module, child.name
+            elif isinstance(child, ast.Call):
+                for target in self._resolve(module, name_call(child)):
+                    self.callers[target].add(place)
+                inner = None if name_call(child) in BOUND else place
+            elif isinstance(child, ast.Attribute) and not isinstance(node, ast.Call):
+                for target in self._resolve(module, child.attr):  # handed on, to be called by somebody else
+                    self.callers[target].add(place)
+            self._note_calls(module, child, inner)
+
+    def _resolve(self, module: str, name: str) -> list[Place]:
+        if (module, name) in self.functions:
+            return [(module, name)]
+        return [place for place in self.functions if place[1] == name]
+
+    def _find_covered(self) -> set[Place]:
+        """Coroutines that run only inside `bound` or `insist`, or inside others that do."""
+        covered: set[Place] = set()
+        while True:
+            more = {
+                place
+                for place, callers in self.callers.items()
+                if callers and all(caller is None or caller in covered for caller in callers)
+            }
+            if more == covered:
+                return covered
+            covered = more
+
+
+def name_call(node: ast.expr) -> str:
+    """`self._client.cut_batch(step)` -> cut_batch."""
+    if isinstance(node, ast.Call):
+        return name_call(node.func)
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_waits_for_nothing_outside_without_a_name_and_a_deadline(role: str) -> None:
+    assert Role(SOURCE / role).find_bare_awaits() == []
+
+
+def test_a_wait_without_a_name_is_found(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(
+        """
+async def run(self):
+    await self.waits.bound("a", self.poll(), for_whom="b", timeout_s=1)
+    await self.waits.insist("a", lambda: self.ask(), for_whom="b", timeout_s=1)
+    await self.both()
+
+async def poll(self):
+    await self.client.fine()
+    await self.deeper()
+
+async def deeper(self):
+    await self.client.fine_too()
+
+async def ask(self):
+    await self.client.fine_as_well()
+
+async def both(self):
+    await self.client.forgotten()
+"""
+    )
+    assert Role(tmp_path).find_bare_awaits() == ["loop.py:18 in both: await self.client.forgotten()"]

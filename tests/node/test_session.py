@@ -1,0 +1,278 @@
+"""A role's dealings with a real coordinator: joined once, kept alive, pinned to its keys."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import ConfigError
+from shoal.keys import Key
+from shoal.node import session as sessions
+from shoal.node.identity import LIFE_MS, RENEW_MS, load_identity
+from shoal.node.pins import find_run
+from shoal.node.session import Role, SessionError, State, open_session
+from shoal.node.waits import RoleWaits
+from shoal.swarm.asking import Asker, Patience, RefusedError
+from shoal.swarm.delegation import Scope, open_delegation
+from shoal.swarm.descriptor import open_descriptor, sign_descriptor
+from shoal.swarm.messages import Action, Command, CommandAnswer, SignedCommand, sign_message
+from shoal.swarm.params import RunParams
+from shoal.swarm.service import Service, ServiceConfig, open_service
+from shoal.swarm.state.nodes import find_node
+
+OPERATOR = Key.generate()
+
+
+@asynccontextmanager
+async def running(data: Path, port: int = 0) -> AsyncIterator[Service]:
+    params = RunParams(steps=3, heartbeat_s=1)
+    config = ServiceConfig(run="demo", operator=OPERATOR.public, port=port, join_work=16, params=params)
+    async with asyncio.timeout(60), open_service(config, data) as service:
+        yield service
+
+
+def quick() -> Asker:
+    return Asker(Patience(tries=2, first_s=0.01, longest_s=0.05))
+
+
+def test_a_session_joins_once_and_hears_answers_while_the_role_works(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path / "data") as service:
+            size = service.coordinator.ledger.size
+            async with open_session(service.url, tmp_path / "node", role=Role.WORKER) as session:
+                joined = service.coordinator.ledger.size
+                assert joined > size
+                assert session.params.steps == 3
+                assert session.answer.newest_version == -1
+                heard: list[Any] = []
+                session.heard = heard.append
+                session.describe = lambda: State(version=5)
+
+                async def work() -> str:
+                    session.beat_soon()
+                    while not heard:
+                        await asyncio.sleep(0.01)
+                    return "done"
+
+                assert await session.run(work()) == "done"
+                assert service.coordinator.mirror.seen[session.identity.key.public].version == 5
+            async with open_session(service.url, tmp_path / "node", role=Role.WORKER):
+                assert service.coordinator.ledger.size == joined  # known already: no work to do again
+
+    asyncio.run(check())
+
+
+def test_a_coordinator_that_is_away_costs_heartbeats_and_not_the_role(tmp_path: Path) -> None:
+    async def check() -> None:
+        notes: list[str] = []
+        async with running(tmp_path / "data") as service:
+            url = service.url
+            opened = open_session(url, tmp_path / "node", role=Role.WORKER, note=notes.append, asker=quick())
+            session = await opened.__aenter__()
+
+        async def work() -> None:
+            session.beat_soon()
+            while not notes:
+                await asyncio.sleep(0.01)
+            before = session.answer
+            async with running(tmp_path / "data", int(url.rpartition(":")[2])):
+                while session.answer is before:
+                    session.beat_soon()
+                    await asyncio.sleep(0.01)
+
+        await session.run(work())
+        assert notes[0].startswith("the coordinator does not answer: ")
+        await opened.__aexit__(None, None, None)
+
+    asyncio.run(check())
+
+
+def test_a_ban_ends_the_role_with_its_sentence(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path / "data") as service:
+            async with open_session(service.url, tmp_path / "node", role=Role.WORKER) as session:
+                command = Command(nonce="0" * 32, action=Action.BAN, target=session.identity.owner, reason="test")
+                signed = SignedCommand(command=command, signature=sign_message(OPERATOR, "demo", command))
+                await session.client.bring("/v1/commands", signed, CommandAnswer)
+                session.beat_soon()
+                with pytest.raises(SessionError, match=r"^this node or its owner is banned"):
+                    await session.run(asyncio.Event().wait())  # type: ignore[arg-type]
+            with pytest.raises(SessionError, match=r"^this node or its owner is banned"):
+                async with open_session(service.url, tmp_path / "node", role=Role.WORKER):
+                    pass
+
+    asyncio.run(check())
+
+
+def test_a_node_that_left_joins_again(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path / "data") as service:
+            async with open_session(service.url, tmp_path / "node", role=Role.WORKER) as session:
+                await session.leave()
+                with pytest.raises(RefusedError, match="this node left the run"):
+                    await session.client.ask_lease()
+            async with open_session(service.url, tmp_path / "node", role=Role.WORKER) as session:
+                assert (await session.client.ask_lease()).code == "no_version"
+
+    asyncio.run(check())
+
+
+def test_a_delegation_that_was_renewed_is_shown_to_the_coordinator(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path / "data") as service:
+            async with open_session(service.url, tmp_path / "node", role=Role.WORKER) as session:
+                pass
+            (tmp_path / "node" / "delegation.json").unlink()
+            async with open_session(service.url, tmp_path / "node", role=Role.WORKER) as renewed:
+                assert renewed.identity.digest != session.identity.digest
+                size = service.coordinator.ledger.size
+            async with open_session(service.url, tmp_path / "node", role=Role.WORKER):
+                assert service.coordinator.ledger.size == size
+            with service.coordinator.ledger.read() as connection:
+                row = find_node(connection, renewed.identity.key.public)
+            assert row is not None and row.digest == renewed.identity.digest
+
+    asyncio.run(check())
+
+
+def test_a_coordinator_that_lost_its_memory_is_joined_again(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path / "data") as service:
+            key = tmp_path / "node"
+            async with open_session(service.url, key, role=Role.WORKER) as session:
+                digest = session.identity.digest
+            (key / "node.key").unlink()
+            (key / "delegation.json").unlink()
+            load_identity(key, "demo", Scope.WORK)
+            # it believes to have joined, but as a node that nobody knows
+            (key / "joined").write_text(load_identity(key, "demo", Scope.WORK).digest)
+            async with open_session(service.url, key, role=Role.WORKER) as session:
+                assert session.identity.digest != digest
+                assert (await session.client.ask_lease()).code == "no_version"
+
+    asyncio.run(check())
+
+
+def test_another_coordinator_in_the_place_of_the_first_is_refused(tmp_path: Path) -> None:
+    async def check() -> None:
+        node = tmp_path / "node"
+        async with running(tmp_path / "one") as service, open_session(service.url, node, role=Role.WORKER):
+            pass
+        async with running(tmp_path / "two") as service:
+            with pytest.raises(ConfigError, match=r"belongs to run demo .* has another coordinator"):
+                async with open_session(service.url, tmp_path / "node", role=Role.WORKER):
+                    pass
+
+    asyncio.run(check())
+
+
+def test_a_descriptor_in_a_file_is_believed_and_a_forged_one_is_not(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path / "data") as service:
+            path = tmp_path / "data" / "descriptor.json"
+            async with open_session(str(path), tmp_path / "node", role=Role.WORKER) as session:
+                assert session.descriptor == service.descriptor
+            forged = tmp_path / "forged.json"
+            other = replace(open_descriptor(path.read_bytes()), coordinator=Key.generate().public)
+            forged.write_bytes(sign_descriptor(OPERATOR, other))
+            with pytest.raises(ConfigError, match="another coordinator"):
+                async with open_session(str(forged), tmp_path / "node", role=Role.WORKER):
+                    pass
+            forged.write_bytes(path.read_bytes()[:-2])
+            with pytest.raises(ConfigError, match="gives no descriptor"):
+                async with open_session(str(forged), tmp_path / "new", role=Role.WORKER):
+                    pass
+            assert not (tmp_path / "new" / "node.key").exists()
+
+    asyncio.run(check())
+
+
+def test_a_node_without_a_coordinator_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.node.pins._PATIENCE", Patience(tries=1))
+
+    async def check() -> None:
+        with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9: gives no descriptor of a run"):
+            async with open_session("http://127.0.0.1:9", tmp_path / "node", role=Role.WORKER):
+                pass
+
+    asyncio.run(check())
+
+
+def test_a_node_that_was_there_before_begins_while_the_coordinator_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.node.pins._PATIENCE", Patience(tries=1))
+
+    async def check() -> None:
+        async with running(tmp_path / "data") as service:
+            async with open_session(service.url, tmp_path / "node", role=Role.WORKER):
+                pass
+            url, descriptor = service.url, service.descriptor
+        assert await find_run(url, tmp_path / "node", RoleWaits("worker")) == (descriptor, url)
+
+    asyncio.run(check())
+
+
+def test_an_identity_is_made_once_and_its_delegation_renewed_in_time(tmp_path: Path) -> None:
+    first = load_identity(tmp_path, "demo", Scope.WORK, clock=lambda: 10**12)
+    again = load_identity(tmp_path, "demo", Scope.WORK, clock=lambda: 10**12 + LIFE_MS - RENEW_MS - 1)
+    assert (again.key.public, again.delegation) == (first.key.public, first.delegation)
+    later = load_identity(tmp_path, "demo", Scope.WORK, clock=lambda: 10**12 + LIFE_MS - RENEW_MS)
+    assert later.delegation != first.delegation
+    assert later.owner == first.owner == Key.load(tmp_path / "owner.key").public
+    assert open_delegation(later.delegation).grant.not_after_ms == 10**12 + 2 * LIFE_MS - RENEW_MS
+
+
+def test_another_owner_or_scope_or_run_gets_a_delegation_of_its_own(tmp_path: Path) -> None:
+    owner = Key.generate()
+    owner.save(tmp_path / "another.key")
+    folder = tmp_path / "node"
+    folder.mkdir()
+    first = load_identity(folder, "demo", Scope.WORK)
+    given = load_identity(folder, "demo", Scope.WORK, owner=tmp_path / "another.key")
+    assert (given.owner, given.key.public) == (owner.public, first.key.public)
+    judge = load_identity(folder, "demo", Scope.VALIDATE)
+    assert open_delegation(judge.delegation).grant.scopes == {Scope.VALIDATE}
+    assert open_delegation(load_identity(folder, "other", Scope.VALIDATE).delegation).grant.run == "other"
+
+
+def test_a_delegation_that_was_signed_elsewhere_is_used_as_it_is(tmp_path: Path) -> None:
+    first = load_identity(tmp_path, "demo", Scope.WORK, clock=lambda: 10**12)
+    (tmp_path / "owner.key").unlink()
+    again = load_identity(tmp_path, "demo", Scope.WORK, clock=lambda: 10**12 + LIFE_MS)
+    assert again.delegation == first.delegation
+    assert not (tmp_path / "owner.key").exists()
+
+
+def test_the_longest_wait_of_the_role_is_in_its_heartbeat(tmp_path: Path) -> None:
+    if "wait" not in sessions.Heartbeat.model_fields:
+        pytest.skip("this coordinator's heartbeats have no place for a wait")
+
+    async def check() -> None:
+        async with (
+            running(tmp_path / "data") as service,
+            open_session(service.url, tmp_path / "node", role=Role.TRAINER) as session,
+        ):
+            sent: list[Any] = []
+            send = session.client.send_heartbeat
+
+            async def keep(beat: Any) -> Any:
+                sent.append(beat)
+                return await send(beat)
+
+            session.client.send_heartbeat = keep  # type: ignore[method-assign]
+
+            async def work() -> None:
+                session.beat_soon()
+                while not sent:
+                    await asyncio.sleep(0.01)
+
+            waiting = session.waits.bound("batch", work(), for_whom="the groups of step 1", timeout_s=30)
+            await session.run(waiting)
+            assert (sent[0].wait.name, sent[0].wait.for_whom) == ("batch", "the groups of step 1")
+
+    asyncio.run(check())

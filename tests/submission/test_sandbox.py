@@ -1,0 +1,135 @@
+"""What a process takes from itself, one thing at a time."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shoal.submission.sandbox import CALLS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of it")
+
+START = """
+import os, resource, socket, sys
+from shoal.submission import sandbox
+
+def attempt(work):
+    try:
+        work()
+    except (OSError, MemoryError, ValueError) as error:
+        return type(error).__name__
+    return "done"
+"""
+
+
+def run(script: str) -> str:
+    """What a process prints."""
+    command = [sys.executable, "-c", START + script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+
+
+LIMIT = "sandbox.set_limits(memory_bytes=1 << 26, cpu_s=10)\n"
+
+
+@pytest.mark.parametrize(
+    "work",
+    ["lambda: bytearray(1 << 27)", "lambda: os.open('/', os.O_RDONLY)", "lambda: socket.socket()"],
+)
+def test_limits_alone_refuse_memory_and_descriptors(work):
+    assert run(f"print(attempt({work}))") == "done"
+    assert run(f"{LIMIT}print(attempt({work}))") in ("MemoryError", "OSError")
+
+
+def test_memory_within_the_limit_is_there():
+    assert run(f"{LIMIT}print(attempt(lambda: bytearray(1 << 25)))") == "done"
+
+
+def test_nothing_can_be_written_to_an_open_file(tmp_path):
+    script = f"""
+import signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+file = os.open({str(tmp_path / "a")!r}, os.O_WRONLY | os.O_CREAT)
+{LIMIT}print(attempt(lambda: os.write(file, b"x")))
+"""
+    assert run(script) == "OSError"
+
+
+def test_limits_cannot_be_raised_again():
+    script = f"sandbox.drop_root()\n{LIMIT}print(attempt(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (9, 9))))"
+    assert run(script) == "ValueError"
+
+
+def test_time_is_limited():
+    script = "sandbox.set_limits(memory_bytes=1 << 26, cpu_s=1)\nwhile True: pass"
+    command = [sys.executable, "-c", START + script]
+    assert subprocess.run(command, check=False, timeout=60).returncode == -24  # SIGXCPU
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        "lambda: os.open('/', os.O_RDONLY)",
+        "lambda: socket.socket()",
+        "lambda: os.fork()",
+        "lambda: os.kill(os.getppid(), 0)",
+        "lambda: os.listdir('/')",
+        "lambda: os.pipe()",
+        "lambda: os.dup(0)",
+        "lambda: os.mkdir('/tmp/never')",
+    ],
+)
+def test_the_filter_alone_refuses_all_but_reading(work):
+    if run("print(sandbox.refuse_privileges() and sandbox.filter_calls())") != "True":
+        pytest.skip("filters are not permitted here")
+    script = f"sandbox.refuse_privileges()\nsandbox.filter_calls()\nprint(attempt({work}), flush=True)\nos._exit(0)"
+    assert run(script) == "PermissionError"
+
+
+def test_the_filter_leaves_what_reading_needs():
+    if run("print(sandbox.refuse_privileges() and sandbox.filter_calls())") != "True":
+        pytest.skip("filters are not permitted here")
+    script = """
+file = os.open(sys.executable, os.O_RDONLY)
+sandbox.refuse_privileges(), sandbox.filter_calls()
+print(len(os.pread(file, 100, 0)), len(bytearray(1 << 24)), len(os.urandom(4)), flush=True)
+os._exit(0)
+"""
+    assert run(script) == "100 16777216 4"
+
+
+def test_the_network_is_left():
+    script = """
+if not sandbox.close_network():
+    print("not permitted")
+else:
+    try:
+        socket.create_connection(("127.0.0.1", 9), timeout=5)
+    except OSError as error:
+        print(error.errno)
+"""
+    found = run(script)
+    if found == "not permitted":
+        pytest.skip("namespaces are not permitted here")
+    assert found == "101"  # ENETUNREACH, where a closed port of a network would answer ECONNREFUSED
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can stop being root")
+def test_root_becomes_nobody_for_good():
+    script = """
+os.setgroups([1, 2])
+print(sandbox.drop_root(), os.getresuid(), os.getresgid(), os.getgroups(), attempt(lambda: os.setuid(0)))
+"""
+    nobody = "(65534, 65534, 65534)"
+    assert run(script) == f"True {nobody} {nobody} [] PermissionError"
+
+
+def test_a_child_whose_parent_is_gone_ends_at_once():
+    command = [sys.executable, "-c", START + "sandbox.die_with_parent(1 << 22)\nprint('alive')"]
+    result = subprocess.run(command, check=False, capture_output=True, timeout=60)
+    assert (result.returncode, result.stdout) == (1, b"")
+
+
+def test_calls_have_numbers_of_their_own():
+    for column in (0, 1):
+        assert len({numbers[column] for numbers in CALLS.values()}) == len(CALLS)

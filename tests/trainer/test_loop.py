@@ -1,0 +1,325 @@
+"""The trainer's loop against a swarm in a folder: the bits of `shoal train`, also across crashes."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_swarm import (
+    STEPS,
+    CrashError,
+    FakeSwarm,
+    Life,
+    hash_state,
+    list_lines,
+    make_config,
+    run_life,
+    train_reference,
+)
+
+from shoal.files import hash_dir, hash_file
+from shoal.learner.checkpoint import list_checkpoints
+from shoal.report import read_metrics
+from shoal.swarm.rules.batch import hash_batch
+from shoal.trainer.errors import TrainerError
+
+POINTS = ("before hand-over", "after hand-over", "before announcement", "after announcement")
+
+
+def assert_whole(run: Path, swarm: FakeSwarm) -> None:
+    """The run has the reference's bits, and the ledger its versions, each once and in order."""
+    assert hash_state(run) == hash_state(swarm.reference)
+    assert list_lines(run) == list_lines(swarm.reference)
+    assert [line["version"] for line in swarm.announced] == list(range(STEPS + 1))
+    last = run / "versions" / f"v{STEPS:06d}"
+    assert swarm.announced[-1]["root"] == hash_dir(last)
+    weights = swarm.reference / "checkpoints" / f"step-{STEPS:06d}" / "policy" / "model.safetensors"
+    assert hash_file(last / "model.safetensors") == hash_file(weights)
+
+
+def test_a_trainer_computes_what_shoal_train_does(tmp_path: Path, swarm: FakeSwarm) -> None:
+    life = run_life(make_config(tmp_path), swarm)
+    assert_whole(life.run.path, swarm)
+
+
+def test_so_it_does_with_rollouts_that_are_older(tmp_path: Path, lagging: Path) -> None:
+    swarm = FakeSwarm(tmp_path / "swarm", lagging)
+    life = run_life(make_config(tmp_path, "async_level=1"), swarm)
+    assert_whole(life.run.path, swarm)
+    lags = [line["off_policy/lag_max"] for line in read_metrics(life.run.metrics_path)]
+    assert lags == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_short_runs_end(tmp_path: Path, steps: int) -> None:
+    swarm = FakeSwarm(tmp_path / "swarm", train_reference(make_config(tmp_path / "reference", f"steps={steps}")))
+    life = run_life(make_config(tmp_path, f"steps={steps}"), swarm)
+    assert hash_state(life.run.path) == hash_state(swarm.reference)
+    assert len(swarm.announced) == steps + 1
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("number", [0, 1, 3, 4])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_trainer_that_dies_while_it_publishes_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, swarm: FakeSwarm, point: str, number: int, every: int
+) -> None:
+    config = make_config(tmp_path, f"checkpoint.every={every}")
+    reach, met = swarm.reach, 0
+
+    def die_at_version(name: str) -> None:
+        nonlocal met
+        if name == point:
+            met += 1
+            if met == number + 1:
+                raise CrashError(name)
+        reach(name)
+
+    swarm.reach = die_at_version  # type: ignore[method-assign]
+    with pytest.raises(CrashError):
+        run_life(config, swarm)
+    run = run_life(config, swarm).run.path
+    assert_whole(run, swarm)
+
+
+@pytest.mark.parametrize("place", ["train_step", "write", "record", "save", "enqueue"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_trainer_that_dies_in_a_step_repeats_it_with_the_same_bits(
+    tmp_path: Path, swarm: FakeSwarm, place: str, every: int
+) -> None:
+    config = make_config(tmp_path, f"checkpoint.every={every}")
+
+    async def die() -> None:
+        life = Life(config, swarm)
+        owners: dict[str, tuple[Any, str]] = {
+            "train_step": (life.trainer._state.learner, "train_step"),
+            "write": (life.versions, "write"),
+            "enqueue": (life.publisher, "enqueue"),
+            "record": (life.trainer, "_record"),
+            "save": (life.trainer, "_save"),
+        }
+        owner, name = owners[place]
+        call = getattr(owner, name)
+
+        def crash(*args: Any) -> Any:
+            result = call(*args)
+            if life.trainer.step >= 2:
+                raise CrashError(place)
+            return result
+
+        object.__setattr__(owner, name, crash)
+        await life.go()
+
+    with pytest.raises(CrashError):
+        asyncio.run(die())
+    assert_whole(run_life(config, swarm).run.path, swarm)
+
+
+KILLER = """
+import itertools, os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from fake_swarm import FakeSwarm, make_config, run_life  # here, so that the children need not
+import shoal.warmup
+
+def die_at(point):
+    left = itertools.count(point, -1)
+    def wrap(function):
+        def wrapped(*args, **options):
+            if next(left) == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **options)
+        return wrapped
+    os.fsync, os.rename, os.replace = wrap(os.fsync), wrap(os.rename), wrap(os.replace)
+
+killed = 0
+for point in [int(text) for text in sys.argv[1].split(",")]:
+    child = os.fork()
+    if child == 0:
+        swarm = FakeSwarm(Path(sys.argv[3]) / "swarm", Path(sys.argv[4]))
+        die_at(point)
+        run_life(make_config(Path(sys.argv[3]), "async_level=1", "checkpoint.every=2"), swarm)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        killed += 1
+    elif os.WEXITSTATUS(status):
+        sys.exit(100 + os.WEXITSTATUS(status))
+sys.exit(killed)
+"""
+
+
+def test_a_trainer_killed_at_every_kind_of_write_resumes_to_the_same_bits(tmp_path: Path, lagging: Path) -> None:
+    # each process dies at its n-th fsync or rename: warm-up, checkpoints, versions, batches, metrics, the ledger
+    points = "3,40,9,22,35,17,28,13,38,31,25,11,19,33,27,1000000"
+    here = str(Path(__file__).parent)
+    command = [sys.executable, "-c", KILLER, points, here, str(tmp_path), str(lagging)]
+    process = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert 8 <= process.returncode < 100, process.stderr
+    swarm = FakeSwarm(tmp_path / "swarm", lagging)
+    assert_whole(tmp_path / "tiny-seed0", swarm)
+
+
+def test_metrics_are_those_of_shoal_train_and_more(tmp_path: Path, swarm: FakeSwarm) -> None:
+    run = run_life(make_config(tmp_path), swarm).run.path
+    lines = read_metrics(run / "metrics.jsonl")
+    theirs = [line for line in read_metrics(swarm.reference / "metrics.jsonl") if "train/tokens" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    missing = {"batch/drawn", "batch/all_right", "batch/all_wrong", "batch/surplus", "perf/sample_s"}
+    assert theirs[0].keys() - lines[0].keys() == missing
+    assert {"perf/wait_s", "perf/write_s", "off_policy/lag_max", "batch/left_out"} <= lines[0].keys()
+    for mine, other in zip(lines, theirs, strict=True):
+        assert mine["batch/groups"] == other["batch/groups"]
+        assert mine["train/tokens"] == other["train/tokens"] == mine["train/generated_tokens"]
+    names = [sorted(path.name for path in (folder / "rollouts").iterdir()) for folder in (run, swarm.reference)]
+    assert names[0] == names[1]
+    for name in names[0]:
+        assert hash_file(run / "rollouts" / name) == hash_file(swarm.reference / "rollouts" / name)
+
+
+def test_an_empty_batch_moves_nothing_and_is_a_step_all_the_same(tmp_path: Path) -> None:
+    # one token never is three letters: no group has a signal, and the bound on sampling is reached
+    dull = ["steps=2", "engine.max_tokens=1", "tasks.options.min_length=3", "eval.tasks=3"]
+    swarm = FakeSwarm(tmp_path / "swarm", train_reference(make_config(tmp_path / "reference", *dull)))
+    assert [batch.groups for batch in swarm.batches.values()] == [(), ()]
+    run = run_life(make_config(tmp_path, *dull), swarm).run.path
+    assert hash_state(run) == hash_state(swarm.reference)
+    weights = [hash_file(run / "versions" / f"v{version:06d}" / "model.safetensors") for version in (0, 2)]
+    assert weights[0] == weights[1]
+    assert len(swarm.announced) == 3
+    assert "step 2: only 0 of 4 groups have a learning signal" in (run / "log.txt").read_text()
+    assert all("nonfinite" not in line and line["batch/groups"] == 0 for line in read_metrics(run / "metrics.jsonl"))
+
+
+def test_a_trainer_that_is_stopped_saves_where_it_is_and_goes_on_from_there(tmp_path: Path, swarm: FakeSwarm) -> None:
+    config = make_config(tmp_path, "checkpoint.every=100")
+
+    async def stop_after(step: int) -> Life:
+        life = Life(config, swarm)
+        record = life.trainer._record
+
+        def stop(*args: Any) -> None:
+            record(*args)
+            if life.trainer.step == step:
+                life.stopping.set()
+
+        life.trainer._record = stop  # type: ignore[method-assign]
+        await life.go()
+        return life
+
+    life = asyncio.run(stop_after(2))
+    assert life.trainer.step == 2
+    assert [step for step, _ in list_checkpoints(life.run.checkpoints_path)] == [0, 2]
+    assert len(swarm.announced) == 3
+    assert_whole(run_life(config, swarm).run.path, swarm)
+
+
+def test_a_trainer_that_waits_for_a_batch_stops_at_once(tmp_path: Path, swarm: FakeSwarm) -> None:
+    async def check() -> None:
+        life = Life(make_config(tmp_path), swarm)
+        del swarm.batches[3]
+        swarm.async_level = -10  # nothing opens
+        going = asyncio.create_task(life.go())
+        while life.waits.longest() is None or life.waits.longest().name != "batch":  # type: ignore[union-attr]
+            await asyncio.sleep(0.01)
+        life.stopping.set()
+        await going
+        assert life.trainer.step == 0
+
+    asyncio.run(check())
+
+
+def test_the_next_batch_is_read_while_a_step_is_trained(tmp_path: Path, lagging: Path) -> None:
+    swarm = FakeSwarm(tmp_path / "swarm", lagging)
+    seen: list[int] = []
+
+    async def check() -> None:
+        life = Life(make_config(tmp_path, "async_level=1"), swarm)
+        loop, train = asyncio.get_running_loop(), life.trainer._state.learner.train_step
+
+        def train_watched(groups: Any) -> Any:
+            # in the trainer's thread; the loop goes on, and reads batch n + 1 while this one waits for it
+            step = life.trainer.step + 2
+            while step <= STEPS and not asyncio.run_coroutine_threadsafe(has_read(step), loop).result(60):
+                pass
+            seen.append(step - 1)
+            return train(groups)
+
+        async def has_read(step: int) -> bool:
+            await asyncio.sleep(0.01)
+            reading = life.trainer._ahead
+            return reading is not None and reading[0] == step and reading[1].done()
+
+        life.trainer._state.learner.train_step = train_watched  # type: ignore[method-assign]
+        await life.go()
+
+    asyncio.run(check())
+    assert seen == [1, 2, 3, 4]
+
+
+def test_other_weights_under_a_number_that_is_published_end_the_trainer(tmp_path: Path, swarm: FakeSwarm) -> None:
+    config = make_config(tmp_path, "checkpoint.every=100")
+    swarm.crash = ""
+    met = 0
+
+    def die(name: str) -> None:
+        nonlocal met
+        met += name == "after announcement"
+        if met == 3:
+            raise CrashError(name)
+
+    swarm.reach = die  # type: ignore[method-assign]
+    with pytest.raises(CrashError):
+        run_life(config, swarm)
+    del swarm.reach
+    swarm.batches[1] = swarm.batches[1].model_copy(update={"groups": swarm.batches[1].groups[:1]})
+    for record in (tmp_path / "tiny-seed0" / "batches").glob("*.json"):
+        record.unlink()
+    swarm.batches[1] = swarm.batches[1].model_copy(update={"hash": hash_batch(swarm.batches[1].groups)})
+    with pytest.raises(TrainerError, match="v1 was computed again with other weights"):
+        run_life(config, swarm)
+
+
+def test_a_ledger_with_other_hashes_ends_the_trainer(tmp_path: Path, swarm: FakeSwarm) -> None:
+    line = {"version": 0, "root": "0" * 64, "manifest": "0" * 64, "batch": ""}
+    (swarm.folder / "ledger.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(TrainerError, match="v0 is not taken by the coordinator: published with other hashes"):
+        run_life(make_config(tmp_path), swarm)
+
+
+def test_a_trainer_without_its_folder_computes_the_ledgers_versions_again(tmp_path: Path, swarm: FakeSwarm) -> None:
+    run_life(make_config(tmp_path / "first"), swarm)
+    assert_whole(run_life(make_config(tmp_path / "second"), swarm).run.path, swarm)
+
+
+def test_versions_go_when_nobody_needs_them(tmp_path: Path, swarm: FakeSwarm) -> None:
+    run = run_life(make_config(tmp_path, "eval.every=0"), swarm).run.path
+    # v0 and v4 are still to be evaluated, v3 and v4 are served
+    assert sorted(path.name for path in (run / "versions").iterdir() if path.is_dir()) == [
+        "v000000",
+        "v000003",
+        "v000004",
+    ]
+    assert list((run / "batches" / "files").iterdir()) == []
+
+
+def test_an_origin_that_lost_its_store_gets_the_newest_version_again(
+    tmp_path: Path, swarm: FakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path)
+    run_life(config, swarm)
+    hand_over, handed = swarm.hand_over, []
+
+    async def publish_anew(path: Path, version: int) -> Any:
+        handed.append(version)
+        return replace(await hand_over(path, version), manifest="f" * 64)  # the same bytes, signed at another time
+
+    monkeypatch.setattr(swarm, "hand_over", publish_anew)
+    before = swarm.announced
+    run_life(config, swarm)
+    assert handed == [STEPS]
+    assert swarm.announced == before

@@ -1,0 +1,131 @@
+"""What a validator says of honest work, and of work that is not."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shoal.redteam.int8 import Int8Author
+from shoal.redteam.stale import StaleAuthor
+from shoal.rollout import Group, Rollout, Score
+from shoal.swarm.messages import RolloutEntry, Verdict
+from shoal.validator.opinion import Opinion
+
+
+def failed(opinion: Opinion) -> set[str]:
+    return {finding.check for finding in opinion.findings if not finding.passed}
+
+
+def edit_first(**changes: object):
+    """Change fields of the first rollout."""
+
+    def edit(groups: Sequence[Group]) -> Sequence[Group]:
+        first, *rest = groups
+        rollouts = (replace(first.rollouts[0], **changes), *first.rollouts[1:])
+        return (replace(first, rollouts=rollouts), *rest)
+
+    return edit
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_honest_work_is_accepted_with_its_numbers(hand_in, version: int) -> None:
+    case = hand_in(version=version)
+    opinion = case.opinion()
+    assert opinion.verdict is Verdict.ACCEPTED and not failed(opinion)
+    assert opinion.tokens == sum(entry.tokens for entry in case.job.manifest.rollouts) > 0
+    assert [group.index for group in opinion.groups] == [0, 1]
+    assert {"toploc_exponent", "sampling", "logprob"} <= {finding.check for finding in opinion.findings}
+    assert opinion.state(case.job).submission == "s1"
+
+
+def test_the_same_file_gets_the_same_numbers(hand_in) -> None:
+    case = hand_in()
+    assert case.opinion() == case.opinion()
+
+
+@pytest.mark.parametrize("author", [Int8Author, StaleAuthor])
+def test_other_weights_are_found_out(hand_in, author) -> None:
+    opinion = hand_in(author, version=1).opinion()
+    assert opinion.verdict is Verdict.HARD
+    assert failed(opinion) & {"toploc_exponent", "toploc_mantissa", "toploc_median", "logprob", "sampling", "sequence"}
+    assert opinion.tokens == 0 and opinion.groups == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "check"),
+    [
+        ({"seed": 5}, "request"),
+        ({"temperature": 0.5}, "request"),
+        ({"prompt_ids": np.array([3, 4], dtype=np.int32)}, "request"),
+    ],
+)
+def test_other_work_than_was_asked_for_is_not_paid(hand_in, changes, check: str) -> None:
+    opinion = hand_in(edit=edit_first(**changes)).opinion()
+    assert opinion.verdict is Verdict.SOFT and failed(opinion) == {check}
+
+
+def test_a_claimed_reward_is_recomputed(hand_in) -> None:
+    def praise(groups: Sequence[Group]) -> Sequence[Group]:
+        first, *rest = groups
+        scores = tuple(Score(1.0 - score.value, "correct") for score in first.scores)
+        return (replace(first, scores=scores), *rest)
+
+    opinion = hand_in(edit=praise).opinion()
+    assert opinion.verdict is Verdict.SOFT and failed(opinion) == {"reward"}
+
+
+def test_a_rollout_cut_short_breaks_the_stop_rule(hand_in) -> None:
+    def cut(groups: Sequence[Group]) -> Sequence[Group]:
+        rollout: Rollout = groups[0].rollouts[0]
+        assert rollout.num_tokens > 1
+        changes = {"token_ids": rollout.token_ids[:-1], "logprobs": rollout.logprobs[:-1]}
+        span = replace(rollout.versions[0], end=rollout.num_tokens - 1)
+        return edit_first(**changes, versions=(span,))(groups)
+
+    opinion = hand_in(edit=cut).opinion()
+    assert opinion.verdict is Verdict.SOFT and "termination" in failed(opinion)
+
+
+def test_edited_log_probs_are_found_out(hand_in) -> None:
+    def shift(groups: Sequence[Group]) -> Sequence[Group]:
+        return edit_first(logprobs=groups[0].rollouts[0].logprobs - np.float32(0.1))(groups)
+
+    opinion = hand_in(edit=shift).opinion()
+    assert opinion.verdict is Verdict.HARD and "logprob" in failed(opinion)
+
+
+def test_missing_proofs_are_found_out(hand_in) -> None:
+    opinion = hand_in(edit_proofs=lambda proofs: proofs | {"g0.0": []}).opinion()
+    assert opinion.verdict is Verdict.HARD and "toploc_fault" in failed(opinion)
+
+
+def test_proofs_of_another_rollout_are_found_out(hand_in) -> None:
+    opinion = hand_in(edit_proofs=lambda proofs: proofs | {"g0.0": proofs["g1.1"]}).opinion()
+    assert opinion.verdict is Verdict.HARD
+
+
+def test_copies_that_the_coordinator_names_are_not_paid(hand_in) -> None:
+    opinion = hand_in(duplicates=(3,)).opinion()
+    assert opinion.verdict is Verdict.SOFT and failed(opinion) == {"copy"}
+
+
+def test_groups_that_were_not_leased_are_a_matter_of_form(hand_in) -> None:
+    opinion = hand_in(first=1).opinion()
+    assert opinion.verdict is Verdict.FORM and failed(opinion) == {"groups"}
+
+
+def test_a_manifest_about_something_else_is_a_matter_of_form(hand_in) -> None:
+    case = hand_in()
+    entries = (RolloutEntry(hash="0" * 64, tokens=1), *case.job.manifest.rollouts[1:])
+    case.job = case.job.model_copy(update={"manifest": case.job.manifest.model_copy(update={"rollouts": entries})})
+    opinion = case.opinion()
+    assert opinion.verdict is Verdict.FORM and failed(opinion) == {"manifest"}
+
+
+def test_a_file_that_is_none_is_a_matter_of_form(hand_in) -> None:
+    case = hand_in()
+    case.path.write_bytes(b"PAR1" + b"\xff" * 100 + b"PAR1")
+    opinion = case.opinion()
+    assert opinion.verdict is Verdict.FORM and failed(opinion) == {"form"}
+    assert opinion.state(case.job).findings
