@@ -51,7 +51,7 @@ def is_utf8(text: str) -> bool:
 
 
 def dump_toml(data: dict[str, Any]) -> str:
-    """Nested dicts of str, int, float, bool and lists of them as TOML text, values before tables, in the order given."""
+    """Nested dicts of str, int, float, bool and lists of them as TOML text, values before tables, in order."""
     return "\n".join(_dump_table(data, ())).lstrip("\n") + "\n"
 
 

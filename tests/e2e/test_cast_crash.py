@@ -74,7 +74,7 @@ class Wreck:
 
 @pytest.fixture(scope="module")
 def wreck(stage: Any, wait_until: Callable[..., None]) -> Wreck:
-    """Made with the first test of the file and looked at by later ones: it takes a while until a version is given up."""
+    """Made with the first test of the file, looked at by later ones: it takes a while until a version is given up."""
     first = stage.make_checkpoint("v1", MB)
     origin = stage.origin(first)
     relay = stage.relay("relay", origin.url)

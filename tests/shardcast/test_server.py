@@ -386,8 +386,8 @@ def test_connections_that_come_all_at_once_stay_within_the_limit(pond, run) -> N
             # Connected while the loop stands still, so that the server finds them all in one turn.
             socks = [socket.create_connection(reef.server.address, 5) for _ in range(100)]
             await wait_for(lambda: reef.server.metrics.accepted.total == 100)
-            await wait_for(lambda: len(reef.server._tasks) == len(reef.server._roster))
-            assert len(reef.server._tasks) == 10
+            await wait_for(lambda: len(reef.server._door._tasks) == len(reef.server._roster))
+            assert len(reef.server._door._tasks) == 10
             assert reef.server.metrics.evicted.total == 90
             for sock in socks:
                 sock.close()
@@ -400,11 +400,11 @@ def test_many_connections_of_one_address_push_out_their_own_idle_ones_only(pond,
         limits = ServeLimits(per_peer_connections=4, trust_loopback=False)
         async with pond(limits=limits) as reef:
             async with open_sockets(reef, 20) as socks:
-                await wait_for(lambda: len(reef.server._tasks) == 4)
+                await wait_for(lambda: len(reef.server._door._tasks) == 4)
                 await send(socks[-1], HEALTH)
                 assert (await read_head(socks[-1])).startswith(b"HTTP/1.1 200")
                 assert await read_all(socks[0]) == b""
-            await wait_for(lambda: not reef.server._tasks)
+            await wait_for(lambda: not reef.server._door._tasks)
 
     run(work)
 
@@ -462,7 +462,7 @@ def test_a_head_that_is_not_finished_in_time_ends_its_connection(pond, run) -> N
             assert await read_all(silent) == b""
             assert await read_all(begun) == b""
             assert (await read_all(served)).startswith(b"HTTP/1.1 200 OK")
-            await wait_for(lambda: not reef.server._tasks)
+            await wait_for(lambda: not reef.server._door._tasks)
 
     run(work)
 
@@ -480,7 +480,7 @@ def test_a_client_that_never_reads_is_cut_and_its_place_is_free_again(pond, run,
             async with open_sockets(reef, 1) as (deaf,):
                 await send(deaf, build_get(reef.target(entry, "full/0")))
                 await wait_for(lambda: reef.server.metrics.cut.values.get("slow") == 1)
-                await wait_for(lambda: not reef.server._tasks)
+                await wait_for(lambda: not reef.server._door._tasks)
                 assert not entry.held
                 assert (await reef.get("/healthz")).status == 200
 
@@ -499,7 +499,7 @@ def test_a_client_that_never_reads_short_answers_is_cut_as_well(pond, run) -> No
 
             flooding = asyncio.create_task(flood())
             await wait_for(lambda: reef.server.metrics.cut.total >= 1)
-            await wait_for(lambda: not reef.server._tasks)
+            await wait_for(lambda: not reef.server._door._tasks)
             await flooding
 
     run(work)
@@ -540,7 +540,7 @@ def test_a_peer_that_resets_in_the_middle_frees_its_place(pond, run, make_bytes)
             await read_head(sock)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             sock.close()
-            await wait_for(lambda: not reef.server._tasks)
+            await wait_for(lambda: not reef.server._door._tasks)
             assert not entry.held
             assert (await read_metrics(reef))["shoal_transfers"] == 0
 
@@ -624,7 +624,7 @@ def test_accepting_survives_a_lack_of_descriptors_and_resets(pond, run, monkeypa
     async def work() -> None:
         limits = ServeLimits(header_seconds=60)
         async with pond(limits=limits) as reef, open_sockets(reef, 1) as (idle,):
-            await wait_for(lambda: len(reef.server._tasks) == 1)
+            await wait_for(lambda: len(reef.server._door._tasks) == 1)
             loop = asyncio.get_running_loop()
             accept = type(loop).sock_accept
             trouble = [errno.EMFILE, errno.ECONNABORTED, errno.ENFILE, errno.ENOBUFS, errno.EPROTO]

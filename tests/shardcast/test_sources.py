@@ -165,6 +165,34 @@ def test_wrong_bytes_ban_for_that_version_and_the_ban_ends() -> None:
     assert liar in book.list_ready(DIGEST)
 
 
+def test_a_source_that_cannot_give_one_version_now_is_asked_for_others() -> None:
+    clock = FakeClock()
+    book = build_book(1e6, clock=clock)
+    (source,) = book.sources
+    source.heads.add(OTHER)
+    for _ in range(20):
+        book.record_busy(source, DIGEST, "answered 503", 1.0)
+    assert book.draw(random.Random(1), DIGEST) is None and book.find_pause(DIGEST) == 1.0
+    assert book.draw(random.Random(1), OTHER) is source
+    clock.now += 1.001
+    assert book.draw(random.Random(1), DIGEST) is source
+    book.record_busy(source, DIGEST, "answered 503", 1e9)
+    assert book.find_pause(DIGEST) == COOL_S[1]
+
+
+def test_a_list_that_was_read_ends_a_row_of_failures() -> None:
+    clock = FakeClock()
+    book = build_book(1e6, clock=clock)
+    (source,) = book.sources
+    for _ in range(8):
+        clock.now += 100
+        book.record_failure(source, "no connection")
+    clock.now += 100
+    book.record_list(source)
+    book.record_failure(source, "no connection")
+    assert source.listed and book.find_pause(DIGEST) == COOL_S[0]
+
+
 def test_three_wrong_shards_ban_for_every_version_for_longer() -> None:
     clock = FakeClock()
     book = build_book(1e6, 1e6, clock=clock)

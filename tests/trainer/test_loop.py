@@ -243,9 +243,10 @@ def test_the_next_batch_is_read_while_a_step_is_trained(tmp_path: Path, lagging:
 
         def train_watched(groups: Any) -> Any:
             # in the trainer's thread; the loop goes on, and reads batch n + 1 while this one waits for it
-            step = life.trainer.step + 2
+            step, looks = life.trainer.step + 2, 3000
             while step <= STEPS and not asyncio.run_coroutine_threadsafe(has_read(step), loop).result(60):
-                pass
+                looks -= 1
+                assert looks, f"batch {step} is not read while step {step - 1} is trained"
             seen.append(step - 1)
             return train(groups)
 
@@ -323,3 +324,23 @@ def test_an_origin_that_lost_its_store_gets_the_newest_version_again(
     run_life(config, swarm)
     assert handed == [STEPS]
     assert swarm.announced == before
+
+
+def test_versions_that_were_written_and_not_announced_get_out_in_order(tmp_path: Path, lagging: Path) -> None:
+    swarm = FakeSwarm(tmp_path / "swarm", lagging)
+    config = make_config(tmp_path, "async_level=1")
+    hand_over, saved = swarm.hand_over, tmp_path / "tiny-seed0" / "checkpoints" / "step-000002"
+
+    async def die_late(path: Path, version: int) -> Any:
+        while version == 1 and not saved.exists():
+            await asyncio.sleep(0.01)
+        if version == 1:
+            raise CrashError("v1 and v2 are written, and neither is out")
+        return await hand_over(path, version)
+
+    swarm.hand_over = die_late  # type: ignore[method-assign]
+    with pytest.raises(CrashError):
+        run_life(config, swarm)
+    assert [line["version"] for line in swarm.announced] == [0]
+    swarm.hand_over = hand_over  # type: ignore[method-assign]
+    assert_whole(run_life(config, swarm).run.path, swarm)

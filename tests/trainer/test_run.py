@@ -32,6 +32,9 @@ def test_settings_that_contradict_the_run_are_refused_by_name(tmp_path: Path, na
     config = make_config(tmp_path)
     right = RunParams(steps=4, async_level=0, groups_per_batch=4, group_size=4, max_tokens=8)
     check_params(config, right)
+    check_params(config, right.model_copy(update={"max_groups": 16}))
+    with pytest.raises(ConfigError, match="max_oversample: the run has 17, got 16"):
+        check_params(config, right.model_copy(update={"max_groups": 17}))
     with pytest.raises(ConfigError, match=f"^{key}: the run has 7, got"):
         check_params(config, right.model_copy(update={name: 7}))
 

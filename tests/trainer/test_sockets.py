@@ -28,7 +28,7 @@ from shoal.swarm.params import RunParams
 from shoal.swarm.service import Service, ServiceConfig, open_service
 from shoal.tasks.registry import load_family
 from shoal.trainer.origin import run_origin
-from shoal.trainer.run import TrainerPlace, run_trainer
+from shoal.trainer.run import TrainerPlace, count_most, run_trainer
 
 OPERATOR, TRAINER, JUDGE, PUBLISHER = (Key.generate() for _ in range(4))
 BOUNDS = Bounds(max_rollouts=8, group_size=4, max_tokens=8, vocab_size=1 << 16)
@@ -43,6 +43,7 @@ def make_service(config: RunConfig) -> ServiceConfig:
         max_tokens=config.engine.max_tokens,
         groups_per_lease=2,
         duplicate_tokens=0,
+        max_groups=count_most(config),
         heartbeat_s=1,
         trainers=(TRAINER.public,),
         validators=(JUDGE.public,),
@@ -168,7 +169,7 @@ class Core:
 
 
 def make_run(folder: Path, *overrides: str) -> RunConfig:
-    return make_config(folder, "steps=3", "batch.max_oversample=1000.0", *overrides)
+    return make_config(folder, "steps=3", *overrides)
 
 
 def assert_synchronous(folder: Path) -> None:

@@ -18,8 +18,8 @@ from shoal.swarm.client import OpenClient
 from shoal.swarm.link import parse_place
 from shoal.swarm.messages import LeaderLine, Status
 
-EVALS = "eval.jsonl"
-"""where the evaluator writes (`shoal.trainer.evals`, which would bring torch with it)"""
+METRICS, EVALS = "metrics.jsonl", "eval.jsonl"
+"""where trainer and evaluator write (`shoal.trainer.evals`, which would bring torch with it)"""
 _ONCE = Patience(tries=1, first_s=0.1, longest_s=0.1)
 _NODE = re.compile(r"\bnode ([0-9a-f]{8})\b")
 _MAX_NEWS = 4
@@ -95,8 +95,17 @@ class Watch:
 
 def read_lines(root: Path) -> list[dict[str, Any]]:
     """Metrics of training and evaluation together, by step; none before there are any."""
-    paths = [path for path in (root / "metrics.jsonl", root / EVALS) if path.exists()]
-    return sorted((line for path in paths for line in read_metrics(path)), key=lambda line: int(line["step"]))
+    lines = [*_read_file(root / METRICS), *_read_file(root / EVALS)]
+    return sorted(lines, key=lambda line: int(line["step"]))
+
+
+def read_steps(path: Path) -> set[int]:
+    """The steps that a file of metrics speaks of."""
+    return {int(line["step"]) for line in _read_file(path)}
+
+
+def _read_file(path: Path) -> list[dict[str, Any]]:
+    return read_metrics(path) if path.exists() else []
 
 
 def name_nodes(text: str, names: Mapping[str, str]) -> str:

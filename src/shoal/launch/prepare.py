@@ -43,9 +43,8 @@ FREE = frozenset(
     }
 ) - {"steps", "eval.every"}
 """Settings that may differ when a run goes on. `steps` may not: the beacons of a run are a chain of its length."""
-CALIBRATION_CHUNKS = 1024
-"""honest chunks of up to 32 tokens: some seconds for a model of half a million parameters"""
 CALIBRATION_TOKENS = 64
+"""length of the rollouts that are measured"""
 LEASE_MIN_S, LEASE_MAX_S = 30, 600
 STALE_BEATS, GONE_BEATS = 5, 15
 """heartbeats that a node misses until it is called stale, and gone"""
@@ -158,15 +157,15 @@ def _make_papers(config: LaunchConfig, layout: Layout, note: Note) -> None:
     # What needs torch is needed only here: a swarm that goes on starts without it.
     from shoal.launch.start import calibrate_start, describe_model, write_start
 
-    core = config.core
+    core, chunks = config.core, config.swarm.calibration
     layout.launch.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     policy = write_start(core, layout.start, note)
     note(f"v0: {policy.num_parameters:,} parameters, ready after {time.monotonic() - begun:.0f} s")
     begun = time.monotonic()
-    calibration = calibrate_start(policy, core, chunks=CALIBRATION_CHUNKS, tokens=CALIBRATION_TOKENS)
+    calibration = calibrate_start(policy, core, chunks=chunks, tokens=CALIBRATION_TOKENS)
     calibration.save(layout.calibration)
-    note(f"calibration: {CALIBRATION_CHUNKS} honest chunks measured in {time.monotonic() - begun:.0f} s")
+    note(f"calibration: {chunks} honest chunks measured in {time.monotonic() - begun:.0f} s")
     recipe = Recipe(
         family=core.tasks.name,
         options=core.tasks.options,

@@ -7,6 +7,7 @@ Without matplotlib there is no picture, and the page has the chart of the text.
 import base64
 import html
 import importlib.util
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,8 +124,8 @@ def describe_verdicts(evidence: Evidence, names: Mapping[str, str]) -> Section:
     states = [state for state in _STATES if any(counts[state] for counts in evidence.verdicts.values())]
     rows: list[Row] = [("owner of", *(state.replace("_", " ") for state in states), "credits", "standing")]
     for line in evidence.leaders:
-        counts = evidence.verdicts.get(line.owner, {})
-        cells = [str(counts.get(state, 0)) for state in states]
+        counts = evidence.verdicts.get(line.owner, Counter())
+        cells = [str(counts[state]) for state in states]
         name = names.get(line.owner, line.owner[:16])
         rows.append((name, *cells, f"{line.earned / MICRO:.6f}", line.standing.value))
     return Section(title="Verdicts and credit", rows=rows)
@@ -167,22 +168,26 @@ def format_text(title: str, sections: Sequence[Section]) -> str:
 
 def format_page(title: str, sections: Sequence[Section], picture: bytes) -> str:
     """The report as a page of HTML."""
-    body = [f"<h1>{html.escape(title)}</h1>"]
+    body = [f"<h1>{_escape(title)}</h1>"]
     if picture:
         encoded = base64.b64encode(picture).decode()
         body.append(f'<img alt="curves, busy times, broadcasts" src="data:image/png;base64,{encoded}">')
     for section in sections:
-        body.append(f"<h2>{html.escape(section.title)}</h2>")
-        body += [f"<p>{html.escape(clean_text(section.text))}</p>"] if section.text else []
+        body.append(f"<h2>{_escape(section.title)}</h2>")
+        body += [f"<p>{_escape(section.text)}</p>"] if section.text else []
         body += [_format_table(section.rows)] if section.rows else []
-        body += [f"<pre>{html.escape(clean_text(block))}</pre>" for block in section.blocks]
-    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
+        body += [f"<pre>{_escape(block)}</pre>" for block in section.blocks]
+    head = f'<meta charset="utf-8"><title>{_escape(title)}</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(body) + "\n</body></html>\n"
+
+
+def _escape(text: str) -> str:
+    return html.escape(clean_text(text))
 
 
 def _format_table(rows: Sequence[Row]) -> str:
     def join(cells: Row, tag: str) -> str:
-        return "".join(f"<{tag}>{html.escape(clean_text(cell))}</{tag}>" for cell in cells)
+        return "".join(f"<{tag}>{_escape(cell)}</{tag}>" for cell in cells)
 
     head, *others = rows
     lines = "\n".join(f"<tr>{join(row, 'td')}</tr>" for row in others)

@@ -31,18 +31,18 @@ def _list_servers(prepared: Prepared) -> list[Part]:
         Part(name="origin", arguments=origin, rank=_ORIGIN),
     ]
     for name in name_relays(config.swarm):
-        relay = ("relay", prepared.locate("origin"), "--publisher", publisher, "--run", config.run, "--keep", keep)
-        relay += ("--data", str(layout.folder(name)), "--listen", _listen(prepared, name))
-        parts.append(Part(name=name, arguments=relay, rank=_RELAY))
+        source = ("relay", prepared.locate("origin"), "--publisher", publisher, "--run", config.run, "--keep", keep)
+        place = ("--data", str(layout.folder(name)), "--listen", _listen(prepared, name))
+        parts.append(Part(name=name, arguments=(*source, *place), rank=_RELAY))
     return parts
 
 
 def _list_trainers(prepared: Prepared) -> list[Part]:
     layout = prepared.layout
     trainer = ("trainer", str(layout.run_settings), "--coordinator", prepared.url)
-    trainer += ("--origin", str(layout.folder("origin")), "--folder", str(layout.folder("trainer")))
+    place = ("--origin", str(layout.folder("origin")), "--folder", str(layout.folder("trainer")))
     return [
-        Part(name="trainer", arguments=trainer, rank=_TRAIN, ends=True),
+        Part(name="trainer", arguments=(*trainer, *place), rank=_TRAIN, ends=True),
         Part(name="evaluator", arguments=("evaluator", str(layout.run_settings)), rank=_TRAIN, ends=True),
     ]
 

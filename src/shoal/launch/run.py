@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shoal.launch.glance import Watch, read_lines
+from shoal.launch.glance import EVALS, METRICS, Watch, read_steps
 from shoal.launch.layout import Layout
 from shoal.launch.prepare import Note, Prepared, prepare_swarm
 from shoal.launch.report import write_report
@@ -49,8 +49,8 @@ def hold_swarm(layout: Layout, *, fresh: bool = False) -> Iterator[None]:
     try:
         if fresh and layout.settings.exists():
             layout.root.rename(_find_free(layout.root))
-            os.close(lock)
-            lock = lock_dir(layout.launch)
+            old, lock = lock, lock_dir(layout.launch)  # of the new folder, before that of the old one is given up
+            os.close(old)
         yield
     finally:
         os.close(lock)
@@ -72,8 +72,8 @@ async def supervise_swarm(prepared: Prepared) -> bool:
 
 def is_finished(config: LaunchConfig, root: Path) -> bool:
     """Whether the last version was trained and evaluated: there is nothing left but to report."""
-    last = [line for line in read_lines(root) if line["step"] == config.steps]
-    return any("eval/pass_at_1" in line for line in last) and any("reward/mean" in line for line in last)
+    written = [read_steps(root / name) for name in (METRICS, EVALS)]
+    return all(config.steps in steps for steps in written)
 
 
 def make_environment(threads: int) -> dict[str, str]:

@@ -15,6 +15,7 @@ from pydantic import Field
 from shoal.config import Count, RunConfig, Settings, build_config
 from shoal.errors import ConfigError
 from shoal.toml import read_toml
+from shoal.units import parse_rate
 
 Attack = Literal["int8", "stale"]
 """names of `shoal.redteam.registry`"""
@@ -45,6 +46,8 @@ class SwarmConfig(Settings):
     """time for a lease until it is known how long they take"""
     join_work: Annotated[int, Field(ge=1, le=2**30)] = 4096
     """hashes that joining costs: little, where nobody is a stranger"""
+    calibration: Annotated[int, Field(ge=64, le=2**20)] = 1024
+    """honest chunks of up to 32 tokens that are measured before the start, for the thresholds of the checks"""
     rate: str = ""
     """most that the origin sends, e.g. "20Mbit" a second, to see a broadcast that takes its time; empty: no limit"""
 
@@ -96,6 +99,9 @@ samples = 2
 k = 2
 every = 8
 
+[checkpoint]
+every = 4
+
 [swarm]
 workers = 2
 cheats = ["int8"]
@@ -116,8 +122,17 @@ def check_launch(config: LaunchConfig) -> LaunchConfig:
         raise ConfigError("steps: a swarm trains at least 1 step, got 0")
     if config.swarm.workers + len(config.swarm.cheats) < 1:
         raise ConfigError("swarm.workers: somebody has to work; there are no workers and no cheats")
+    if config.swarm.rate:
+        _check_rate(config.swarm.rate)
     if config.beacon:
         raise ConfigError("beacon: a swarm's beacons are its coordinator's; it is for `shoal train` alone")
     if not config.batch.filter:
         raise ConfigError("batch.filter: a swarm trains only groups with a learning signal; leave it true")
     return config
+
+
+def _check_rate(text: str) -> None:
+    try:
+        parse_rate(text)
+    except ConfigError as error:
+        raise ConfigError(f"swarm.rate: {error}") from None

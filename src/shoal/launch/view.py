@@ -20,7 +20,9 @@ from shoal.swarm.messages import LeaderLine
 from shoal.swarm.postings import MICRO
 
 REDRAW_S, PLAIN_S = 1.0, 5.0
-_CHART_ROWS, _MAX_WAITS = 11, 7
+_CHART_ROWS, _LEAST_ROWS, _MAX_WAITS = 13, 5, 7
+_OTHER_ROWS = 16
+"""rows of the page beside chart and parts, in the ordinary course"""
 _STYLES = {"banned": "bold red", "limited": "yellow", "good": "green", "trusted": "green"}
 _MARK_STYLES = {".": "dim", "+": "yellow", "o": "bold cyan"}
 
@@ -39,7 +41,8 @@ class View:
         console = Console(file=self._stream, highlight=False)
         with Live(console=console, auto_refresh=False, transient=True) as live:
             while True:
-                live.update(draw_page(await self._watch.look(), console.width), refresh=True)
+                page = draw_page(await self._watch.look(), console.width, console.height)
+                live.update(page, refresh=True)
                 await asyncio.sleep(REDRAW_S)
 
     def note(self, text: str) -> None:
@@ -61,9 +64,7 @@ class View:
 def describe_line(glance: Glance) -> str:
     """The swarm in one line."""
     parts = [format_time(glance.elapsed_s), _describe_step(glance)]
-    for metric, label in (("reward/mean", "reward"), ("eval/pass_at_1", "held-out"), ("eval/greedy", "greedy")):
-        if (value := glance.find_last(metric)) is not None:
-            parts.append(f"{label} {value:.3f}")
+    parts += _list_figures(glance)
     if (age := _describe_age(glance)) is not None:
         parts.append(age)
     if glance.status is not None:
@@ -74,10 +75,11 @@ def describe_line(glance: Glance) -> str:
     return "  ".join(clean_text(part) for part in parts)
 
 
-def draw_page(glance: Glance, width: int) -> RenderableType:
-    """The swarm on one page."""
+def draw_page(glance: Glance, width: int, height: int) -> RenderableType:
+    """The swarm on one page; on a low terminal the chart is low."""
     blocks: list[RenderableType] = [_draw_head(glance), Text()]
-    chart = draw_chart(glance.lines, last_step=glance.steps, width=min(width - 2, 76), height=_CHART_ROWS)
+    rows = min(_CHART_ROWS, max(_LEAST_ROWS, height - len(glance.parts) - _OTHER_ROWS))
+    chart = draw_chart(glance.lines, last_step=glance.steps, width=min(width - 2, 76), height=rows)
     blocks += [_colour_chart(chart), Text(f"     {describe_marks()}", style="dim"), Text()]
     blocks += [_draw_parts(glance), Text()]
     blocks += _draw_list("who waits for whom", glance.list_waits()[:_MAX_WAITS], width)
@@ -88,14 +90,15 @@ def draw_page(glance: Glance, width: int) -> RenderableType:
 
 
 def _draw_head(glance: Glance) -> Text:
-    head = Text(f"shoal  {format_time(glance.elapsed_s)}  ", style="bold")
-    head.append(_describe_step(glance))
+    """Two lines: how far it is, and how it goes."""
+    head = Text("  ".join(["shoal", format_time(glance.elapsed_s), _describe_step(glance)]), style="bold")
+    parts = _list_figures(glance)
     if (age := _describe_age(glance)) is not None:
-        head.append(f"  {age}", style="not bold")
-    if glance.status is not None:
-        status = glance.status
-        nodes = f"{status.nodes_live} nodes live, {status.nodes_stale + status.nodes_gone} not"
-        head.append(f"  {nodes}  {status.queue} to judge", style="not bold")
+        parts.append(age)
+    if (status := glance.status) is not None:
+        absent = status.nodes_stale + status.nodes_gone
+        parts += [f"{status.nodes_live} nodes live, {absent} not", f"{status.queue} to judge"]
+    head.append(f"\n{'  '.join(parts)}", style="not bold")
     return head
 
 
@@ -105,6 +108,13 @@ def _describe_step(glance: Glance) -> str:
         return "starting"
     version = f"v{status.newest_version}" if status.newest_version >= 0 else "no version yet"
     return f"step {status.trained}/{status.steps}  {version}"
+
+
+def _list_figures(glance: Glance) -> list[str]:
+    """The newest rewards and pass rates."""
+    names = {"reward/mean": "reward", "eval/pass_at_1": "held-out", "eval/greedy": "greedy"}
+    found = {name: glance.find_last(metric) for metric, name in names.items()}
+    return [f"{name} {value:.3f}" for name, value in found.items() if value is not None]
 
 
 def _describe_age(glance: Glance) -> str | None:

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from shoal import __version__
 from shoal.errors import ConfigError
@@ -37,7 +37,7 @@ from shoal.swarm.descriptor import Descriptor
 from shoal.swarm.head import ForkError
 from shoal.swarm.keepsakes import KeepError
 from shoal.swarm.link import parse_place
-from shoal.swarm.messages import Heartbeat, HeartbeatAnswer, NodeWait, Progress
+from shoal.swarm.messages import Heartbeat, HeartbeatAnswer, MetricName, NodeWait, Progress
 from shoal.swarm.params import RunParams
 
 T = TypeVar("T")
@@ -45,6 +45,7 @@ PATIENCE = Patience(tries=5, first_s=0.5, longest_s=5.0)
 """of one call: about 10 s. Whoever must have an answer asks again (`RoleWaits.insist`)"""
 JOIN_S, ASK_S = 600.0, 60.0
 """deadlines; joining takes work"""
+MAX_TEXT = 80
 MAX_BEAT_S = 60
 """longest pause between two heartbeats, whatever the coordinator asks for"""
 _REJOIN = frozenset({"unknown_node", "left", "delegation"})
@@ -95,9 +96,8 @@ class Session:
         note: Note,
     ) -> None:
         self.client, self.descriptor, self.identity = client, descriptor, identity
-        self._role = role
         self.waits, self.spans, self.note = waits, spans, note
-        self._joined_path = folder / "joined"
+        self._role, self._joined_path = role, folder / "joined"
         self.stopping = asyncio.Event()
         self.describe: Callable[[], State] = State
         """the role's state, asked for before each heartbeat"""
@@ -181,21 +181,28 @@ class Session:
         return self._joined_path.exists() and self._joined_path.read_text() == self.identity.digest
 
     def _send_beat(self) -> Awaitable[HeartbeatAnswer]:
-        state, wait = self.describe(), self.waits.longest()
-        offset_ms = self.client.clock_offset_ms
-        told = None
-        if wait is not None:
-            deadline_ms = wait.deadline_ms + offset_ms if wait.deadline_ms else 0
-            since_ms = wait.since_ms + offset_ms
-            told = NodeWait(name=wait.name, for_whom=wait.for_whom, since_ms=since_ms, deadline_ms=deadline_ms)
+        state = self.describe()
+        metrics = cast("dict[MetricName, int]", state.metrics)
         beat = Heartbeat(
             role=self._role.value,
-            wait=told,
+            wait=self._describe_wait(),
             version=state.version,
             leases=state.leases,
-            metrics=state.metrics,  # type: ignore[arg-type]
+            metrics=metrics,
         )
         return self.client.send_heartbeat(beat)
+
+    def _describe_wait(self) -> NodeWait | None:
+        """The longest wait, in the coordinator's time."""
+        wait, offset_ms = self.waits.longest(), self.client.clock_offset_ms
+        if wait is None:
+            return None
+        return NodeWait(
+            name=_shorten(wait.name),
+            for_whom=_shorten(wait.for_whom),
+            since_ms=max(0, wait.since_ms + offset_ms),
+            deadline_ms=max(0, wait.deadline_ms + offset_ms),
+        )
 
 
 @asynccontextmanager
@@ -236,6 +243,11 @@ async def open_session(
             client.close()
     finally:
         spans.close()
+
+
+def _shorten(text: str) -> str:
+    """As a message takes it: a heartbeat is not lost over a name."""
+    return "".join(char if " " <= char <= "~" else "?" for char in text)[:MAX_TEXT]
 
 
 async def _sleep_until(event: asyncio.Event, seconds: float) -> None:

@@ -8,7 +8,16 @@ import random
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from shoal.shardcast.link import Answer, Deadlines, DeniedError, LinkPool, MissingError, SourceError, WrongError
+from shoal.shardcast.link import (
+    Answer,
+    BusyError,
+    Deadlines,
+    DeniedError,
+    LinkPool,
+    MissingError,
+    SourceError,
+    WrongError,
+)
 from shoal.shardcast.signal import Signal
 from shoal.shardcast.sources import Source, SourceBook
 
@@ -71,6 +80,8 @@ class Crew:
             elif isinstance(error, MissingError) and digest:
                 source.heads.discard(digest)
                 source.tally.reason = str(error)
+            elif isinstance(error, BusyError) and digest:
+                self.book.record_busy(source, digest, str(error), error.pause)
             else:
                 source.denied = isinstance(error, DeniedError)
                 self.book.record_failure(source, str(error), error.pause)

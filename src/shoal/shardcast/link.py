@@ -38,6 +38,7 @@ MAX_IDLE = 8
 """Idle connections kept per source."""
 _MISSING = (404, 410)
 _DENIED = (401, 403)
+_BUSY = 503
 
 
 class SourceError(Exception):
@@ -50,6 +51,10 @@ class SourceError(Exception):
 
 class MissingError(SourceError):
     """The source does not have it (any more)."""
+
+
+class BusyError(SourceError):
+    """The source cannot give it now (503), which says nothing about what else it has."""
 
 
 class DeniedError(SourceError):
@@ -270,7 +275,8 @@ def check_status(reply: Reply) -> None:
         raise SourceError(f"redirects ({reply.status}), which is never followed")
     if reply.status in _DENIED:
         raise DeniedError(f"asks for a ticket, or for another one ({reply.status})")
-    raise SourceError(f"answered {reply.status}", pause=float(reply.retry_after_s or 0))
+    kind = BusyError if reply.status == _BUSY else SourceError
+    raise kind(f"answered {reply.status}", pause=float(reply.retry_after_s or 0))
 
 
 def _phrase_error(error: Exception) -> str:

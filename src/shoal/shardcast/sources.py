@@ -30,6 +30,8 @@ HEAL = 0.02
 """Share of the way to the mean by which a draw lifts the weights of those it passed over."""
 FLOOR = 0.002
 """Smallest weight, as a share of the largest."""
+BUSY_S = 0.5
+"""How long a source that cannot give a version now is not asked for it."""
 COOL_S = (0.25, 15.0)
 """First and longest pause after failures in a row."""
 BAN_S = (5.0, 300.0)
@@ -180,15 +182,29 @@ class SourceBook:
         source.cool_until = now + min(longest, max(pause, shortest * 2 ** min(source.num_cooled, 16)))
         source.num_cooled += 1
 
+    def record_busy(self, source: Source, digest: str, reason: str, pause: float) -> None:
+        """It cannot give this version now: it is left alone for that one, a little longer than it asked for."""
+        source.tally.failures += 1
+        source.tally.reason = reason
+        until = self.clock() + min(COOL_S[1], max(pause, BUSY_S))
+        source.bans = self._list_bans(source) | {digest: max(until, source.bans.get(digest, 0.0))}
+
+    def record_list(self, source: Source) -> None:
+        """Its list was read: whatever failed before, it answers again."""
+        source.listed, source.lost_at, source.num_cooled = True, None, 0
+
     def record_wrong(self, source: Source, digest: str, reason: str) -> None:
         """It sent bytes that are not what was signed: banned for that version, after `WRONG_LIMIT` for all."""
         source.tally.wrong += 1
         self.record_failure(source, reason)
         shortest, longest = BAN_S
         until = self.clock() + min(longest, shortest * 2 ** min(source.tally.wrong - 1, 16))
-        source.bans = {held: end for held, end in source.bans.items() if end > self.clock()} | {digest: until}
+        source.bans = self._list_bans(source) | {digest: until}
         if source.tally.wrong >= WRONG_LIMIT:
             source.bans[""] = until
+
+    def _list_bans(self, source: Source) -> dict[str, float]:
+        return {held: end for held, end in source.bans.items() if end > self.clock()}
 
     def _ready_at(self, source: Source, digest: str) -> float:
         return max(source.cool_until, source.banned_until(digest))

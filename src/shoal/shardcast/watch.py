@@ -97,7 +97,7 @@ class Watcher:
                 source.heads &= news.digests
                 relist_at = loop.time() + RELIST_S
             newest = max(newest, news.serial)
-            source.listed, source.lost_at = True, None
+            self._crew.book.record_list(source)
             self._crew.changed.notify()
 
     def _lose(self, source: Source) -> None:

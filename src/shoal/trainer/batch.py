@@ -32,6 +32,8 @@ from shoal.trainer.errors import TrainerError
 from shoal.trainer.pick import Expected, UnreadableError, pick_group
 
 BATCH_S, FETCH_S, READ_S = 600.0, 600.0, 600.0
+KEEP_BACK_S = 20
+"""how long the coordinator may keep back the answer that there is no batch yet"""
 NUM_FETCHES = 8
 """files under way at once"""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
@@ -41,7 +43,7 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
 class BatchClient(Protocol):
     """What is asked of a coordinator; `NodeClient` answers it."""
 
-    async def cut_batch(self, step: int) -> BatchAnswer: ...
+    async def cut_batch(self, step: int, *, wait_s: int = 0) -> BatchAnswer: ...
     async def fetch_blob(self, submission: str, blob: str, size: int, path: Path) -> None: ...
 
 
@@ -120,11 +122,16 @@ class BatchReader:
         )
 
     async def _poll(self, step: int) -> BatchAnswer:
-        while (answer := await self._client.cut_batch(step)).batch is None:
+        loop = asyncio.get_running_loop()
+        while True:
+            started_s = loop.time()
+            answer = await self._client.cut_batch(step, wait_s=KEEP_BACK_S)
             self.reason = answer.reason
-            await asyncio.sleep(min(max(answer.retry_after_s, MIN_PAUSE_S), MAX_PAUSE_S))
-        self.reason = ""
-        return answer
+            if answer.batch is not None:
+                return answer
+            # A coordinator that did not keep the answer back wants to be asked less often.
+            lasted_s = loop.time() - started_s
+            await asyncio.sleep(min(max(answer.retry_after_s - lasted_s, MIN_PAUSE_S), MAX_PAUSE_S))
 
     async def _read_file(self, entry: BatchEntry, batch: Batch, folder: Path) -> dict[int, Group | UnreadableError]:
         """The groups of a batch that are in one file, or what is wrong with each."""

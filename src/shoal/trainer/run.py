@@ -10,6 +10,7 @@ from shoal.console import Console
 from shoal.disk import guard_disk
 from shoal.errors import ConfigError
 from shoal.learner.checkpoint import find_newest
+from shoal.node.recipe import fetch_recipe
 from shoal.node.session import Role, Session, State, open_session
 from shoal.policy.model import Policy
 from shoal.resume import TrainState, open_state
@@ -57,9 +58,10 @@ async def run_trainer(config: RunConfig, place: TrainerPlace, *, fresh: bool = F
         stack.callback(console.close)
         tracker = open_tracker(config, run.path)
         stack.callback(tracker.close)
-        folder = place.folder or run.path / "node"
         session = await stack.enter_async_context(
-            open_session(place.coordinator, folder, role=Role.TRAINER, owner=place.owner, note=console.note)
+            open_session(
+                place.coordinator, find_folder(place, run), role=Role.TRAINER, owner=place.owner, note=console.note
+            )
         )
         check_params(config, session.params)
         desk = Desk(run=run, console=console, tracker=tracker, spans=session.spans)
@@ -70,9 +72,17 @@ async def run_trainer(config: RunConfig, place: TrainerPlace, *, fresh: bool = F
 async def _train(config: RunConfig, desk: Desk, session: Session, place: TrainerPlace) -> None:
     state = await run_blocking(None, _open_state, config, desk)
     params, expected = session.params, describe_policy(config, state.policy)
+    first_root = (await fetch_recipe(session, find_folder(place, desk.run))).weights if session.descriptor.tasks else ""
     async with Jail(size=NUM_READERS) as jail:
         trainer, publisher = build_trainer(
-            config, desk, session, place, state, JailReader(jail, make_bounds(params, expected)), expected
+            config,
+            desk,
+            session,
+            place,
+            state,
+            JailReader(jail, make_bounds(params, expected)),
+            expected,
+            first_root=first_root,
         )
         session.describe = lambda: State(version=publisher.newest)
         await trainer.run()
@@ -88,6 +98,8 @@ def build_trainer(
     state: TrainState,
     read: ReadGroups,
     expected: Expected,
+    *,
+    first_root: str = "",
 ) -> tuple[Trainer, Publisher]:
     """A trainer of a run that is open, and its publisher."""
     path, descriptor, params = desk.run.path, session.descriptor, session.params
@@ -106,12 +118,18 @@ def build_trainer(
         OriginFolder(place.origin, run=descriptor.run, publisher=descriptor.publisher),
         session.waits,
         newest=session.answer.newest_version,
+        first_root=first_root,
         spans=session.spans,
         note=desk.console.note,
         list_awaited=lambda: list_awaited(config, path),
     )
     trainer = Trainer(config, desk, batches, publisher, versions, session.waits, stopping=session.stopping, state=state)
     return trainer, publisher
+
+
+def find_folder(place: TrainerPlace, run: RunDir) -> Path:
+    """The folder of the node."""
+    return place.folder or run.path / "node"
 
 
 def check_config(config: RunConfig) -> RunConfig:
@@ -132,9 +150,16 @@ def check_params(config: RunConfig, params: RunParams) -> None:
         "batch.group_size": (config.batch.group_size, params.group_size),
         "engine.max_tokens": (config.engine.max_tokens, params.max_tokens),
     }
+    if params.max_groups:
+        pairs["batch.groups x batch.max_oversample"] = count_most(config), params.max_groups
     for key, (ours, theirs) in pairs.items():
         if ours != theirs:
             raise ConfigError(f"{key}: the run has {theirs}, got {ours}; it was fixed when the run was made")
+
+
+def count_most(config: RunConfig) -> int:
+    """Most groups that are sampled for a step, as `shoal train` counts them."""
+    return int(config.batch.groups * config.batch.max_oversample)
 
 
 def describe_policy(config: RunConfig, policy: Policy) -> Expected:

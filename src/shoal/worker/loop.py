@@ -127,6 +127,7 @@ class Worker:
             work = await self._done.get()
             lease = self._supply.leases.get(work.order.lease)
             if lease is not None:  # else it was cancelled in the meantime
+                self._supply.mark_written(work.order.lease)
                 parcel = await asyncio.to_thread(self._outbox.pack, work, lease.fence)
                 self._delivery.send(parcel, lease.deadline_ms)
 

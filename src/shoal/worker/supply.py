@@ -2,7 +2,9 @@
 
 Invariants:
 - a lease is on disk before it is begun, and the key it is asked under before it is asked for;
-- there is one request at a time, and none while the engine is full and more is waiting.
+- there is one request at a time, and none while the engine is full and more is waiting;
+- a lease whose work is written is the delivery's: heartbeats tell nothing more of it, and hear nothing. To the
+  coordinator a lease is over once its manifest is there, and the file must not be dropped for that.
 """
 
 import asyncio
@@ -33,6 +35,7 @@ class Supply:
         self._session, self._outbox, self._mill = session, outbox, mill
         self._recipe, self._limits = recipe, limits
         self._news = asyncio.Event()
+        self._written: set[str] = set()
         self.leases: dict[str, Lease] = {}
         """that are held"""
         self.finished = False
@@ -68,21 +71,27 @@ class Supply:
         """Drop what the coordinator does not want any more."""
         self.finished = self.finished or answer.finished
         for lease in answer.cancelled:
-            if lease in self.leases:
+            if lease in self.leases and lease not in self._written:
                 self._mill.cancel(lease)
                 self._outbox.forget(lease)
                 self.end(lease)
         self._news.set()
 
+    def mark_written(self, lease: str) -> None:
+        """All of a lease is generated; what becomes of it is the delivery's business."""
+        self._written.add(lease)
+
     def end(self, lease: str) -> None:
         """A lease is done with."""
         self.leases.pop(lease, None)
+        self._written.discard(lease)
         self._news.set()
 
     def list_progress(self) -> tuple[Progress, ...]:
         """How far each lease is, for the heartbeat."""
         done = self._mill.count_done()
-        return tuple(Progress(lease=name, done=done.get(name, 0)) for name in list(self.leases)[:MAX_TOLD])
+        names = [name for name in self.leases if name not in self._written]
+        return tuple(Progress(lease=name, done=done.get(name, 0)) for name in names[:MAX_TOLD])
 
     async def _ask(self) -> LeaseAnswer:
         key = await asyncio.to_thread(self._outbox.find_key)

@@ -212,6 +212,6 @@ def test_no_made_up_request_is_answered_with_a_bug(target: Target, operation: An
 
 def test_made_up_requests_get_behind_authentication(target: Target) -> None:
     seen = target.service.desk.refusals.values
-    for code in ("unsigned", "invalid", "scope", "statement", "unknown_submission", "not_rejected"):
+    for code in ("unsigned", "invalid", "statement", "unknown_submission"):
         assert seen.get(code, 0) > 0, seen
     assert target.service.server.metrics.requests.values.get("200", 0) > 0

@@ -124,8 +124,6 @@ class _Plan:
         assert len(models) <= 1, "a request has one body"
         self._message = models[0] if models else None
         self._model: type[BaseModel] | None = hints[models[0]] if models else None
-        fields = () if self._model is None else self._model.model_fields.values()
-        self._is_optional = not any(field.is_required() for field in fields)
         self._given = [name for name in ("desk", "caller") if name in names]
 
     def read_path(self, given: dict[str, str]) -> dict[str, Any]:
@@ -145,9 +143,8 @@ class _Plan:
                 raise AuthError(422, "invalid", "a request here has no body")
             return values
         assert self._message is not None
-        try:  # a message of which all may be left out may be left out
-            message = self._model() if not body and self._is_optional else self._model.model_validate_json(body)
-            return {**values, self._message: message}
+        try:
+            return {**values, self._message: self._model.model_validate_json(body)}
         except ValidationError as error:
             raise AuthError(422, "invalid", describe_invalid(error)) from None
 

@@ -1,0 +1,51 @@
+"""`shoal worker`, `validator` and `redteam`: mistakes are sentences, and a node is one process."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import main
+from shoal.rundir import lock_dir
+
+
+def fail(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one sentence of a mistake."""
+    assert main(list(words)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("shoal: ") and error.count("\n") == 1, error
+    return error
+
+
+def test_an_unknown_attack_is_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    error = fail(capsys, "redteam", "work", "http://127.0.0.1:1", "--attack", "bribe")
+    assert "no such attack; there are int8, stale" in error
+
+
+def test_the_attacks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["redteam", "list"]) == 0
+    assert capsys.readouterr().out == "int8\nstale\n"
+
+
+@pytest.mark.parametrize("flag", ["--slots", "--memory"])
+def test_an_engine_needs_room(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert f"{flag}: must be 1 or more" in fail(capsys, "worker", "http://127.0.0.1:1", flag, "0")
+
+
+@pytest.mark.parametrize("command", ["worker", "validator"])
+def test_a_descriptor_that_is_not_there_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    path = tmp_path / "nowhere.json"
+    error = fail(capsys, command, str(path), "--folder", str(tmp_path / "node"))
+    assert f"{path}: cannot be read (No such file or directory)" in error
+
+
+@pytest.mark.parametrize("command", ["worker", "validator"])
+def test_two_processes_cannot_be_one_node(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str) -> None:
+    lock = lock_dir(tmp_path / "node")
+    try:
+        error = fail(capsys, command, str(tmp_path / "run.json"), "--folder", str(tmp_path / "node"))
+    finally:
+        os.close(lock)
+    assert f"in use by process {os.getpid()}" in error

@@ -1,0 +1,133 @@
+"""Getting ready: all that is needed, once; what was begun stays as it was begun."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal.commands.swarm_settings import load_service
+from shoal.config import load_config
+from shoal.errors import ConfigError
+from shoal.files import hash_file
+from shoal.launch import prepare
+from shoal.launch.layout import Layout
+from shoal.launch.prepare import Prepared, build_params, prepare_swarm
+from shoal.launch.run import hold_swarm
+from shoal.launch.settings import LaunchConfig
+from shoal.recipe import load_recipe
+from shoal.swarm.papers import load_papers
+from shoal.toploc.calibration import load_calibration
+
+Load = Callable[..., LaunchConfig]
+CHEAT = 'swarm.cheats=["int8"]'
+
+
+def test_the_papers_belong_together(prepared: Prepared) -> None:
+    layout = prepared.layout
+    recipe = load_recipe(layout.recipe.read_bytes())
+    assert recipe.weights == hash_file(layout.start / "model.safetensors")
+    assert recipe.calibration == hashlib.sha256(layout.calibration.read_bytes()).hexdigest()
+    assert load_calibration(layout.calibration).model_hash == recipe.model
+    service = load_service(layout.service, [], {})
+    assert load_papers(service.recipe, service.calibration, service.params).recipe == layout.recipe.read_bytes()
+
+
+def test_the_coordinator_gets_what_the_settings_say(prepared: Prepared) -> None:
+    service, config = load_service(prepared.layout.service, [], {}), prepared.config
+    params, batch = service.params, config.batch
+    assert params == build_params(prepared)
+    assert (params.steps, params.async_level, params.group_size) == (3, 0, batch.group_size)
+    assert (params.groups_per_batch, params.max_groups) == (batch.groups, int(batch.groups * batch.max_oversample))
+    nodes = prepared.identities
+    assert params.trainers == (nodes["trainer"].key.public,)
+    assert set(params.validators) == {nodes["validator-1"].key.public, nodes["validator-2"].key.public}
+    assert service.relays == (prepared.locate("relay-1"),) and service.port == prepared.ports["coordinator"]
+
+
+def test_every_node_has_an_owner_of_its_own(prepared: Prepared) -> None:
+    owners = {identity.owner for identity in prepared.identities.values()}
+    assert len(owners) == len(prepared.identities) == 6
+    assert set(prepared.names.values()) == set(prepared.identities)
+
+
+def test_the_trainer_reads_settings_that_hold_in_every_folder(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(prepared.layout.run_settings)
+    assert Path(config.out).is_absolute() and config.threads == 1
+    assert config.model_copy(update={"out": prepared.config.out}) == prepared.config.core
+
+
+def test_the_same_again_makes_nothing_anew(prepared: Prepared) -> None:
+    def look() -> dict[str, tuple[int, bytes]]:
+        paths = [path for path in prepared.layout.root.rglob("*") if path.is_file() and "launch" in path.parts]
+        kept = [path for path in paths if path.suffix in (".key", ".safetensors") or "json" in path.name]
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in kept}
+
+    before = look()
+    notes: list[str] = []
+    again = prepare_swarm(prepared.config, prepared.layout, notes.append)
+    assert look() == before and notes == []
+    assert (again.ports, again.names) == (prepared.ports, prepared.names)
+
+
+def test_what_a_kill_left_half_done_is_done_again(prepared: Prepared) -> None:
+    recipe = prepared.layout.recipe.read_bytes()
+    prepared.layout.settings.unlink()  # which is written last
+    prepared.layout.calibration.write_text("{")
+    notes: list[str] = []
+    prepare_swarm(prepared.config, prepared.layout, notes.append)
+    assert any(note.startswith("calibration: 64 honest chunks") for note in notes)
+    assert prepared.layout.recipe.read_bytes() == recipe
+
+
+def test_until_there_is_a_ledger_settings_may_change(prepared: Prepared, out: Path, load_tiny: Load) -> None:
+    config = load_tiny(out, CHEAT, "engine.max_tokens=7")
+    prepare_swarm(config, prepared.layout, lambda _: None)
+    assert load_recipe(prepared.layout.recipe.read_bytes()).max_tokens == 7
+
+
+@pytest.mark.parametrize("override", ["steps=4", "engine.max_tokens=7", "swarm.validators=3", "async_level=1"])
+def test_a_run_that_was_begun_keeps_what_it_was_begun_with(
+    prepared: Prepared, out: Path, load_tiny: Load, override: str
+) -> None:
+    _begin(prepared.layout)
+    before = prepared.layout.settings.read_bytes()
+    with pytest.raises(ConfigError, match=f"begun with another {override.partition('=')[0]}"):
+        prepare_swarm(load_tiny(out, CHEAT, override), prepared.layout, lambda _: None)
+    assert prepared.layout.settings.read_bytes() == before
+
+
+def test_workers_may_come_and_go(
+    prepared: Prepared, out: Path, load_tiny: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _begin(prepared.layout)
+    monkeypatch.setattr(prepare, "_make_papers", None)  # nothing of that kind is needed
+    again = prepare_swarm(load_tiny(out, "swarm.workers=3"), prepared.layout, lambda _: None)
+    assert "worker-3" in again.identities and "cheat-1" not in again.identities
+    assert again.identities["worker-1"].owner == prepared.identities["worker-1"].owner
+
+
+def test_keys_are_their_owners_alone(prepared: Prepared) -> None:
+    keys = list(prepared.layout.root.rglob("*.key"))
+    assert len(keys) == 2 + 2 * len(prepared.identities)
+    assert all(path.stat().st_mode & 0o077 == 0 for path in keys)
+
+
+def _begin(layout: Layout) -> None:
+    layout.coordinator.mkdir()
+    layout.ledger.write_bytes(b"")
+
+
+def test_a_fresh_start_moves_the_old_one_aside(prepared: Prepared) -> None:
+    root = prepared.layout.root
+    with hold_swarm(prepared.layout, fresh=True):
+        assert [path.name for path in root.iterdir()] == ["launch"] and not prepared.layout.settings.exists()
+        with pytest.raises(ConfigError, match="in use by process"), hold_swarm(prepared.layout, fresh=True):
+            pass
+    old = Layout(root.with_name(f"{root.name}.old-1"))
+    assert old.settings.exists() and old.recipe.exists()
+    with hold_swarm(prepared.layout, fresh=True):  # nothing was made: there is nothing to move
+        assert not root.with_name(f"{root.name}.old-2").exists()

@@ -1,0 +1,110 @@
+"""What a person sees: the figures that matter, and nothing that a stranger could make a terminal do."""
+
+import io
+
+from rich.console import Console
+
+from shoal.launch.glance import Glance, name_nodes
+from shoal.launch.view import describe_line, draw_page
+from shoal.swarm.messages import LeaderLine, Standing, Status, WaitInfo
+
+NODE, OWNER, CHEAT = "ab12cd34" + "0" * 56, "1" * 64, "2" * 64
+HOSTILE = "\x1b[2J\x07[bold]boo[/bold]\r\u202e"
+
+
+def make_status(*texts: str, **changes: object) -> Status:
+    waits = tuple(
+        WaitInfo(name="n", owner="o", for_whom="w", since_ms=0, deadline_ms=0, overdue=False, text=text)
+        for text in texts
+    )
+    values = {
+        "run": "demo",
+        "server_time_ms": 0,
+        "finished": False,
+        "stopped": False,
+        "steps": 8,
+        "trained": 3,
+        "newest_version": 3,
+        "open_steps": (),
+        "queue": 2,
+        "nodes_live": 5,
+        "nodes_stale": 1,
+        "nodes_gone": 0,
+        "waits": waits,
+        "alarms": (),
+    }
+    return Status.model_validate(values | changes)
+
+
+def make_glance(**changes: object) -> Glance:
+    leaders = (
+        LeaderLine(owner=OWNER, standing=Standing.GOOD, accepted=21, rejected=0, tokens=9, earned=1_500_000),
+        LeaderLine(owner=CHEAT, standing=Standing.BANNED, accepted=0, rejected=1, tokens=0, earned=0),
+    )
+    values: dict[str, object] = {
+        "elapsed_s": 83.0,
+        "steps": 8,
+        "status": make_status("step 4 waits for 2 of 8 groups: node ab12cd34 has l91 for 9 s more"),
+        "leaders": leaders,
+        "names": {NODE: "worker-1", OWNER: "worker-1", CHEAT: "cheat-1"},
+        "lines": [
+            {"step": 0, "eval/pass_at_1": 0.25, "eval/greedy": 0.5},
+            {"step": 3, "reward/mean": 0.5, "off_policy/lag": 1.25, "off_policy/lag_max": 2.0},
+        ],
+        "parts": {"worker-1": "runs as process 7", "cheat-1": "ended for good with exit code 3", "relay-1": "runs"},
+        "news": (),
+    }
+    return Glance(**(values | changes))  # type: ignore[arg-type]
+
+
+def draw(glance: Glance, width: int = 120, height: int = 40) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=width, force_terminal=False, highlight=False).print(draw_page(glance, width, height))
+    return stream.getvalue()
+
+
+def test_a_line_says_where_the_run_is_how_it_learns_and_who_waits() -> None:
+    line = describe_line(make_glance())
+    assert line == (
+        "1:23  step 3/8  v3  reward 0.500  held-out 0.250  greedy 0.500  age 1.2, at most 2  2 to judge  worker-1 +21  "
+        "cheat-1 +0-1 banned  step 4 waits for 2 of 8 groups: worker-1 has l91 for 9 s more"
+    )
+
+
+def test_the_page_has_a_row_for_each_part_with_what_the_ledger_says_of_it() -> None:
+    page = draw(make_glance())
+    rows = {line.split()[0]: line.split() for line in page.splitlines() if line.strip()}
+    assert rows["worker-1"][1:5] == ["good", "21", "0", "1.500"]
+    assert rows["cheat-1"][1:5] == ["banned", "0", "1", "0.000"]
+    assert rows["relay-1"] == ["relay-1", "runs"]
+    assert "step 3/8  v3" in page and "age 1.2, at most 2" in page and "who waits for whom" in page
+
+
+def test_before_the_coordinator_answers_it_says_so() -> None:
+    glance = make_glance(status=None, leaders=(), lines=[], problem="the coordinator does not answer: refused")
+    assert describe_line(glance) == "1:23  starting  the coordinator does not answer: refused"
+    assert "does not answer: refused" in draw(glance)
+
+
+def test_nothing_that_a_stranger_says_reaches_the_terminal() -> None:
+    glance = make_glance(
+        status=make_status(HOSTILE, alarms=(HOSTILE,)), news=(HOSTILE,), parts={HOSTILE: HOSTILE}, problem=HOSTILE
+    )
+    for text in (draw(glance), describe_line(glance)):
+        assert not set(text) & set("\x1b\x07\r\u202e")
+        assert "[bold]boo[/bold]" in text  # as it was written, not as markup
+
+
+def test_a_narrow_terminal_gets_narrow_lines() -> None:
+    long = make_glance(status=make_status("w" * 500), news=("n" * 500,))
+    assert max(len(line) for line in draw(long, 60).splitlines()) <= 60
+
+
+def test_a_low_terminal_gets_a_low_chart() -> None:
+    low, high = (len(draw(make_glance(), height=height).splitlines()) for height in (20, 60))
+    assert low < high
+
+
+def test_nodes_are_called_by_their_names_and_strangers_by_their_keys() -> None:
+    text = "node ab12cd34 has l1; node ffffffff has l2; xnode ab12cd34"
+    assert name_nodes(text, {NODE: "worker-1"}) == "worker-1 has l1; node ffffffff has l2; xnode ab12cd34"

@@ -1,0 +1,92 @@
+"""Leases that are held: what a heartbeat tells of them, and what it may take away."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from shoal.recipe import Recipe
+from shoal.swarm.messages import HeartbeatAnswer, Lease, Standing
+from shoal.worker.intake import WorkLimits
+from shoal.worker.outbox import Outbox
+from shoal.worker.supply import Supply
+
+
+class FakeMill:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.ordered: list[str] = []
+        self.cancelled: list[str] = []
+
+    def order(self, order: object) -> None:
+        self.ordered.append(order.lease)  # type: ignore[attr-defined]
+
+    def cancel(self, lease: str) -> None:
+        self.cancelled.append(lease)
+
+    def count_done(self) -> dict[str, int]:
+        return dict.fromkeys(self.ordered, 3)
+
+
+@pytest.fixture
+def mill() -> FakeMill:
+    return FakeMill()
+
+
+@pytest.fixture
+def supply(tmp_path: Path, recipe: Recipe, mill: FakeMill, make_lease: Callable[..., Lease]) -> Supply:
+    """One that holds l1 and l2."""
+    outbox = Outbox(tmp_path)
+    supply = Supply(SimpleNamespace(), outbox, mill, recipe, WorkLimits())  # type: ignore[arg-type]
+    for name in ("l1", "l2"):
+        outbox.add_lease(make_lease(name))
+        supply._take(make_lease(name))
+    return supply
+
+
+def answer(*cancelled: str) -> HeartbeatAnswer:
+    return HeartbeatAnswer(
+        cancelled=cancelled,
+        newest_version=0,
+        oldest_version=0,
+        head=None,
+        server_time_ms=0,
+        next_s=1,
+        standing=Standing.GOOD,
+        finished=False,
+        reasons=(),
+    )
+
+
+def test_what_is_not_wanted_any_more_is_dropped(supply: Supply, mill: FakeMill, tmp_path: Path) -> None:
+    supply.hear(answer("l1", "l9"))
+    assert list(supply.leases) == ["l2"] and mill.cancelled == ["l1"]
+    assert [path.name for path in (tmp_path / "orders").iterdir()] == ["l2.json"]
+
+
+def test_a_file_on_its_way_is_not_dropped_because_its_lease_is_over(
+    supply: Supply, mill: FakeMill, tmp_path: Path
+) -> None:
+    """To the coordinator a lease is over as soon as its manifest is there, and its file is still to come."""
+    supply.mark_written("l1")
+    (tmp_path / "outbox" / "l1.parquet").write_bytes(b"rollouts")
+    supply.hear(answer("l1"))
+    assert "l1" in supply.leases and mill.cancelled == []
+    assert (tmp_path / "outbox" / "l1.parquet").exists()
+
+
+def test_a_heartbeat_does_not_ask_about_what_is_on_its_way(supply: Supply) -> None:
+    supply.mark_written("l1")
+    assert [item.lease for item in supply.list_progress()] == ["l2"]
+
+
+def test_a_lease_that_came_back_is_held_like_any_other(
+    supply: Supply, mill: FakeMill, make_lease: Callable[..., Lease]
+) -> None:
+    supply.mark_written("l1")
+    supply.end("l1")
+    supply._take(make_lease("l1"))
+    supply.hear(answer("l1"))
+    assert mill.cancelled == ["l1"]
