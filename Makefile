@@ -17,13 +17,11 @@ install = echo "installing shoal[$(1)] into $(VENV), about $(2) with a fast netw
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' Makefile
 
-demo: $(VENV)/.dev  ## train the demo and say where the results are
-	@$(BIN)/shoal train examples/sort.toml
-	@echo "results: runs/latest"
-	@for file in report.md curve.png; do [ ! -e "runs/latest/$$file" ] || echo "         runs/latest/$$file"; done
+demo: $(VENV)/.dev  ## run a whole swarm, which learns, and say where the report is
+	@$(BIN)/shoal demo
 
 test: lint  ## run lint and all tests
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n auto --dist=loadfile
 
 lint: $(VENV)/.dev  ## check style and types
 	@$(BIN)/ruff check .

@@ -112,7 +112,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
         Key.load(tmp_path / "key")
 
 
-@pytest.mark.parametrize("data", [b"", b"\0" * 100, b"hello", SECRET.encode(), b"x" * 100_000])
+@pytest.mark.parametrize("data", [b"", b"\0" * 100, b"hello", SECRET.encode(), b"x" * 100_000], ids=range(5))
 def test_a_file_that_is_no_key_is_a_sentence(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(ConfigError, match="no Ed25519 key"):
         Key.load(write_private(tmp_path / "key", data))

@@ -42,6 +42,20 @@ def test_who_ends_with_its_last_code_is_not_started_again_and_nobody_waits_for_i
     assert not states["idle"].finished
 
 
+def test_one_that_is_awaited_and_cannot_go_on_ends_the_run(tmp_path: Path) -> None:
+    trainer = Part(name="trainer", arguments=("sys.exit(3)",), rank=0, ends=True, last=(3,))
+    idle = Part(name="idle", arguments=("time.sleep(600)",), rank=1)
+
+    async def go() -> tuple[bool, Supervisor]:
+        supervisor = supervise(tmp_path, trainer, idle)
+        async with asyncio.timeout(PATIENCE_S):
+            return await supervisor.run(lambda: True, asyncio.Event()), supervisor
+
+    finished, supervisor = asyncio.run(go())
+    assert not finished and supervisor.states["trainer"].last_code == 3
+    assert supervisor.states["idle"].process is None
+
+
 def test_the_last_words_of_who_died_are_told(tmp_path: Path) -> None:
     part = Part(name="a", arguments=("print('first'); print('the disk is full\\n\\n'); sys.exit(1)",), rank=0)
 

@@ -1,5 +1,6 @@
 """Getting ready: all that is needed, once; what was begun stays as it was begun."""
 
+import asyncio
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +10,15 @@ import pytest
 from shoal.commands.swarm_settings import load_service
 from shoal.config import load_config
 from shoal.errors import ConfigError
-from shoal.files import hash_file
+from shoal.keys import Key
 from shoal.launch import prepare
 from shoal.launch.layout import Layout
 from shoal.launch.prepare import Prepared, build_params, prepare_swarm
 from shoal.launch.run import hold_swarm
 from shoal.launch.settings import LaunchConfig
 from shoal.recipe import load_recipe
+from shoal.shardcast.publish import Origin
+from shoal.shardcast.store import Store
 from shoal.swarm.papers import load_papers
 from shoal.toploc.calibration import load_calibration
 
@@ -26,7 +29,7 @@ CHEAT = 'swarm.cheats=["int8"]'
 def test_the_papers_belong_together(prepared: Prepared) -> None:
     layout = prepared.layout
     recipe = load_recipe(layout.recipe.read_bytes())
-    assert recipe.weights == hash_file(layout.start / "model.safetensors")
+    assert recipe.weights == asyncio.run(publish_start(prepared))
     assert recipe.calibration == hashlib.sha256(layout.calibration.read_bytes()).hexdigest()
     assert load_calibration(layout.calibration).model_hash == recipe.model
     service = load_service(layout.service, [], {})
@@ -114,6 +117,16 @@ def test_keys_are_their_owners_alone(prepared: Prepared) -> None:
     keys = list(prepared.layout.root.rglob("*.key"))
     assert len(keys) == 2 + 2 * len(prepared.identities)
     assert all(path.stat().st_mode & 0o077 == 0 for path in keys)
+
+
+async def publish_start(prepared: Prepared) -> str | None:
+    """The root that an origin gives to v0."""
+    key = Key.load(prepared.layout.publisher_key)
+    store = await Store.open(prepared.layout.folder("origin"), run=prepared.config.run, publisher=key.public)
+    try:
+        return (await Origin(store, key).publish(prepared.layout.start, 0)).log.root
+    finally:
+        await store.close()
 
 
 def _begin(layout: Layout) -> None:

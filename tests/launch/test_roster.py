@@ -38,7 +38,7 @@ def test_who_is_not_wanted_is_not_started_again(prepared: Prepared) -> None:
 
     assert EXIT_UNWANTED == work.EXIT_UNWANTED
     final = {part.name for part in list_parts(prepared) if EXIT_UNWANTED in part.last}
-    assert final == {"validator-1", "validator-2", "worker-1", "worker-2", "cheat-1"}
+    assert final == {"trainer", "validator-1", "validator-2", "worker-1", "worker-2", "cheat-1"}
 
 
 @pytest.mark.parametrize("name", ["worker-1", "cheat-1"])

@@ -15,12 +15,15 @@ import pytest
 import shoal
 
 SOURCE = Path(shoal.__file__).parent
-ROLES = ["trainer"]
+ROLES = ["trainer", "validator", "worker"]
 BOUND = {"bound", "insist"}
 LOCAL = {
     "run_blocking",  # a thread of ours
     "to_thread",
     "gather",  # of coroutines, each looked at where it is written
+    "shield",  # of such a thread
+    "wait",  # of tasks of ours, or of an event that one of them sets
+    "join",  # of a queue that tasks of ours empty
     "sleep",
     "run_together",
     "enter_async_context",
@@ -29,6 +32,8 @@ LOCAL = {
     "start",  # to listen
     "open",  # a folder
     "publish",  # files of this machine
+    "fetch_recipe",  # has its deadline in shoal.node, as has the next
+    "leave",
     "read_submission",  # has deadlines of its own: the jail's
 }
 Place = tuple[str, str]
@@ -129,3 +134,12 @@ async def both(self):
 """
     )
     assert Role(tmp_path).find_bare_awaits() == ["loop.py:18 in both: await self.client.forgotten()"]
+
+
+def test_roles_name_what_they_wait_for() -> None:
+    names = set()
+    for path in (path for role in ROLES for path in (SOURCE / role).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and name_call(node) in BOUND:
+                names |= {argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)}
+    assert {"lease", "commit", "upload", "weights", "job", "file", "verdict", "batch"} <= names

@@ -116,6 +116,7 @@ def test_no_part_of_a_request_can_be_changed(door: Door, other: Request) -> None
         ("signature-input", b'"@method" "@path"', b'"@path" "@method"'),
         ("signature-input", b";alg", b';alg="ed25519";alg'),
     ],
+    ids=["run", "audience", "length", "digest", "created", "key", "order", "parameter"],
 )
 def test_no_header_of_a_request_can_be_changed(door: Door, header: str, old: bytes, new: bytes) -> None:
     headers = Request().sign()

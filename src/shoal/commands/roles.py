@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from shoal.config import RunConfig
     from shoal.eval import EvalResult
 
-EXIT_FAILED = 1
+EXIT_UNWANTED = 3
+"""the run does not go on with this node: starting it again does not help"""
 
 
 def add_commands(commands: Commands) -> None:
@@ -89,7 +90,7 @@ def run_trainer(args: argparse.Namespace) -> int:
         return start_trainer(config, place, fresh=args.fresh)
     except (SessionError, TrainerError, RefusedError) as error:
         print(f"shoal: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return EXIT_UNWANTED
 
 
 def run_evaluator(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from shoal.config import build_config, dump_config, flatten_config
 from shoal.errors import ConfigError
-from shoal.files import hash_file, write_atomic
+from shoal.files import write_atomic
 from shoal.keys import Key
 from shoal.launch.layout import Layout, name_cheats, name_relays, name_validators, name_workers
 from shoal.launch.ports import HOST, choose_ports
@@ -155,7 +155,7 @@ def build_service(prepared: Prepared) -> dict[str, Any]:
 def _make_papers(config: LaunchConfig, layout: Layout, note: Note) -> None:
     """v0, its calibration, and the recipe that names both."""
     # What needs torch is needed only here: a swarm that goes on starts without it.
-    from shoal.launch.start import calibrate_start, describe_model, write_start
+    from shoal.launch.start import calibrate_start, describe_model, find_root, write_start
 
     core, chunks = config.core, config.swarm.calibration
     layout.launch.mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def _make_papers(config: LaunchConfig, layout: Layout, note: Note) -> None:
         temperature=core.engine.temperature,
         dtype=core.policy.dtype,
         model=describe_model(policy),
-        weights=hash_file(layout.start / "model.safetensors"),
+        weights=find_root(layout.start),
         calibration=hashlib.sha256(layout.calibration.read_bytes()).hexdigest(),
     )
     write_atomic(layout.recipe, dump_recipe(recipe))

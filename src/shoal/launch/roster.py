@@ -5,9 +5,10 @@ from shoal.launch.layout import name_cheats, name_relays, name_validators, name_
 from shoal.launch.part import Part
 from shoal.launch.ports import HOST
 from shoal.launch.prepare import Prepared
+from shoal.shardcast.publish import SHARD_BYTES
 
 EXIT_DONE, EXIT_UNWANTED = 0, 3
-"""with which workers and validators end when the run is finished, or when it does not want them any more"""
+"""with which nodes end when the run is finished, or when starting them again would not help"""
 LAST = (EXIT_DONE, EXIT_UNWANTED)
 _WORK, _JUDGE, _TRAIN, _RELAY, _ORIGIN, _RULE = range(6)
 """in this order they are stopped: those who take work first, those whom the others need last"""
@@ -26,6 +27,7 @@ def _list_servers(prepared: Prepared) -> list[Part]:
     coordinator = ("coordinator", str(layout.service), "--data", str(layout.coordinator))
     origin = ("origin", "--data", str(layout.folder("origin")), "--run", config.run, "--keep", keep, *rate)
     origin += ("--key", str(layout.publisher_key), "--listen", _listen(prepared, "origin"))
+    origin += ("--shard-size", str(SHARD_BYTES))  # the root in the recipe was computed with it
     parts = [
         Part(name="coordinator", arguments=coordinator, rank=_RULE),
         Part(name="origin", arguments=origin, rank=_ORIGIN),
@@ -42,7 +44,7 @@ def _list_trainers(prepared: Prepared) -> list[Part]:
     trainer = ("trainer", str(layout.run_settings), "--coordinator", prepared.url)
     place = ("--origin", str(layout.folder("origin")), "--folder", str(layout.folder("trainer")))
     return [
-        Part(name="trainer", arguments=(*trainer, *place), rank=_TRAIN, ends=True),
+        Part(name="trainer", arguments=(*trainer, *place), rank=_TRAIN, ends=True, last=(EXIT_UNWANTED,)),
         Part(name="evaluator", arguments=("evaluator", str(layout.run_settings)), rank=_TRAIN, ends=True),
     ]
 

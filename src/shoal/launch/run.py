@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shoal.console import clean_text
 from shoal.launch.glance import EVALS, METRICS, Watch, read_steps
 from shoal.launch.layout import Layout
+from shoal.launch.part import read_last_line
 from shoal.launch.prepare import Note, Prepared, prepare_swarm
 from shoal.launch.report import write_report
 from shoal.launch.roster import list_parts
@@ -23,7 +25,7 @@ from shoal.launch.view import View
 from shoal.node.tasks import run_together
 from shoal.rundir import lock_dir
 
-EXIT_INTERRUPTED = 130
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 _SPIN_COUNT = "5000"
 """see shoal.cli"""
 
@@ -35,9 +37,8 @@ def start_swarm(config: LaunchConfig, note: Note, *, fresh: bool = False) -> int
         prepared = prepare_swarm(config, layout, note)
         if not is_finished(config, layout.root):
             note(f"run {config.run} in {layout.root}, coordinator at {prepared.url}")
-            if not asyncio.run(supervise_swarm(prepared)):
-                note("stopped; the same command goes on from here")
-                return EXIT_INTERRUPTED
+            if code := asyncio.run(supervise_swarm(prepared, note)):
+                return code
         note(write_report(prepared))
     return 0
 
@@ -56,18 +57,29 @@ def hold_swarm(layout: Layout, *, fresh: bool = False) -> Iterator[None]:
         os.close(lock)
 
 
-async def supervise_swarm(prepared: Prepared) -> bool:
-    """Start all parts, show how they do, and stop them; whether the run came to its end."""
-    stop = asyncio.Event()
-    supervisor = Supervisor(list_parts(prepared), prepared.layout.logs, make_environment(prepared.config.swarm.threads))
+async def supervise_swarm(prepared: Prepared, note: Note) -> int:
+    """Start all parts, show how they do, and stop them; 0 if the run came to its end, and else why not."""
+    stop, logs = asyncio.Event(), prepared.layout.logs
+    supervisor = Supervisor(list_parts(prepared), logs, make_environment(prepared.config.swarm.threads))
     watch = Watch(prepared, supervisor)
     view = View(watch)
     supervisor.note = view.note
     try:
         with _catch_signals(stop, supervisor.kill_all, view.note):
-            return await run_together(supervisor.run(lambda: True, stop), view.run())
+            finished = await run_together(supervisor.run(lambda: True, stop), view.run())
     finally:
         watch.close()
+    return 0 if finished else _tell_end(supervisor, logs, note)
+
+
+def _tell_end(supervisor: Supervisor, logs: Path, note: Note) -> int:
+    """Why a swarm ended before its run did."""
+    for name, state in supervisor.states.items():
+        if state.part.ends and state.finished and state.last_code:
+            note(f"{name} cannot go on: {clean_text(read_last_line(logs, name)).removeprefix('shoal: ')}")
+            return EXIT_FAILED
+    note("stopped; the same command goes on from here")
+    return EXIT_INTERRUPTED
 
 
 def is_finished(config: LaunchConfig, root: Path) -> bool:

@@ -6,6 +6,10 @@ from shoal.config import RunConfig
 from shoal.files import atomic_dir
 from shoal.policy.model import Policy, open_policy, save_policy
 from shoal.runtime import tune_process
+from shoal.shardcast.hashing import hash_root, hash_shards
+from shoal.shardcast.layout import File, Layout
+from shoal.shardcast.publish import SHARD_BYTES
+from shoal.shardcast.source import scan_source
 from shoal.toploc.calibrate import Plan, calibrate_policy
 from shoal.toploc.calibration import Calibration, hash_model
 from shoal.toploc.prompts import Source
@@ -39,6 +43,14 @@ def calibrate_start(policy: Policy, config: RunConfig, *, chunks: int, tokens: i
     plan = Plan(source=source, samples=chunks, threads=1)
     ways = [way for way in list_ways(config.policy.dtype, threads=1, mixed=False) if way.name not in _SKIPPED]
     return calibrate_policy(policy, ways, plan, lambda _: None, name=config.name)
+
+
+def find_root(folder: Path) -> str:
+    """The root under which the origin will publish these files: the trainer holds its v0 against it."""
+    source = scan_source(folder)
+    layout = Layout((File(name, stamp.size) for name, stamp in source.stamps.items()), SHARD_BYTES)
+    hashes = [hash_shards(source.folder / shard.file, [shard])[0] for shard in layout.shards]
+    return hash_root(layout.total, SHARD_BYTES, b"".join(hashes)).hex()
 
 
 def describe_model(policy: Policy) -> str:

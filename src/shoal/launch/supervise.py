@@ -82,7 +82,7 @@ class Supervisor:
     async def run(self, until: Callable[[], bool], stop: asyncio.Event) -> bool:
         """Look after the parts until all that end by themselves have and `until` holds, or until `stop` is set.
 
-        Whether they ended by themselves. All parts are stopped then.
+        Whether they ended by themselves, and well. All parts are stopped then.
         """
         watches = [asyncio.create_task(self._watch(state)) for state in self.states.values()]
         try:
@@ -110,7 +110,10 @@ class Supervisor:
             for watch in watches:
                 if watch.done():
                     watch.result()  # it does not end but by a bug or a disk that refuses
-            if all(state.finished for state in self.states.values() if state.part.ends) and until():
+            awaited = [state for state in self.states.values() if state.part.ends]
+            if any(state.finished and state.last_code for state in awaited):
+                return False  # for good, and not well: the others would wait for it for ever
+            if all(state.finished for state in awaited) and until():
                 return True
             try:
                 async with asyncio.timeout(0.2):

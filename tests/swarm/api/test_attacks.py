@@ -108,8 +108,9 @@ def test_what_an_owner_did_not_allow_is_refused(open_stand: Any) -> None:
         key = Key.generate()
         async with open_stand() as stand:
             stand.coordinator.admit(key.public, scopes=frozenset({Scope.RELAY}))
-            for target in ("/v1/claims", "/v1/submissions/s1/receipt"):
-                assert code_of(await stand.send(heads(stand, key, target=target, body=b""))) == (403, "scope")
+            for target, body in (("/v1/claims", b"{}"), ("/v1/submissions/s1/receipt", b"")):
+                lines = heads(stand, key, target=target, body=body)
+                assert code_of(await stand.send(lines, body)) == (403, "scope")
             assert stand.coordinator.calls == []
 
     asyncio.run(check())
