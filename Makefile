@@ -21,7 +21,7 @@ demo: $(VENV)/.dev  ## run a whole swarm, which learns, and say where the report
 	@$(BIN)/shoal demo
 
 test: lint  ## run lint and all tests
-	@$(BIN)/python -m pytest -q -n auto --dist=loadfile
+	@$(BIN)/python -m pytest -q -n auto --dist=loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.dev  ## check style and types
 	@$(BIN)/ruff check .

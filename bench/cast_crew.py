@@ -104,6 +104,10 @@ class Crew:
         """Wait until somebody accepts connections there."""
         self.wait_until(lambda: _is_open(port), f"port {port} was open", 30.0)
 
+    def has_ended(self, name: str) -> bool:
+        """Whether a process is done, and well."""
+        return _peek_status(self._members[name]) == 0
+
     def read_log(self, name: str) -> str:
         """The end of what a process printed."""
         return (self.folder / f"{name}.log").read_text(errors="replace")[-2000:]

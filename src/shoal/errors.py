@@ -5,6 +5,9 @@ prints it and exits with 2. `DiskError` is a disk that is full, gone or closed t
 our own are left to crash.
 """
 
+EXIT_UNWANTED = 3
+"""of a role that its run does not go on with: starting it again does not help"""
+
 
 class ConfigError(ValueError):
     """A setting, flag or file of the user's that cannot be used; the text says what would be."""

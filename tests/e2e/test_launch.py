@@ -95,7 +95,7 @@ def test_a_swarm_survives_its_cheat_its_user_and_a_kill(desk: Desk) -> None:
     assert code == 2 and "begun with another steps" in said
 
     desk.start("run", *settings)
-    desk.wait_text("step 0/3  v0")
+    desk.wait(lambda: len(desk.list_family()) >= 8, "not all parts were started")
     family = desk.list_family()
     desk.end(signal.SIGKILL)
     desk.wait(lambda: not any(map(_is_alive, family)), "processes outlived their supervisor")

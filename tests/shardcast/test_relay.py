@@ -116,8 +116,8 @@ def test_a_relay_fetches_anchors_and_deltas_ahead_and_other_fulls_when_asked(
             await asyncio.sleep(0.1)
             assert sorted(front.list_shards()) == list(range(20))
             assert relay.store.find(2).full.have_bytes == 0
-            # A late joiner without a parent asks for the full second version, through the relay.
-            client = await home.client(str(relay.server.url), keep=1)
+            # Who wants no deltas asks for the full second version, through the relay.
+            client = await home.client(str(relay.server.url), keep=1, deltas=False)
             assert read_files(await client.pull(2)) == {"weights": second}
             await until(lambda: holds_full(relay, 2))
             assert len(front.list_shards()) == 40

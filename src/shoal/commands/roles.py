@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 
 from shoal.commands.broadcast_flags import Commands
 from shoal.commands.serving import Ending, build_limits, check_least, open_tickets, parse_address, run_loop
+from shoal.errors import EXIT_UNWANTED
 from shoal.units import parse_bytes
 
 if TYPE_CHECKING:
     from shoal.config import RunConfig
     from shoal.eval import EvalResult
-
-EXIT_UNWANTED = 3
-"""the run does not go on with this node: starting it again does not help"""
 
 
 def add_commands(commands: Commands) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.commands.broadcast_flags import Commands
 from shoal.commands.live import LiveLine
 from shoal.commands.serving import check_least
-from shoal.errors import ConfigError
+from shoal.errors import EXIT_UNWANTED, ConfigError
 
 if TYPE_CHECKING:
     from shoal.node.session import Session
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from shoal.toploc.calibration import Calibration
     from shoal.worker.author import Author
 
-EXIT_UNWANTED = 3
 _WHERE = "address of the coordinator, or the file of the run's descriptor"
 
 

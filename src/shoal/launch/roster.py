@@ -1,5 +1,6 @@
 """The parts of a swarm: which commands are started, and in which order they are stopped."""
 
+from shoal.errors import EXIT_UNWANTED
 from shoal.keys import Key
 from shoal.launch.layout import name_cheats, name_relays, name_validators, name_workers
 from shoal.launch.part import Part
@@ -7,8 +8,7 @@ from shoal.launch.ports import HOST
 from shoal.launch.prepare import Prepared
 from shoal.shardcast.publish import SHARD_BYTES
 
-EXIT_DONE, EXIT_UNWANTED = 0, 3
-"""with which nodes end when the run is finished, or when starting them again would not help"""
+EXIT_DONE = 0
 LAST = (EXIT_DONE, EXIT_UNWANTED)
 _WORK, _JUDGE, _TRAIN, _RELAY, _ORIGIN, _RULE = range(6)
 """in this order they are stopped: those who take work first, those whom the others need last"""
