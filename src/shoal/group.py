@@ -44,6 +44,14 @@ def plan_group(
     return Plan(index=index, task=task, requests=request_rollouts(tokenizer, task, shape, f"g{index}", seeds))
 
 
+def plan_groups(
+    family: Family, tokenizer: PreTrainedTokenizerBase, shape: GroupShape, *, beacon: int, first: int, count: int
+) -> list[Plan]:
+    """The groups first .. first + count - 1 of a step."""
+    indices = range(first, first + count)
+    return [plan_group(family, tokenizer, shape, beacon=beacon, index=index) for index in indices]
+
+
 def request_rollouts(
     tokenizer: PreTrainedTokenizerBase, task: Task, shape: GroupShape, name: str, seeds: Sequence[int]
 ) -> tuple[Request, ...]:

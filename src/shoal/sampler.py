@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shoal.config import RunConfig
 from shoal.engine.base import Engine
-from shoal.group import GroupShape, generate_groups, plan_group
+from shoal.group import GroupShape, generate_groups, plan_groups
 from shoal.learner.filter import FilledBatch, fill_batch, take_batch
 from shoal.rollout import Finish, Group
 from shoal.seeds import derive_seed
@@ -83,8 +83,5 @@ class Sampler:
         return Drawn(fill_batch(draw, settings.groups, limit), groups)
 
     def _draw_groups(self, beacon: int, start: int, count: int) -> list[Group]:
-        plans = [
-            plan_group(self._family, self._tokenizer, self._shape, beacon=beacon, index=index)
-            for index in range(start, start + count)
-        ]
+        plans = plan_groups(self._family, self._tokenizer, self._shape, beacon=beacon, first=start, count=count)
         return generate_groups(self._engine, self._family, self._tokenizer, plans)

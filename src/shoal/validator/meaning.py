@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from shoal.group import GroupShape, Plan, plan_group
+from shoal.group import GroupShape, Plan, plan_groups
 from shoal.policy.tokenizer import decode_completion
 from shoal.recipe import Recipe
 from shoal.rollout import Group, Request, Rollout
@@ -33,10 +33,7 @@ class Meaning:
     def plan(self, job: Job) -> list[Plan]:
         """The groups that the job's lease asked for."""
         beacon = number_beacon(job.beacon)
-        return [
-            plan_group(self._family, self._tokenizer, self._shape, beacon=beacon, index=index)
-            for index in range(job.first, job.first + job.count)
-        ]
+        return plan_groups(self._family, self._tokenizer, self._shape, beacon=beacon, first=job.first, count=job.count)
 
     def find_breaches(self, job: Job, plans: Sequence[Plan], contents: Contents) -> Iterator[Finding]:
         """Everything that is not as it must be; nothing, for honest work."""

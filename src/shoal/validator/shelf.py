@@ -5,18 +5,14 @@ Weights are trusted because the run's publisher signed their manifest; the relay
 
 import asyncio
 from collections import OrderedDict
-from pathlib import Path
 
-import torch
-
-from shoal.errors import ConfigError
 from shoal.node.session import Session
 from shoal.node.waits import WaitError
-from shoal.policy.model import Policy, open_policy
+from shoal.node.weights import open_version
+from shoal.policy.model import Policy
 from shoal.recipe import Recipe
 from shoal.shardcast.client import Client
 from shoal.shardcast.crew import GoneError
-from shoal.toploc.calibration import hash_model
 
 IN_MEMORY = 3
 PULL_S = 120.0
@@ -39,15 +35,8 @@ class Shelf:
             except (GoneError, WaitError) as error:
                 self._session.note(f"v{version} is not at hand: {error}")
                 return None
-            self._policies[version] = await asyncio.to_thread(self._open, version, folder)
+            self._policies[version] = await asyncio.to_thread(open_version, version, folder, self._recipe)
         self._policies.move_to_end(version)
         while len(self._policies) > self._in_memory:
             self._policies.popitem(last=False)
         return self._policies[version]
-
-    def _open(self, version: int, folder: Path) -> Policy:
-        policy = open_policy(folder, dtype=getattr(torch, self._recipe.dtype))
-        if hash_model(policy.model) != self._recipe.model:
-            raise ConfigError(f"{folder}: version {version} has another architecture than the recipe says")
-        policy.model.eval()
-        return policy

@@ -8,15 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from shoal.errors import ConfigError
-from shoal.group import GroupShape, Plan, plan_group
-from shoal.policy.model import Policy, open_policy
+from shoal.group import GroupShape, Plan, plan_groups
+from shoal.node.weights import open_version
+from shoal.policy.model import Policy
 from shoal.recipe import Recipe
 from shoal.rollout import Group
-from shoal.toploc.calibration import hash_model
 from shoal.worker.intake import Order, WorkLimits
 
 Proofs = Mapping[str, Sequence[bytes]]
@@ -50,17 +49,12 @@ class Author:
 
     def open_policy(self, version: int, folder: Path) -> Policy:
         """The policy of a version that was pulled into a folder; ConfigError if it is not one of this run."""
-        policy = open_policy(folder, dtype=getattr(torch, self.recipe.dtype))
-        if hash_model(policy.model) != self.recipe.model:
-            raise ConfigError(f"{folder}: version {version} has another architecture than the recipe says")
-        return policy
+        return open_version(version, folder, self.recipe)
 
     def plan(self, order: Order, tokenizer: PreTrainedTokenizerBase) -> list[Plan]:
         """The groups of an order, before they are generated."""
-        return [
-            plan_group(self.family, tokenizer, self.shape, beacon=order.beacon, index=index)
-            for index in range(order.first, order.first + order.count)
-        ]
+        first, count = order.first, order.count
+        return plan_groups(self.family, tokenizer, self.shape, beacon=order.beacon, first=first, count=count)
 
     def finish(self, work: Work) -> Work:
         """What is handed in."""
