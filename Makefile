@@ -12,7 +12,7 @@ install = echo "installing shoal[$(1)] into $(VENV), about $(2) with a fast netw
 	$(BIN)/python -m pip install -c constraints.txt -e ".[$(1)]" >$(VENV)/install.log 2>&1 \
 	|| { tail -n 20 $(VENV)/install.log; echo "installation failed; all of its output: $(VENV)/install.log"; exit 1; }
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint style bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' Makefile
@@ -20,13 +20,19 @@ help:  ## show this list
 demo: $(VENV)/.dev  ## run a whole swarm, which learns, and say where the report is
 	@$(BIN)/shoal demo
 
-test: lint  ## run lint and all tests
-	@$(BIN)/python -m pytest -q -n auto --dist=loadfile --no-loadscope-reorder
+# Types take a minute of one core where nothing is cached, so they are checked beside the tests. Both are shown, the
+# types last, and either fails it.
+test: style  ## check style and types and run all tests
+	@$(BIN)/mypy >$(VENV)/types.log 2>&1 & types=$$!; trap 'kill $$types; exit 130' INT TERM; \
+	$(BIN)/python -m pytest -q -n auto --dist=loadfile --no-loadscope-reorder; tests=$$?; \
+	wait $$types; typed=$$?; echo; cat $(VENV)/types.log; [ $$tests -eq 0 ] && [ $$typed -eq 0 ]
 
-lint: $(VENV)/.dev  ## check style and types
+lint: style  ## check style and types
+	@$(BIN)/mypy
+
+style: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
 
 bench: $(VENV)/.bench  ## measure against peers, side by side
 	@$(BIN)/python bench/run.py

@@ -27,12 +27,17 @@ os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 Lines = list[dict[str, Any]]
 
 
-def parse_flags(description: str) -> argparse.Namespace:
-    """The flags of every benchmark."""
+def build_parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the flags of every benchmark, for those that have more."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="a smaller size that still shows the effect")
     parser.add_argument("--json", action="store_true", help="print only one line: a JSON object of named figures")
-    return parser.parse_args()
+    return parser
+
+
+def parse_flags(description: str) -> argparse.Namespace:
+    """The flags of every benchmark."""
+    return build_parser(description).parse_args()
 
 
 def finish(flags: argparse.Namespace, table: str, figures: Mapping[str, float]) -> None:

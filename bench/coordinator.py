@@ -17,7 +17,6 @@ those of a cycle, which depend on each other. Parts and their figures:
     slow    5,000 nodes' heartbeats beside 2,000 sockets that send a byte a second: slow_p99_s
 """
 
-import argparse
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import finish
+from common import build_parser, finish
 from desk_crew import Process, find_postgres, run_load, start_postgres, start_server
 
 PARTS = ("beats", "cycles", "nodes", "slow")
@@ -41,9 +40,7 @@ Figures = dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smaller size that still shows the effect")
-    parser.add_argument("--json", action="store_true", help="print only one line: a JSON object of named figures")
+    parser = build_parser(__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run (all)")
     flags = parser.parse_args()
     figures: Figures = {}

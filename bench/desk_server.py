@@ -86,11 +86,11 @@ def make_config(database: str) -> Any:
 
 async def fill_run(coordinator: Any, num_nodes: int) -> None:
     """All nodes have joined, and v0 is out."""
-    from shoal.swarm.client_auth import read_clock_ms
+    from shoal.swarm.clock import read_clock
     from shoal.swarm.delegation import Grant, Scope, sign_delegation
     from shoal.swarm.messages import SignedVersion, VersionStatement, sign_message
 
-    now_ms = read_clock_ms()
+    now_ms = read_clock()
 
     async def join(name: str, *scopes: Scope) -> None:
         node = derive_key(name)
@@ -98,7 +98,7 @@ async def fill_run(coordinator: Any, num_nodes: int) -> None:
         await coordinator.join(node.public, sign_delegation(node, grant))
 
     for number in range(NUM_JUDGES):
-        await join(f"judge {number}", Scope.WORK, Scope.VALIDATE)
+        await join(f"judge {number}", Scope.WORK, Scope.VALIDATE, Scope.TRAIN)
     for first in range(0, num_nodes, 256):
         names = [f"node {index}" for index in range(first, min(first + 256, num_nodes))]
         await asyncio.gather(*(join(name, Scope.WORK) for name in names))

@@ -1,23 +1,22 @@
 """The ledger's speed: events appended one per commit and in groups, verified, and proved.
 
-    python bench/ledger.py                                    # SQLite in a temporary folder
+    python bench/ledger.py [--quick] [--json]                 # SQLite in a temporary folder
     python bench/ledger.py --url postgresql://user@host/db    # an empty database
 
 An event here is a lease of about 200 bytes; with credit, every fourth is a verdict with two postings. Appending is by
-`transact` from one event loop with that many callers at once. CPU is that of this process alone.
+`transact` from one event loop with that many callers at once. CPU is that of this process alone. --quick: a tenth of
+the events.
 """
 
-import argparse
 import asyncio
-import json
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from sqlalchemy import Engine
 
+from common import build_parser, finish
 from shoal.keys import Key
 from shoal.swarm.db import open_engine
 from shoal.swarm.event import Event, Kind
@@ -26,6 +25,15 @@ from shoal.swarm.postings import move_credit
 from shoal.swarm.verify import verify_ledger
 
 OWNER = "ab" * 32
+NAMES = {
+    "one per commit": "single",
+    "64 callers": "grouped_64",
+    "256 callers": "grouped_256",
+    "256 callers, credit": "credit_256",
+    "proofs": "proofs",
+    "verify": "verify",
+}
+"""of the figures, by their line of the table"""
 
 
 @dataclass(frozen=True)
@@ -90,22 +98,18 @@ def check_holds(engine: Engine) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__.splitlines()[0])
     parser.add_argument("--url", default="", help="an empty database (default: SQLite in a temporary folder)")
     parser.add_argument("--single", type=int, default=300, help="events one per commit (%(default)s)")
     parser.add_argument("--grouped", type=int, default=8000, help="events in groups (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the events")
-    parser.add_argument("--json", type=Path, help="write the figures as JSON")
-    args = parser.parse_args()
-    share = 10 if args.quick else 1
+    flags = parser.parse_args()
+    share = 10 if flags.quick else 1
     with tempfile.TemporaryDirectory() as folder:
-        rates = run_bench(args.url or f"{folder}/ledger.db", args.single // share, args.grouped // share)
-    print(f"{'':<22}{'per s':>10}{'per CPU s':>12}")
-    for name, rate in rates.items():
-        print(f"{name:<22}{rate.per_s:>10,.0f}{rate.per_cpu_s:>12,.0f}")
-    if args.json:
-        values = {name: {"per_s": rate.per_s, "per_cpu_s": rate.per_cpu_s} for name, rate in rates.items()}
-        args.json.write_text(json.dumps(values, indent=2) + "\n")
+        rates = run_bench(flags.url or f"{folder}/ledger.db", flags.single // share, flags.grouped // share)
+    lines = [f"{name:<22}{rate.per_s:>10,.0f}{rate.per_cpu_s:>12,.0f}" for name, rate in rates.items()]
+    figures = {f"{NAMES[name]}_per_s": rate.per_s for name, rate in rates.items()}
+    figures |= {f"{NAMES[name]}_per_cpu_s": rate.per_cpu_s for name, rate in rates.items()}
+    finish(flags, "\n".join([f"{'':<22}{'per s':>10}{'per CPU s':>12}", *lines]), figures)
 
 
 if __name__ == "__main__":

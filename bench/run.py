@@ -18,6 +18,9 @@ BENCHES = (
     "shardcast",
     "ledger",
     "coordinator",
+    "overlap",
+    "unequal",
+    "loop",
 )
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from common import finish, open_plots, save_picture
+from common import build_parser, finish, open_plots, save_picture
 from models import allow_bfloat16, has_smollm2
 from parts import Part, attack_path, attacks_of, list_parts, load_honest, load_part, measure_part
 from records import (
@@ -262,9 +262,7 @@ def _skip(part: Part, reason: str) -> bool:
 
 
 def _parse_flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smaller size that still shows the effect")
-    parser.add_argument("--json", action="store_true", help="print only one line: a JSON object of named figures")
+    parser = build_parser(__doc__.splitlines()[0])
     parser.add_argument("--fresh", action="store_true", help="measure again what is kept")
     return parser.parse_args()
 

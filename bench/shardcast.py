@@ -33,7 +33,7 @@ from cast_crew import Reading, end_on_signal
 from cast_ours import ALONE, EVEN, WEIGHED, run_chain, run_mixed, run_tree
 from cast_peers import find_missing, run_copy, run_nginx, run_reference
 from cast_sample import Job, Runs, Sample, interleave, make_sample
-from common import finish, mean
+from common import build_parser, finish, mean
 
 FULL = {"path": (1 << 30, 3), "fan": (1 << 29, 3), "chain": (1 << 28, 3), "mixed": (1 << 29, 3)}
 """bytes and rounds of each part"""
@@ -80,9 +80,7 @@ def main() -> None:
 
 def parse_flags() -> argparse.Namespace:
     """The flags of every benchmark, and those of this one."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smaller size that still shows the effect")
-    parser.add_argument("--json", action="store_true", help="print only one line: a JSON object of named figures")
+    parser = build_parser(__doc__.splitlines()[0])
     python = os.environ.get("SHARDCAST_PYTHON")
     parser.add_argument("--reference", metavar="PYTHON", default=python, help="a Python that has shardcast 0.3.2")
     parser.add_argument("--only", nargs="+", choices=tuple(FULL), default=tuple(FULL), help="parts to run (all)")

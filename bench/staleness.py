@@ -1,4 +1,5 @@
-"""Staleness 0, 1, 2 and 4, simulated by delayed weights, with and without importance correction.
+"""Staleness 0, 1, 2 and 4, simulated by delayed weights: old log-probs recomputed, with and without importance
+correction, or taken from the rollouts.
 
     python bench/staleness.py [--quick] [--json]
 
@@ -10,16 +11,25 @@ from shoal.report import pick_series
 
 LEVELS = (0, 1, 2, 4)
 METRIC = "eval/pass_at_1"
+ARMS = {
+    "token": ["learner.loss.correction=token"],
+    "none": ["learner.loss.correction=none"],
+    "behaviour": ["learner.old_logprobs=behaviour"],
+}
+TITLES = {
+    "token": "recomputed, corrected",
+    "none": "recomputed, not corrected",
+    "behaviour": "taken from the rollouts",
+}
 
 
 def main() -> None:
     flags = parse_flags(__doc__.splitlines()[0])
     steps, seeds = (12, SEEDS[:1]) if flags.quick else (40, SEEDS)
-    arms = {}
+    arms: dict[str, list[str]] = {}
     for level in LEVELS:
         common = [f"async_level={level}", f"steps={steps}", "eval.every=4"]
-        arms[f"k{level}-token"] = [*common, "learner.loss.correction=token"]
-        arms[f"k{level}-none"] = [*common, "learner.loss.correction=none"]
+        arms |= {f"k{level}-{kind}": [*common, *settings] for kind, settings in ARMS.items()}
     runs = run_arms(arms, config="examples/sort.toml", seeds=seeds, tag=f"staleness{steps}")
     if not flags.quick:
         draw(runs)
@@ -50,14 +60,14 @@ def format_table(runs: dict[str, list[Lines]]) -> str:
 
 
 def draw(runs: dict[str, list[Lines]]) -> None:
-    figure, axes = open_plots().subplots(1, 2, figsize=(9, 3.6), dpi=120, sharey=True)
-    for panel, kind in zip(axes, ("token", "none"), strict=True):
+    figure, axes = open_plots().subplots(1, 3, figsize=(12.6, 3.6), dpi=120, sharey=True)
+    for panel, kind in zip(axes, ARMS, strict=True):
         for colour, level in enumerate(LEVELS):
             for position, lines in enumerate(runs[f"k{level}-{kind}"]):
                 steps, values = pick_series(lines, METRIC)
                 label = None if position else f"k = {level}"
                 panel.plot(steps, values, color=f"C{colour}", alpha=0.7, label=label)
-        panel.set(title="with correction" if kind == "token" else "without", xlabel="step", ylim=(0, 1))
+        panel.set(title=TITLES[kind], xlabel="step", ylim=(0, 1))
         panel.grid(alpha=0.3)
         panel.legend(frameon=False)
     axes[0].set_ylabel("held-out pass@1, sampled")

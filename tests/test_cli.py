@@ -1,3 +1,4 @@
+import argparse
 import os
 import signal
 import subprocess
@@ -208,6 +209,29 @@ def test_an_interrupt_is_one_line_and_exit_code_130(
     monkeypatch.setattr(sys.modules["shoal.train"], "run_training", interrupt)
     assert main(["train"]) == 130
     assert capsys.readouterr().err == "\nshoal: interrupted; a run or warm-up goes on from its last checkpoint\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "text"),
+    [
+        (
+            "swarm_node.run_join",
+            ["join", "http://a:1"],
+            "; the node may not have joined yet, the same command begins again",
+        ),
+        ("swarm_node.run_leave", ["leave"], ""),
+        ("swarm_ask.run_status", ["status", "http://a:1"], ""),
+    ],
+)
+def test_an_interrupted_command_says_what_holds_for_it_and_not_for_another(
+    command: str, args: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"shoal.commands.{command}", interrupt)
+    assert main(args) == 130
+    assert capsys.readouterr().err == f"\nshoal: interrupted{text}\n"
 
 
 def test_our_own_bugs_are_not_dressed_up_as_mistakes(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:

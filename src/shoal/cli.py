@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 
 from shoal import __version__
 from shoal.commands.broadcast_flags import add_commands as add_broadcast
+from shoal.commands.canary import add_commands as add_canary
 from shoal.commands.launch import add_commands as add_launch
 from shoal.commands.ledger_flags import add_commands as add_ledger
 from shoal.commands.roles import add_commands as add_roles
 from shoal.commands.swarm_flags import add_commands as add_swarm
 from shoal.commands.work import add_commands as add_work
-from shoal.errors import ConfigError, DiskError
+from shoal.errors import EXIT_MISTAKE, AwayError, ConfigError, DiskError
 
 if TYPE_CHECKING:
     from shoal.config import RunConfig
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 EXIT_DISK = 1
 EXIT_STALE = 1
 """A calibration that no longer holds."""
-EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
 """What a shell reports for a command whose reader went away."""
@@ -46,6 +46,7 @@ _EXAMPLES = """examples:
   shoal coordinator --run demo params.steps=10
   shoal join http://127.0.0.1:8700 --owner owner.key
   shoal status http://127.0.0.1:8700 --watch
+  shoal canary plant http://127.0.0.1:8700 --key operator.key
 
 `shoal train --help` and `shoal coordinator --help` list every setting.
 """
@@ -67,11 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"shoal: {error}", file=sys.stderr)
         return EXIT_MISTAKE
-    except DiskError as error:
+    except (AwayError, DiskError) as error:
         print(f"shoal: {error}", file=sys.stderr)
         return EXIT_DISK
-    except KeyboardInterrupt:
-        print("\nshoal: interrupted; a run or warm-up goes on from its last checkpoint", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"\nshoal: interrupted{interrupt}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The interpreter flushes stdout once more at its end; give it something to flush to.
@@ -102,7 +103,10 @@ def _run_command(argv: Sequence[str] | None) -> int:
         return EXIT_MISTAKE
     if rest:
         args.inputs = [*args.inputs, *rest]
-    return int(args.command(args))
+    try:
+        return int(args.command(args))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(args.goes_on) from None  # told by `main`, with what holds for this command
 
 
 def _build_parser() -> _Parser:
@@ -114,7 +118,7 @@ def _build_parser() -> _Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
-    parser.set_defaults(command=None)
+    parser.set_defaults(command=None, goes_on="")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
 
     train = _add_command(commands, "train", _run_train, "train a policy; the same command resumes an unfinished run")
@@ -132,6 +136,7 @@ def _build_parser() -> _Parser:
     add_work(commands)
     add_broadcast(commands)
     add_swarm(commands)
+    add_canary(commands)
     add_ledger(commands)
 
     tasks = commands.add_parser("tasks", help="list the task families, or describe one", allow_abbrev=False)
@@ -160,6 +165,8 @@ def _add_command(
     )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved settings, check them and stop")
     parser.set_defaults(command=command)
+    if name in ("train", "warmup"):
+        parser.set_defaults(goes_on="; a run or warm-up goes on from its last checkpoint")
     return parser
 
 

@@ -273,11 +273,33 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 def build_config(model: type[Model], data: dict[str, Any], overrides: Sequence[str]) -> Model:
     """Settings from the tables of a file, which are changed, with overrides laid over them."""
     for override in overrides:
-        _lay_override(model, data, override)
+        lay_override(model, data, override)
     try:
         return model.model_validate(data)
     except ValidationError as error:
         raise ConfigError(explain_errors(model, error)) from None
+
+
+def lay_override(
+    model: type[BaseModel], data: dict[str, Any], override: str, *, example: str = "learner.lr=1e-4"
+) -> None:
+    """Put the value of `a.b.c=value` where it belongs in the tables of a file."""
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"{override}: expected key=value, for example {example}")
+    if not is_utf8(override):
+        raise ConfigError(f"{key}: key and value must be UTF-8 text")
+    value = parse_value(text)
+    if accepts_text(model, parts) and not isinstance(value, str):
+        value = text.strip()  # `name=5` names the run 5: a shell has no other way to write it
+    *tables, last = parts
+    for part in tables:
+        # A value where a table belongs is replaced here and then refused by the models, which know what to say.
+        if not isinstance(data.get(part), dict):
+            data[part] = {}
+        data = data[part]
+    data[last] = value
 
 
 def dump_config(config: Settings) -> str:
@@ -295,25 +317,6 @@ def config_hash(config: Settings, *parts: str) -> str:
     data = config.model_dump()
     kept = {part: reduce(getitem, part.split("."), data) for part in parts} if parts else data
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
-
-
-def _lay_override(model: type[Settings], data: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise ConfigError(f"{override}: expected key=value, for example learner.lr=1e-4")
-    if not is_utf8(override):
-        raise ConfigError(f"{key}: key and value must be UTF-8 text")
-    value = parse_value(text)
-    if accepts_text(model, parts) and not isinstance(value, str):
-        value = text.strip()  # `name=5` names the run 5: a shell has no other way to write it
-    *tables, last = parts
-    for part in tables:
-        # A value where a table belongs is replaced here and then refused by the models, which know what to say.
-        if not isinstance(data.get(part), dict):
-            data[part] = {}
-        data = data[part]
-    data[last] = value
 
 
 def _walk_values(table: dict[str, Any], prefix: str) -> Iterator[tuple[str, Option]]:

@@ -17,6 +17,8 @@ from typing import TextIO
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from shoal.disk import spare_words
+
 REWARD = "reward/mean"
 """metric of a step: mean task reward of the rollouts sampled for it"""
 TOKENS_RATE = "perf/tokens_per_s"
@@ -76,7 +78,8 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
         if self._log is not None:
-            self._log.close()
+            with spare_words():
+                self._log.close()
 
     def _list_fields(self, step: int, metrics: Mapping[str, float | None]) -> list[str]:
         fields = []
@@ -97,12 +100,14 @@ class Console:
             return
         encoding = self._stream.encoding or "utf-8"
         # A terminal of another encoding must not end the run over a letter it lacks.
-        print(line.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
+        with spare_words():
+            print(line.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
 
     def _write_log(self, line: str) -> None:
         if self._log is not None and not self._log.closed:
             now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-            self._log.write(f"{now} {line}\n")
+            with spare_words():
+                self._log.write(f"{now} {line}\n")
 
 
 def is_live(stream: TextIO) -> bool:

@@ -7,6 +7,7 @@ the disk itself are taken: a missing file where we had put one is a bug of ours,
 import errno
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,8 @@ from shoal.errors import DiskError
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _CLOSED = {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR}
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
+ROOM_BYTES = 1 << 20
+"""what a disk takes if it is not full"""
 
 
 @contextmanager
@@ -32,8 +35,36 @@ def guard_disk(folder: Path) -> Iterator[None]:
         path = getattr(error, "filename", None) or folder
         raise DiskError(
             f"{path}: cannot be written ({os.strerror(number)}); nothing complete was lost, and the same command goes "
-            "on from there once it can be"
+            "on from there once it can be",
+            is_full=number in _FULL,
         ) from error
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether this is a disk that has no room, or lets us have none."""
+    return isinstance(error, OSError | SafetensorError) and _find_errno(error) in _FULL
+
+
+@contextmanager
+def spare_words() -> Iterator[None]:
+    """Let a full disk behind a log cost the words that the block says, and not who says them."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+
+
+def has_room(folder: Path) -> bool:
+    """Whether something can be written below a folder now. Blocking."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, ROOM_BYTES)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        return False
+    return True
 
 
 def _find_errno(error: OSError | SafetensorError) -> int:

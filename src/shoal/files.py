@@ -125,14 +125,18 @@ def hash_dir(folder: Path) -> str:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append one line and fsync. Call `repair_jsonl` once before the first append of a process."""
+    """Append one line and fsync, or nothing. Call `repair_jsonl` once before the first append of a process."""
     assert "\n" not in text, "a line holds no line break"
     data = memoryview(f"{text}\n".encode())
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    size = os.fstat(descriptor).st_size
     try:
         while data:
             data = data[os.write(descriptor, data) :]
         os.fsync(descriptor)
+    except OSError:
+        os.ftruncate(descriptor, size)  # who outlives a full disk appends the line again
+        raise
     finally:
         os.close(descriptor)
 

@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from shoal.config import RunConfig, dump_config, flatten_config, load_config
-from shoal.errors import ConfigError
+from shoal.disk import is_full, spare_words
+from shoal.errors import ConfigError, DiskError
 from shoal.files import append_line, check_latest, link_latest, repair_jsonl, sweep_leftovers, write_atomic
 
 RESUMABLE = (
@@ -195,7 +196,8 @@ def _explain_os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{error.filename or path}: cannot be used for the run: {error.strerror}") from None
+        text = f"{error.filename or path}: cannot be used for the run: {error.strerror}"
+        raise (DiskError(text, is_full=True) if is_full(error) else ConfigError(text)) from None
 
 
 def _fill_dir(path: Path, config: RunConfig) -> None:
@@ -242,7 +244,8 @@ def lock_dir(path: Path) -> int:
         # wrong one.
         if _is_same_file(lock, path / ".lock"):
             os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            with spare_words():  # a lock without a name is a lock
+                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
             return lock
         os.close(lock)
 

@@ -10,7 +10,7 @@ import pytest
 from shoal.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("coordinator.md", "ledger.md")
+PAGES = ("coordinator.md", "deploy.md", "ledger.md")
 
 
 def read_example(page: str, language: str) -> str:
@@ -48,7 +48,7 @@ def test_the_example_for_caddy_is_one_that_caddy_takes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_and_flag_of_the_pages_exists(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    commands = set(re.findall(r"`?shoal ((?:admin|ledger) [a-z]+|[a-z]+)\b", (DOCS / page).read_text()))
+    commands = set(re.findall(r"`?shoal ((?:admin|ledger|canary|redteam) [a-z]+|[a-z]+)\b", (DOCS / page).read_text()))
     assert len(commands) > 3
     flags: set[str] = set()
     for command in sorted(commands):

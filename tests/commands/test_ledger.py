@@ -35,11 +35,11 @@ async def serve(data: Path) -> AsyncIterator[Service]:
         yield service
 
 
-async def append(service: Service, count: int, marker: int = 0) -> SignedHead:
+async def append(service: Service, count: int) -> SignedHead:
     """Some harmless events, and a head over them."""
     ledger = service.coordinator.ledger
     for _ in range(count):
-        ledger.submit(lambda draft: draft.append(Kind.COORDINATOR_UP, body={"shift_ms": marker}))
+        ledger.submit(lambda draft: draft.append(Kind.COORDINATOR_UP, body={"shift_ms": 0}))
     return await ledger.sign_head()
 
 
@@ -84,7 +84,7 @@ def test_a_copy_that_is_kept_tells_a_fork(tmp_path: Path) -> None:
         async with serve(old) as service:  # the same coordinator, without its last events
             outcome = await audit(service, copy)
             assert outcome.code == 1 and "the coordinator's newest head only" in outcome.text
-            await append(service, 9, marker=5)
+            await append(service, 9)
             outcome = await audit(service, copy)
             assert outcome.code == 1 and "of the copy: a fork" in outcome.text
             assert (await audit(service)).code == 0, "nobody sees it who has not kept what there was"
@@ -148,6 +148,24 @@ def test_a_page_of_other_events_than_asked_for_is_none(
             monkeypatch.setattr(OpenClient, "_get", get)
             with pytest.raises(UnreachableError, match="the server sent"):
                 await audit(service)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("body", [b"nonsense", b"[" * 60_000])
+def test_events_from_afar_that_are_none_are_not_shown(
+    body: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = OpenClient.read_page
+
+    async def read_page(client: OpenClient, first: int) -> list[Event]:
+        return [replace(event, body=body) for event in await real(client, first)]
+
+    async def check() -> None:
+        async with serve(tmp_path / "data") as service:
+            monkeypatch.setattr(OpenClient, "read_page", read_page)
+            with pytest.raises(UnreachableError, match="sent events that are none: event 0: a body that is not"):
+                await show_remote(service.url, None, 0, 5)
 
     asyncio.run(check())
 

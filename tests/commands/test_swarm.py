@@ -71,7 +71,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ([*JOIN, "--coordinator", "me"], "'me': not a public key"),
         (["join", "https://a b", "--owner", "owner.key"], "https://a b"),
         (["leave"], "node: no folder of a node that joined a run"),
-        (["unbond", "--data", "x"], "x: no folder of a node"),
+        (["unbond", NOBODY, "--owner", "owner.key", "--request", "x"], "--request: 32 of"),
         (["explain", NOBODY, "7"], "'7': no id of a submission"),
         (["appeal", NOBODY, "7", "--owner", "owner.key"], "'7': no id of a submission"),
         (["revoke", NOBODY, "me", "--owner", "owner.key"], "'me': not a public key"),
@@ -112,7 +112,10 @@ def test_a_coordinator_that_is_away_is_one_sentence_and_exit_code_1(
     monkeypatch.setattr(swarm_call, "QUICK", Patience(tries=1))
     assert main(argv) == 1
     shown = capsys.readouterr()
-    assert shown.out == "" and shown.err == f"shoal: {NOBODY}: no connection (Connection refused)\n"
+    assert (
+        shown.out == ""
+        and shown.err == f"shoal: the coordinator does not answer: {NOBODY}: no connection (Connection refused)\n"
+    )
     assert not Path("node").exists()
 
 

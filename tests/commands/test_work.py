@@ -7,6 +7,7 @@ import pytest
 
 from shoal.cli import main
 from shoal.rundir import lock_dir
+from shoal.swarm.asking import Patience
 
 
 def fail(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -39,6 +40,24 @@ def test_a_descriptor_that_is_not_there_is_named(
     path = tmp_path / "nowhere.json"
     error = fail(capsys, command, str(path), "--folder", str(tmp_path / "node"))
     assert f"{path}: cannot be read (No such file or directory)" in error
+
+
+def test_a_coordinator_that_is_away_is_no_mistake(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.node.pins._PATIENCE", Patience(tries=1))
+    assert main(["worker", "http://127.0.0.1:9", "--folder", str(tmp_path / "node")]) == 1
+    error = capsys.readouterr().err
+    assert error == "shoal: http://127.0.0.1:9: gives no descriptor of a run (" + error.partition("(")[2]
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["worker", "validator"])
+def test_a_coordinators_key_that_is_none_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    where = ("http://127.0.0.1:1", "--folder", str(tmp_path / "node"))
+    assert "'abc': not a public key" in fail(capsys, command, *where, "--coordinator", "abc")
 
 
 @pytest.mark.parametrize("command", ["worker", "validator"])

@@ -1,42 +1,49 @@
 """A whole swarm as one command: a cheat is caught, all of it stopped, killed and resumed, and the run ends as it must.
 
-What it ends with are the weights of `shoal train`, bit for bit: nothing is late with async level 0.
+What it ends with are the weights of `shoal train`, bit for bit, by one worker as by three: nothing is late with async
+level 0.
 """
 
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from shoal.cli import main
 from shoal.files import hash_file
+from shoal.keys import Key
+from shoal.launch.evidence import collect_evidence
 
-SOURCE, TINY = Path(__file__).parents[2] / "src", Path(__file__).parents[1] / "tiny.toml"
+sys.path.insert(0, str(Path(__file__).parent))
+
+from warm import SWARM, Running, Warm
+
+TINY = Path(__file__).parents[1] / "tiny.toml"
 PATIENCE_S = 300.0
-CHEAT = 'swarm.cheats=["int8"]'
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes in /proc")
 
 
 class Desk:
-    """Commands in a folder, what they print, and the processes that they are."""
+    """One command at a time, what it prints, and the processes that descend from it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.log = folder, folder / "printed"
-        self.process: subprocess.Popen[bytes] | None = None
+    def __init__(self, folder: Path, warm: Warm) -> None:
+        self.log, self._warm = folder / "printed", warm
+        self.process: Running | None = None
 
     def start(self, *words: str) -> None:
         self.log.write_bytes(b"")
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(self._line(words), cwd=self.folder, env=_environ(), stdout=log, stderr=log)
+        self.process = self._warm.start(*words, out=self.log, err=self.log)
 
-    def type(self, *words: str) -> tuple[int, str]:
-        line = self._line(words)
-        done = subprocess.run(line, cwd=self.folder, env=_environ(), capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout + done.stderr
+    def end(self, number: int | None = None) -> int:
+        """Send a signal, if one is given, and wait for the end."""
+        assert self.process is not None
+        if number is not None:
+            self.process.send_signal(number)
+        return self.process.wait(PATIENCE_S)
 
     def wait_text(self, text: str) -> None:
         self.wait(lambda: text in self.log.read_text(), f"nobody printed {text!r}")
@@ -46,13 +53,6 @@ class Desk:
         while not is_so():
             assert time.monotonic() < deadline, f"{what}: {self.log.read_text()[-2000:]}"
             time.sleep(0.1)
-
-    def end(self, number: int | None = None) -> int:
-        """Send a signal, if one is given, and wait for the end."""
-        assert self.process is not None
-        if number is not None:
-            self.process.send_signal(number)
-        return self.process.wait(PATIENCE_S)
 
     def list_family(self) -> list[int]:
         """All processes that descend from the one that was started."""
@@ -64,51 +64,66 @@ class Desk:
             family += found
         return family[1:]
 
-    def _line(self, words: tuple[str, ...]) -> list[str]:
-        return [sys.executable, "-m", "shoal", *words]
-
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:
-    desk = Desk(tmp_path)
-    try:
-        yield desk
-    finally:
-        if desk.process is not None and desk.process.poll() is None:
-            desk.end(signal.SIGINT)
+    with closing(Warm(*SWARM)) as warm:
+        yield Desk(tmp_path, warm)
 
 
-def test_a_swarm_survives_its_cheat_its_user_and_a_kill(desk: Desk) -> None:
-    settings = [str(TINY), "swarm.calibration=128", CHEAT]
-    root = desk.folder / "runs" / "tiny-seed0"
+def type_command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """A command in this process: its code, and what it printed."""
+    capsys.readouterr()
+    code = main(words)
+    shown = capsys.readouterr()
+    return code, shown.out + shown.err
 
+
+def test_a_swarm_survives_its_cheat_its_user_and_a_kill(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    out = desk.log.parent / "runs"
+    root = out / "tiny-seed0"
+    settings = [str(TINY), f"out={out}", "swarm.calibration=128", 'swarm.cheats=["int8"]']
+
+    desk.start("prepare", *settings)
+    assert desk.end() == 0, desk.log.read_text()
     desk.start("run", *settings, "swarm.workers=0")
     desk.wait_text("cheat-1 ended for good")
-    code, said = desk.type("run", *settings)
+    code, said = type_command(capsys, "run", *settings)
     assert code == 2 and said.startswith("shoal: ") and said.count("\n") == 1 and "in use by process" in said
     family = desk.list_family()
     assert len(family) >= 7
     assert desk.end(signal.SIGINT) == 130
     assert "the same command goes on" in desk.log.read_text() and not any(map(_is_alive, family))
 
-    code, said = desk.type("run", *settings, "steps=4")
+    code, said = type_command(capsys, "run", *settings, "steps=4")
     assert code == 2 and "begun with another steps" in said
 
-    desk.start("run", *settings)
-    desk.wait(lambda: len(desk.list_family()) >= 8, "not all parts were started")
+    desk.start("run", *settings, "swarm.workers=1")
+    desk.wait((root / "versions" / "v000001").exists, "one worker is not enough for a step")
+    assert list_paid(root) == {"worker-1"}
     family = desk.list_family()
+    assert len(family) >= 8
     desk.end(signal.SIGKILL)
     desk.wait(lambda: not any(map(_is_alive, family)), "processes outlived their supervisor")
 
+    settings += ["swarm.workers=3"]
     desk.start("run", *settings)
     assert desk.end() == 0, desk.log.read_text()
     shown = desk.log.read_text()
     assert "caught cheating: cheat-1" in shown and "the ledger holds" in shown
+    assert len(list_paid(root)) > 1
     check_report(root)
-    check_weights(desk, root)
+    check_weights(root, out / "alone")
 
-    code, said = desk.type("run", *settings)
+    code, said = type_command(capsys, "run", *settings)
     assert code == 0 and said.splitlines() == shown.splitlines()[-4:], "a finished run has nothing left but its report"
+
+
+def list_paid(root: Path) -> set[str]:
+    """The workers that delivered what was accepted."""
+    owners = {Key.load(path).public: path.parent.name for path in root.glob("*/owner.key")}
+    leaders = collect_evidence(root / "coordinator" / "ledger.db").leaders
+    return {owners[line.owner] for line in leaders if line.accepted}
 
 
 def check_report(root: Path) -> None:
@@ -118,17 +133,15 @@ def check_report(root: Path) -> None:
     assert "cheat-1" in page and "<script" not in page
 
 
-def check_weights(desk: Desk, root: Path) -> None:
-    """The swarm's weights are those of `shoal train` with the same beacons."""
+def check_weights(root: Path, alone: Path) -> None:
+    """The swarm's weights are those of `shoal train` with the same beacons, after every step."""
     secret = (root / "coordinator" / "beacon.secret").read_text()
-    code, said = desk.type("train", str(TINY), "out=alone", f"beacon={secret}")
-    assert code == 0, said
-    (alone,) = (desk.folder / "alone").glob("tiny-seed0/checkpoints/step-000003/policy/model.safetensors")
-    assert hash_file(alone) == hash_file(root / "versions" / "v000003" / "model.safetensors")
-
-
-def _environ() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "TERM": "dumb"}
+    assert (
+        main(["train", str(TINY), f"out={alone}", f"beacon={secret}", "checkpoint.every=1", "checkpoint.keep=9"]) == 0
+    )
+    for step in (1, 2, 3):
+        own = alone / "tiny-seed0" / "checkpoints" / f"step-{step:06d}" / "policy" / "model.safetensors"
+        assert hash_file(own) == hash_file(root / "versions" / f"v{step:06d}" / "model.safetensors"), f"step {step}"
 
 
 def _list_pids() -> list[int]:

@@ -6,14 +6,13 @@ Whatever is done to it, what was answered stands, the ledger verifies, and who a
 import asyncio
 import hashlib
 import json
-import os
 import signal
 import socket
 import sqlite3
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +21,8 @@ import pytest
 from shoal.cli import main
 from shoal.commands.swarm_node import open_joined
 from shoal.keys import Key
+from shoal.node.session import Role, open_session
+from shoal.redteam.bad_work import BadWork
 from shoal.swarm.asking import RefusedError
 from shoal.swarm.client import NodeClient
 from shoal.swarm.head import ForkError
@@ -39,7 +40,10 @@ from shoal.swarm.messages import (
     VersionStatement,
 )
 
-SOURCE = Path(__file__).parents[2] / "src"
+sys.path.insert(0, str(Path(__file__).parent))
+
+from warm import Running, Warm
+
 PATIENCE_S = 60.0
 DATA = b"rollouts" * 40_000
 T = TypeVar("T")
@@ -48,11 +52,11 @@ T = TypeVar("T")
 class Town:
     """A coordinator's process, keys of owners, and the commands of users."""
 
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self.capsys = folder, capsys
+    def __init__(self, folder: Path, warm: Warm, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.warm, self.capsys = folder, warm, capsys
         with socket.create_server(("127.0.0.1", 0)) as sock:
             self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        self.process: subprocess.Popen[str] | None = None
+        self.process: Running | None = None
         self.keys = {name: self._make_key(name) for name in ("ann", "bob", "operator")}
         self.data = folder / "coordinator"
         self.config = folder / "run.toml"
@@ -65,25 +69,18 @@ class Town:
 
     def start(self) -> None:
         """Start the coordinator, or start it again where it was."""
-        flags = ["--data", str(self.data), "--listen", self.url.removeprefix("http://")]
-        with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "shoal", "coordinator", str(self.config), *flags],
-                env=os.environ | {"PYTHONPATH": str(SOURCE)},
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        assert self.process.stdout is not None
-        lines = [self.process.stdout.readline() for _ in range(7)]
-        assert f"shoal join {self.url} --coordinator " in lines[-1], (lines, (self.folder / "log").read_text())
+        flags = ["--data", self.data, "--listen", self.url.removeprefix("http://")]
+        printed = self.folder / "printed"
+        printed.write_bytes(b"")
+        self.process = self.warm.start("coordinator", self.config, *flags, out=printed, err=self.folder / "log")
+        join = f"shoal join {self.url} --coordinator "
+        await_true(lambda: join in printed.read_text() or self.process.poll() is not None, "coordinator")
+        assert join in printed.read_text(), (self.folder / "log").read_text()
 
     def kill(self, number: int = signal.SIGKILL) -> int:
-        assert self.process is not None and self.process.stdout is not None
+        assert self.process is not None
         self.process.send_signal(number)
-        code = self.process.wait(PATIENCE_S)
-        self.process.stdout.close()
-        return code
+        return self.process.wait(PATIENCE_S)
 
     def restart(self) -> None:
         self.kill()
@@ -119,9 +116,16 @@ class Town:
         return key.public
 
 
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    """Starts coordinators in processes of their own."""
+    with closing(Warm("shoal.commands.swarm_serve", "shoal.swarm.service")) as warm:
+        yield warm
+
+
 @pytest.fixture
-def town(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Town]:
-    town = Town(tmp_path, capsys)
+def town(tmp_path: Path, warm: Warm, capsys: pytest.CaptureFixture[str]) -> Iterator[Town]:
+    town = Town(tmp_path, warm, capsys)
     try:
         yield town
     finally:
@@ -161,7 +165,7 @@ def test_a_run_survives_kill_minus_nine_between_all_its_acts(town: Town) -> None
     """lease -> commit -> upload -> claim -> verdict -> cut -> publish, each done again after the coordinator died."""
     town.start()
     assert "standing     probation" in town.join("ann")
-    assert "may          validate" in town.join("bob", "--scope", "validate")
+    assert "may          train, validate" in town.join("bob", "--scope", "validate", "--scope", "train")
     town.act("bob", lambda client: client.publish_version(make_version(0)))
     lease = ask_first(town, "a" * 32)
     town.restart()
@@ -307,6 +311,52 @@ def test_who_may_not_work_is_told_so_and_the_operator_decides(town: Town) -> Non
     check_second(town)
 
 
+def test_a_validator_that_accepts_a_canary_is_found_by_the_operators_command(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    town.start()
+    town.join("ann")
+    town.join("bob", "--scope", "validate", "--scope", "train")
+    town.act("bob", lambda client: client.publish_version(make_version(0)))
+    flags = ["--key", town.folder / "operator.key", "--folder", town.folder / "canaries"]
+    assert "no sealed canary is left" in town.type("canary", "plant", town.url, *flags, code=2)
+    assert "2 owners sealed, recorded as event" in town.type("canary", "seal", town.url, *flags, "--count", "2")
+
+    async def cheat(args: Any, make_author: object) -> None:
+        """In the place of an engine: hands in what is bad, and bob accepts it unseen."""
+        async with open_session(args.where, args.folder, role=Role.WORKER) as session:
+            lease = (await session.client.ask_lease()).lease
+            assert lease is not None
+            BadWork(args.folder).add(lease.lease)
+            (args.folder / "file").write_bytes(DATA)
+            await session.client.submit(make_manifest(lease), args.folder / "file")
+            async with open_joined(town.folder / "bob") as (bob, _):
+                job = (await bob.claim_job()).job
+                assert job is not None
+                await bob.send_verdict(make_verdict(job))
+            await asyncio.sleep(PATIENCE_S)
+
+    monkeypatch.setattr("shoal.commands.canary_plant.write_work", cheat)
+    assert main([str(word) for word in ("canary", "plant", town.url, *flags)]) == 1
+    shown = town.capsys.readouterr().out
+    assert "(int8) is revealed, recorded as event" in shown
+    bob = Key.load(town.folder / "bob" / "node.key").public
+    assert f"was MISSED: accepted by validator {bob}" in shown
+    town.restart()
+    assert f" of a canary was accepted by validator {bob[:8]}: it lies, or" in town.type("status", town.url)
+    with pytest.raises(RefusedError, match="may not judge for a while"):
+        town.act("bob", lambda client: client.claim_job())
+    assert ask_first(town, "b" * 32).first == 0, "what the canary filled is to be done again"
+    assert "1 sealed and in stock" in town.type("canary", "list", "--folder", town.folder / "canaries")
+    assert "no canary is planted" in town.type("canary", "reveal", town.url, *flags)
+    (done,) = (town.folder / "canaries" / "revealed").iterdir()
+    done.rename(town.folder / "canaries" / "planted" / done.name)  # as if it had died before it heard the answer
+    assert main([str(word) for word in ("canary", "reveal", town.url, *flags)]) == 1
+    event = shown.splitlines()[0].rpartition(" ")[2]
+    assert town.capsys.readouterr().out.startswith(f"{done.name}: revealed, recorded as event {event}\n")
+    assert json.loads(town.type("ledger", "verify", town.data, "--json"))["holds"]
+
+
 def ask_stranger(town: Town) -> Any:
     """Call as a node that never joined: with a folder made by hand."""
     folder = town.folder / "stranger"
@@ -319,11 +369,10 @@ def ask_stranger(town: Town) -> Any:
 
 def check_second(town: Town) -> None:
     """A second coordinator in the same folder; then the first one is asked to stop, and does."""
-    command = [sys.executable, "-m", "shoal", "coordinator", str(town.config), "--data", str(town.data)]
-    env = os.environ | {"PYTHONPATH": str(SOURCE)}
-    second = subprocess.run([*command, "--listen", "127.0.0.1:0"], env=env, capture_output=True, text=True, check=False)
-    assert second.returncode == 2 and second.stderr.count("\n") == 1
-    assert "another process is writing to this ledger" in second.stderr
+    said = town.folder / "second.log"
+    second = town.warm.start("coordinator", town.config, "--data", town.data, "--listen", "127.0.0.1:0", err=said)
+    assert second.wait(PATIENCE_S) == 2 and said.read_text().count("\n") == 1
+    assert "another process is writing to this ledger" in said.read_text()
     assert town.kill(signal.SIGTERM) == 0
     events = [json.loads(line)["event"] for line in (town.folder / "log").read_text().splitlines()]
     assert events == ["started", "stopping", "stopped"]

@@ -1,12 +1,12 @@
 """Whole runs of `shoal train`: short ones, killed ones, resumed ones."""
 
-import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,44 +25,55 @@ from shoal.rollout import Group
 from shoal.tasks.registry import load_family
 from shoal.tasks.split import Split, split_task
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from warm import TORCH, Running, Warm
+
 TINY = Path(__file__).parents[1] / "tiny.toml"
-SOURCE = Path(__file__).parents[2] / "src"
 PATIENCE_S = 120.0
+_warmups: list[Path] = []
 
 Line = dict[str, Any]
 
 
-def train(out: Path, *overrides: str) -> Path:
-    """Train in this process, and return the run directory."""
+@pytest.fixture(scope="module", autouse=True)
+def _start(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The warm-up that most runs here begin with."""
+    out = tmp_path_factory.mktemp("start")
+    assert main(["train", str(TINY), f"out={out}", "steps=0"]) == 0
+    _warmups.append(out / "warmup")
+
+
+def train(out: Path, *overrides: str, cached: bool = True) -> Path:
+    """Train in this process, and return the run directory; `cached`: a new run finds its warm-up done."""
+    if cached and not (out / "tiny-seed0").exists() and not (out / "warmup").exists():
+        shutil.copytree(_warmups[-1], out / "warmup")
     assert main(["train", str(TINY), f"out={out}", *overrides]) == 0
     return out / "tiny-seed0"
 
 
-def start(*args: str) -> "subprocess.Popen[str]":
-    """A process of its own, which hears Ctrl-C even where these tests run in the background and do not."""
-    hears = "import os, signal, sys; signal.signal(2, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-    return subprocess.Popen(
-        [sys.executable, "-c", hears, sys.executable, *args],
-        env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    """Starts commands in processes of their own."""
+    with closing(Warm(*TORCH)) as warm:
+        yield warm
 
 
-def start_training(out: Path, *overrides: str) -> "subprocess.Popen[str]":
-    return start("-m", "shoal", "train", str(TINY), f"out={out}", *overrides)
+@pytest.fixture
+def errors(tmp_path: Path) -> Path:
+    """What such a command prints on stderr."""
+    return tmp_path / "errors"
 
 
-def await_step(process: "subprocess.Popen[str]", run: Path, step: int) -> None:
+def await_step(process: Running, errors: Path, run: Path, step: int) -> None:
     """Return when the metrics of a step are there."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         metrics = run / "metrics.jsonl"
         if metrics.exists() and any(line["step"] >= step for line in read_metrics(metrics)):
             return
-        if process.poll() is not None:
-            pytest.fail(f"ended with {process.returncode}: {process.stderr and process.stderr.read()}")
+        if (code := process.poll()) is not None:
+            pytest.fail(f"ended with {code}: {errors.read_text()}")
         time.sleep(0.01)
     process.kill()
     pytest.fail(f"no step {step} within {PATIENCE_S} s")
@@ -142,14 +153,15 @@ def test_a_checkpoint_is_written_after_all_that_is_recorded_of_its_step(tmp_path
 
 
 @pytest.mark.parametrize("level", [0, 2])
-def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, level: int) -> None:
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, warm: Warm, errors: Path, level: int) -> None:
     killed = tmp_path / "killed" / "tiny-seed0"
-    process = start_training(tmp_path / "killed", "steps=1000000", f"async_level={level}")
-    await_step(process, killed, 4)
+    settings = (f"out={tmp_path / 'killed'}", "steps=1000000", f"async_level={level}")
+    process = warm.start("train", TINY, *settings, err=errors)
+    await_step(process, errors, killed, 4)
     # while it lives nobody else may have the directory
     assert main(["train", str(TINY), f"out={tmp_path / 'killed'}", f"async_level={level}"]) == 2
     process.kill()
-    assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL
     done = list_checkpoints(killed / "checkpoints")[-1][0]
     assert done >= 2
     settings = (f"steps={done + 3}", f"async_level={level}")
@@ -158,43 +170,14 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, level: int) -> No
     assert list_steps(killed, REWARD) == list(range(1, done + 4))
 
 
-KILLER = """
-import itertools, os, signal, sys
-import shoal.train  # here, so that the children need not
-from shoal.cli import main
-
-def die_at(point):
-    left = itertools.count(point, -1)
-    def wrap(function):
-        def wrapped(*args, **options):
-            if next(left) == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **options)
-        return wrapped
-    os.fsync, os.rename, os.replace = wrap(os.fsync), wrap(os.rename), wrap(os.replace)
-
-killed = 0
-for point in [int(text) for text in sys.argv[1].split(",")]:
-    child = os.fork()
-    if child == 0:
-        die_at(point)
-        os._exit(main(sys.argv[2:]))
-    status = os.waitpid(child, 0)[1]
-    if os.WIFSIGNALED(status):
-        killed += 1
-    elif os.WEXITSTATUS(status):
-        sys.exit(100 + os.WEXITSTATUS(status))
-sys.exit(killed)
-"""
-
-
-def test_a_run_killed_at_every_kind_of_write_resumes_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_killed_at_every_kind_of_write_resumes_to_the_same_bits(tmp_path: Path, warm: Warm, errors: Path) -> None:
     args = ["steps=5", "checkpoint.every=1", "async_level=1", "eval.every=2"]
     # each process dies at its n-th fsync or rename, in warm-up, checkpoints, rollouts and metrics; the last lives
-    points = "2,16,30,40,8,15,18,22,12,19,25,20,1000000"
-    process = start("-c", KILLER, points, "train", str(TINY), f"out={tmp_path / 'killed'}", *args)
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode >= 8, errors
+    points = [2, 16, 30, 40, 8, 15, 18, 22, 12, 19, 25, 20, 1_000_000]
+    command = ["train", TINY, f"out={tmp_path / 'killed'}", *args]
+    codes = [warm.start(*command, err=errors, dies_at=point).wait() for point in points]
+    assert set(codes) <= {0, -signal.SIGKILL} and codes.count(-signal.SIGKILL) >= 8, errors.read_text()
+    assert codes[-1] == 0
     assert_same_run(tmp_path / "killed" / "tiny-seed0", train(tmp_path / "whole", *args))
     hidden = [path for path in (tmp_path / "killed").rglob(".*") if path.name != ".lock"]
     assert hidden == []
@@ -257,7 +240,7 @@ def test_a_resumed_run_with_a_kl_term_finds_its_reference_again(tmp_path: Path) 
 
 
 def test_the_same_seed_gives_the_same_run_and_another_another(tmp_path: Path) -> None:
-    assert_same_run(train(tmp_path / "a"), train(tmp_path / "b"))
+    assert_same_run(train(tmp_path / "a"), train(tmp_path / "b", cached=False))
     assert main(["train", str(TINY), f"out={tmp_path}", "seed=1"]) == 0
     assert hash_weights(tmp_path / "tiny-seed1") != hash_weights(tmp_path / "a" / "tiny-seed0")
 
@@ -333,39 +316,26 @@ def test_too_few_held_out_tasks_are_said_before_the_warmup(tmp_path: Path, capsy
     assert not (tmp_path / "warmup").exists()
 
 
-def test_an_interrupt_exits_with_130_and_the_run_resumes(tmp_path: Path) -> None:
+def test_an_interrupt_exits_with_130_and_the_run_resumes(tmp_path: Path, warm: Warm, errors: Path) -> None:
     run = tmp_path / "a" / "tiny-seed0"
-    process = start_training(tmp_path / "a", "steps=1000000")
-    await_step(process, run, 3)
+    process = warm.start("train", TINY, f"out={tmp_path / 'a'}", "steps=1000000", err=errors)
+    await_step(process, errors, run, 3)
     process.send_signal(signal.SIGINT)
-    try:
-        _, errors = process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
-    assert process.returncode == 130
-    assert errors == "\nshoal: interrupted; a run or warm-up goes on from its last checkpoint\n"
+    assert process.wait() == 130
+    assert errors.read_text() == "\nshoal: interrupted; a run or warm-up goes on from its last checkpoint\n"
     steps = f"steps={list_checkpoints(run / 'checkpoints')[-1][0] + 1}"
     train(tmp_path / "a", steps)
     assert_same_run(run, train(tmp_path / "b", steps))
 
 
-FULL_DISK = """
-import resource, sys
-from shoal.cli import main
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
-sys.exit(main(sys.argv[2:]))
-"""
-
-
-def test_a_full_disk_is_one_sentence_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_sentence_and_nothing_is_lost(tmp_path: Path, warm: Warm, errors: Path) -> None:
     run = train(tmp_path / "a", "steps=2")
     before = hash_weights(run)
     limit = (run / "checkpoints" / "step-000002" / "optimizer.safetensors").stat().st_size - 1
-    process = start("-c", FULL_DISK, str(limit), "train", str(TINY), f"out={tmp_path / 'a'}", "steps=4")
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1
-    assert errors.startswith(f"shoal: {run}: cannot be written (File too large); ")
-    assert errors.count("\n") == 1
+    process = warm.start("train", TINY, f"out={tmp_path / 'a'}", "steps=4", err=errors, max_bytes=limit)
+    assert process.wait() == 1
+    said = errors.read_text()
+    assert said.startswith(f"shoal: {run}: cannot be written (File too large); ") and said.count("\n") == 1
     assert (list_checkpoints(run / "checkpoints")[-1][0], hash_weights(run)) == (2, before)
     train(tmp_path / "a", "steps=4")
     assert_same_run(run, train(tmp_path / "b", "steps=4"), evaluations=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.launch.part import Part
-from shoal.launch.supervise import Supervisor, describe_code
+from shoal.launch.supervise import MAX_MISTAKES, Supervisor, describe_code
 
 PATIENCE_S = 60.0
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes in /proc")
@@ -92,6 +92,26 @@ def test_what_dies_is_started_again(tmp_path: Path) -> None:
     assert [event.text.split(",")[0] for event in supervisor.events] == ["ended with SIGKILL", "ended with exit code 3"]
     assert supervisor.states["worker"].num_deaths == 2
     assert (tmp_path / "logs" / "worker.log").read_text() == "begun\n" * 3
+
+
+def test_wrong_settings_end_the_run_after_a_few_tries(tmp_path: Path) -> None:
+    parts = [script("server", "time.sleep(600)"), script("worker", "print('shoal: no such file'); sys.exit(2)")]
+    supervisor, finished = run(tmp_path, parts, until=lambda: False)
+    state = supervisor.states["worker"]
+    assert not finished and state.failed and not supervisor.states["server"].failed
+    assert (tmp_path / "logs" / "worker.log").read_text() == "begun\nshoal: no such file\n" * MAX_MISTAKES
+    assert supervisor.events[-1].text == "ended for good: shoal: no such file"
+    assert state.describe(0.0) == "ended for good with exit code 2"
+
+
+def test_mistakes_that_are_not_in_a_row_are_started_again(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; path = Path('count'); n = int(path.read_text()) if path.exists() else 0\n"
+        "path.write_text(str(n + 1))\n"
+        f"sys.exit(([2] * {MAX_MISTAKES - 1} + [1, 2, 0])[n])"
+    )
+    supervisor, finished = run(tmp_path, [script("worker", code, ends=True)])
+    assert finished and supervisor.states["worker"].num_deaths == MAX_MISTAKES + 1
 
 
 def test_a_part_that_does_not_end_by_itself_is_started_again_even_if_it_ended_well(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ LOCAL = {
     "publish",  # files of this machine
     "fetch_recipe",  # has its deadline in shoal.node, as has the next
     "leave",
+    "outlast_disk",  # of work of ours, which is looked at where it is written
     "read_submission",  # has deadlines of its own: the jail's
 }
 Place = tuple[str, str]

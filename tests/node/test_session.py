@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import ConfigError
+from shoal.errors import AwayError, ConfigError
 from shoal.keys import Key
+from shoal.node import pins
 from shoal.node.identity import LIFE_MS, RENEW_MS, load_identity
 from shoal.node.pins import find_run
-from shoal.node.session import Role, SessionError, State, open_session
+from shoal.node.session import Role, SessionError, State, end_session, open_session
 from shoal.node.waits import RoleWaits
 from shoal.swarm.asking import Asker, Patience, RefusedError
 from shoal.swarm.delegation import Scope, open_delegation
 from shoal.swarm.descriptor import open_descriptor, sign_descriptor
+from shoal.swarm.head import Fork, ForkError, Head, sign_head
 from shoal.swarm.messages import Action, Command, CommandAnswer, SignedCommand, sign_message
 from shoal.swarm.params import RunParams
 from shoal.swarm.service import Service, ServiceConfig, open_service
@@ -194,7 +196,7 @@ def test_a_node_without_a_coordinator_says_so(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("shoal.node.pins._PATIENCE", Patience(tries=1))
 
     async def check() -> None:
-        with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9: gives no descriptor of a run"):
+        with pytest.raises(AwayError, match=r"http://127\.0\.0\.1:9: gives no descriptor of a run"):
             async with open_session("http://127.0.0.1:9", tmp_path / "node", role=Role.WORKER):
                 pass
 
@@ -212,6 +214,33 @@ def test_a_node_that_was_there_before_begins_while_the_coordinator_is_away(
                 pass
             url, descriptor = service.url, service.descriptor
         assert await find_run(url, tmp_path / "node", RoleWaits("worker")) == (descriptor, url)
+
+    asyncio.run(check())
+
+
+def test_a_coordinator_with_another_key_than_was_said_is_refused_then_and_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Key.generate().public
+    monkeypatch.setattr(pins, "_PATIENCE", Patience(tries=1, first_s=0.01, longest_s=0.01))
+
+    async def find(source: str, name: str, key: str) -> None:
+        await find_run(source, tmp_path / name, RoleWaits("worker"), coordinator=key)
+
+    async def check() -> None:
+        for name in ("new", "known"):
+            (tmp_path / name).mkdir()
+        async with running(tmp_path / "data") as service:
+            url, ours = service.url, service.descriptor.coordinator
+            with pytest.raises(ConfigError, match=f"has the key {ours}, not {other}"):
+                await find(url, "new", other)
+            assert not (tmp_path / "new" / "descriptor.json").exists()  # nothing of it is believed later
+            await find(url, "known", ours)
+            with pytest.raises(ConfigError, match=f"not {other}"):
+                await find(str(tmp_path / "data" / "descriptor.json"), "new", other)
+        with pytest.raises(ConfigError, match=f"not {other}"):
+            await find(url, "known", other)  # it is away, and the descriptor of last time is asked
+        await find(url, "known", ours)
 
     asyncio.run(check())
 
@@ -275,3 +304,12 @@ def test_the_longest_wait_of_the_role_is_in_its_heartbeat(tmp_path: Path) -> Non
             assert any("the groups of step 1" in wait.text for wait in status.waits)
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize(("later", "kind"), [(1, AwayError), (-1, SessionError)])
+def test_a_proof_that_failed_ends_a_role_until_its_next_start_and_a_fork_for_good(later: int, kind: type) -> None:
+    """A larger ledger of a later time may be one that continues the held one; of an earlier time it cannot be."""
+    key = Key.generate()
+    held, shown = (Head("demo", size, "0" * 64, "0" * 64, time_ms) for size, time_ms in ((3, 9), (5, 9 + later)))
+    fork = Fork(sign_head(key, held), sign_head(key, shown), ())
+    assert type(end_session(ForkError(fork))) is kind

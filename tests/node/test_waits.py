@@ -56,6 +56,24 @@ def test_a_deadline_of_the_works_own_is_not_taken_for_ours() -> None:
         asyncio.run(RoleWaits("worker").bound("lease", fail(), for_whom="it", timeout_s=60))
 
 
+def test_a_wait_that_is_insisted_on_says_what_last_went_wrong() -> None:
+    async def check() -> None:
+        waits, seen = RoleWaits("worker", sleep=lambda _: asyncio.sleep(0)), []
+
+        async def ask() -> int:
+            wait = waits.longest()
+            assert wait is not None
+            seen.append(wait.detail)
+            if len(seen) < 3:
+                raise UnreachableError(f"no connection {len(seen)}")
+            return 1
+
+        await waits.insist("lease", ask, for_whom="it", timeout_s=9, reason="at first")
+        assert seen == ["at first", "no connection 1", "no connection 2"]
+
+    asyncio.run(check())
+
+
 def test_of_several_waits_the_longest_is_told_and_the_quiet_ones_are_not() -> None:
     async def check() -> None:
         ticks = iter(range(100))

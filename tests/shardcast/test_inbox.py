@@ -122,7 +122,7 @@ def test_an_answer_that_cannot_be_written_ends_the_wait_and_not_the_origin(
         request = ask_for(tmp_path)
         with monkeypatch.context() as patch:
             patch.setattr(inbox_module, "write_atomic", refuse)
-            with pytest.raises(ConfigError, match="could not answer"):
+            with pytest.raises(DiskError, match="could not answer"):
                 await wait_answer(request, always)
         return await wait_answer(ask_for(tmp_path, 2), always)
 

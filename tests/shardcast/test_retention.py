@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.shardcast import choice
 from shoal.shardcast.retention import MAX_WAY, find_way, list_kept
 
 
@@ -132,8 +133,10 @@ def test_a_limit_of_bytes_spares_the_way_as_long_as_it_can(run: Callable[..., An
 
 
 def test_who_joins_late_gets_the_anchor_and_the_deltas_since_from_a_relay(
-    basin: Any, run: Any, make_bytes: Any, read_files: Any
+    basin: Any, run: Any, make_bytes: Any, read_files: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(choice, "PATIENCE_S", 60.0)  # on a busy machine manifests take longer to read than it waits
+
     async def work() -> None:
         data = bytearray(make_bytes(6 * (1 << 16), 1))
         async with basin() as home:

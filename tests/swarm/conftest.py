@@ -31,7 +31,7 @@ from shoal.swarm.projection import Projection
 
 _START_S = 30
 _MEMORY = Path("/dev/shm")
-_WITH_TABLES = {"open_ledger", "both_world"}
+_WITH_TABLES = {"open_ledger", "both_world", "tables"}
 """fixtures whose database may have its tables already"""
 
 LEASE = sa.Table(
@@ -123,6 +123,21 @@ def url(request: pytest.FixtureRequest, quick_folder: Path) -> Iterator[str]:
     _run_command(folder, f"CREATE DATABASE {name} TEMPLATE {model}")
     yield f"postgresql://shoal@/{name}?host={folder}"
     _run_command(folder, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture
+def make_database(cluster: Path, migrated_server: str) -> Iterator[Callable[[], str]]:
+    """Makes databases of the PostgreSQL server that have their tables."""
+    made: list[str] = []
+
+    def make() -> str:
+        made.append(f"test_{next(_names)}")
+        _run_command(cluster, f"CREATE DATABASE {made[-1]} TEMPLATE {migrated_server}")
+        return f"postgresql://shoal@/{made[-1]}?host={cluster}"
+
+    yield make
+    for name in made:
+        _run_command(cluster, f"DROP DATABASE {name} WITH (FORCE)")
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ lives so long, `at POINT`, `end STATUS`.
 """
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from shoal.swarm.faults import set_hook
@@ -22,12 +24,22 @@ from shoal.swarm.service import ServiceConfig, open_service
 
 def main() -> None:
     """Start one life after the other."""
+    asyncio.run(rehearse())
+    gc.freeze()
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
             asyncio.run(live(json.loads(line)))
             os._exit(0)
         tell(f"end {os.waitpid(pid, 0)[1]}")
+
+
+async def rehearse() -> None:
+    """A life in which nothing happens: what is computed once in a process need not be in each of its children."""
+    with TemporaryDirectory() as folder:
+        for _ in range(2):
+            async with open_service(ServiceConfig(run="rehearsal", port=0), Path(folder)):
+                pass
 
 
 async def live(order: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.errors import ConfigError
 from shoal.seeds import derive_seed
-from shoal.swarm.beacon import BeaconChain, check_beacon, derive_group, draw_check, make_secret, number_beacon
+from shoal.swarm.beacon import BeaconChain, check_beacon, derive_group, draw_check, number_beacon
 
 SECRET = bytes(32)
 
@@ -17,6 +17,14 @@ def test_each_beacon_is_the_one_that_the_earlier_one_commits_to():
     values = [chain.tip, *(chain.reveal_step(step) for step in range(1, 6)), chain.reveal_secret()]
     assert all(check_beacon(later, earlier) for earlier, later in pairwise(values))
     assert len(set(values)) == 7
+
+
+def test_a_beacon_has_one_spelling():
+    """Seeds follow from its text, so who could spell it otherwise could draw again."""
+    chain = BeaconChain(SECRET, 5)
+    beacon = chain.reveal_step(1)
+    others = (beacon.upper(), f"{beacon[:2]} {beacon[2:]}", f"{beacon}\n", beacon[:-2], "")
+    assert check_beacon(beacon, chain.tip) and not any(check_beacon(other, chain.tip) for other in others)
 
 
 def test_the_chain_is_a_plain_hash_chain():
@@ -33,7 +41,6 @@ def test_there_is_no_beacon_outside_of_the_run(step):
 
 
 def test_a_secret_has_its_length():
-    assert len(make_secret()) == 32 and make_secret() != make_secret()
     with pytest.raises(ConfigError, match="32 bytes"):
         BeaconChain(b"short", 5)
 

@@ -168,14 +168,46 @@ def test_what_is_no_ledger_is_refused_and_no_file_is_made(tmp_path: Path) -> Non
 
 
 def test_a_damaged_ledger_is_named_when_it_is_shown(ledger: Ledger, url: str) -> None:
-    engine = open_engine(url)
-    with engine.begin() as connection:
-        if is_sqlite(engine):
-            connection.exec_driver_sql("DROP TRIGGER posting_no_update")
-        else:
-            connection.exec_driver_sql("SET session_replication_role = replica")
-        connection.exec_driver_sql("UPDATE posting SET line = 7 WHERE line = 1")
-    engine.dispose()
+    edit_row(url, "posting", "line = 7 WHERE line = 1")
     with pytest.raises(ConfigError, match=r"the ledger was damaged \(posting: line 7 of event 2"):
         show_events(url)
     assert verify_database(url).code == EXIT_BROKEN
+
+
+@pytest.mark.parametrize("body", [b"nonsense", b"[" * 60_000, b"[]", b"\xff"])
+def test_a_body_that_no_shoal_wrote_is_one_sentence(ledger: Ledger, url: str, body: bytes) -> None:
+    """Of the first event, which is read whatever is asked for."""
+    edit_row(url, "event", f"body = {quote_bytes(url, body)} WHERE seq = 0")
+    for ask in (lambda: show_events(url), lambda: show_events(url, event="0"), lambda: prove_event(url, "1")):
+        with pytest.raises(ConfigError, match=r"the ledger was damaged \(event 0: a body that is not"):
+            ask()
+    assert verify_database(url).code == EXIT_BROKEN
+
+
+def test_a_time_that_no_calendar_has_is_shown_as_its_number(ledger: Ledger, url: str) -> None:
+    edit_row(url, "event", f"time_ms = {2**60} WHERE seq = 1")
+    assert f"{2**60} ms" in show_events(url).text and f"time       {2**60} ms" in show_events(url, event="1").text
+
+
+def test_a_proof_with_a_time_that_no_calendar_has_is_shown(key: Key, tmp_path: Path) -> None:
+    event = seal_event(Event(0, 2**60, "admin", key.public, "", b"{}", b"", bytes(32), b""))
+    head = Head("demo", 1, root_leaves([hash_leaf(event.hash)]).hex(), event.hash.hex(), 2**60)
+    path = tmp_path / "proof"
+    path.write_bytes(Bundle(event, sign_head(key, head), ()).to_bytes())
+    assert f"time       {2**60} ms" in check_proof(path, run="demo", coordinator=key.public).text
+
+
+def edit_row(url: str, table: str, change: str) -> None:
+    """What only somebody who has the database can do."""
+    engine = open_engine(url)
+    with engine.begin() as connection:
+        if is_sqlite(engine):
+            connection.exec_driver_sql(f"DROP TRIGGER {table}_no_update")
+        else:
+            connection.exec_driver_sql("SET session_replication_role = replica")
+        connection.exec_driver_sql(f"UPDATE {table} SET {change}")
+    engine.dispose()
+
+
+def quote_bytes(url: str, data: bytes) -> str:
+    return f"x'{data.hex()}'" if url.startswith("sqlite") else f"decode('{data.hex()}', 'hex')"

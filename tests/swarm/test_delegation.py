@@ -13,7 +13,6 @@ from shoal.swarm.delegation import (
     Delegation,
     Grant,
     Revocation,
-    RevocationSet,
     Scope,
     check_delegation,
     open_delegation,
@@ -48,17 +47,8 @@ def make_grant(**changes: Any) -> Grant:
     return Grant(**{**fields, **changes})
 
 
-def make_revocations() -> RevocationSet:
-    return RevocationSet(lambda owner, node: (owner, node) == (OWNER.public, NODE.public))
-
-
 def check(delegation: Delegation, **changes: Any) -> None:
-    given_values: dict[str, Any] = {
-        "node": NODE.public,
-        "run": "run-1",
-        "now_ms": START_MS,
-        "revocations": make_revocations(),
-    }
+    given_values: dict[str, Any] = {"node": NODE.public, "run": "run-1", "now_ms": START_MS}
     check_delegation(delegation, **{**given_values, **changes})
 
 
@@ -152,28 +142,9 @@ def test_a_delegation_is_for_one_node_and_one_run() -> None:
         check(delegation, run="run-2")
 
 
-def test_a_revoked_node_is_refused_and_stays_so() -> None:
-    revocations = make_revocations()
-    delegation = open_delegation(sign_delegation(OWNER, make_grant()))
-    check(delegation, revocations=revocations)
+def test_a_revocation_comes_back_as_it_was_signed() -> None:
     revocation = open_revocation(sign_revocation(OWNER, NODE.public, "run-1"))
     assert revocation == Revocation(OWNER.public, NODE.public, "run-1")
-    revocations.add_revocation(revocation)
-    revocations.add_revocation(revocation)
-    assert len(revocations) == 1
-    renewed = open_delegation(sign_delegation(OWNER, make_grant(not_after_ms=END_MS + 1)))
-    for each in (delegation, renewed):
-        with pytest.raises(AuthError, match="revoked"):
-            check(each, revocations=revocations)
-
-
-def test_only_the_owner_revokes_and_only_what_joined() -> None:
-    revocations = make_revocations()
-    revocation = open_revocation(sign_revocation(OTHER, NODE.public, "run-1"))
-    with pytest.raises(AuthError, match="nothing to revoke"):
-        revocations.add_revocation(revocation)
-    assert len(revocations) == 0
-    check(open_delegation(sign_delegation(OWNER, make_grant())), revocations=revocations)
 
 
 @pytest.mark.parametrize(

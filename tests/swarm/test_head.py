@@ -98,8 +98,8 @@ def test_a_larger_head_extends_with_its_proof_alone() -> None:
     proof = prove_consistency(nodes, 3, 10)
     assert check_extension(old, new, proof) is Relation.NEWER
     assert check_extension(old, new, None) is Relation.UNPROVEN
-    assert check_extension(old, new, proof[:-1]) is Relation.FORK
-    assert check_extension(old, new, []) is Relation.FORK
+    assert check_extension(old, new, proof[:-1]) is Relation.BROKEN
+    assert check_extension(old, new, []) is Relation.BROKEN
 
 
 def test_heads_of_one_size_are_the_same_or_a_fork() -> None:
@@ -141,7 +141,7 @@ def test_a_keeper_refuses_what_the_coordinator_did_not_sign(tmp_path: Path) -> N
     [
         (sign(5, leaves=LEAVES[::-1]), "two ledgers of 5 events"),
         (sign(3, time_ms=50), "a ledger of 5 events, and later one of 3"),
-        (sign(9, leaves=LEAVES[::-1]), "a ledger of 9 events that does not begin with the 5"),
+        (sign(9, time_ms=4), "a ledger of 5 events, and one of 9 for an earlier time"),
     ],
 )
 def test_a_fork_is_written_down_with_both_heads_and_the_keeper_stops(
@@ -159,6 +159,23 @@ def test_a_fork_is_written_down_with_both_heads_and_the_keeper_stops(
     for again in (keeper, open_keeper(tmp_path)):
         with pytest.raises(ForkError, match=words):
             again.offer_head(sign(10), prove_consistency(nodes, 5, 10))
+
+
+def test_a_proof_that_fails_stops_the_keeper_until_it_is_opened_again(tmp_path: Path) -> None:
+    """Proofs are not signed: whoever is on the way can alter one, and shall not stop a node for good by that."""
+    keeper = open_keeper(tmp_path)
+    keeper.offer_head(sign(5))
+    assert keeper.offer_head(sign(9), [LEAVES[0]]) is Relation.BROKEN
+    assert keeper.fork is None and not keeper.evidence_path.exists()
+    error = keeper.note_fork(sign(9), [LEAVES[0]])
+    assert not error.fork.convicts and "no proof that it begins with the 5" in str(error)
+    with pytest.raises(ForkError):
+        keeper.offer_head(sign(9), prove_consistency(nodes, 5, 9))
+    again = open_keeper(tmp_path)
+    assert (again.fork, again.doubted) == (None, sign(9))
+    assert again.offer_head(sign(9), prove_consistency(nodes, 5, 9)) is Relation.NEWER
+    again.end_doubt()
+    assert again.doubted is None and not again.evidence_path.exists()
 
 
 def test_damaged_evidence_is_refused() -> None:

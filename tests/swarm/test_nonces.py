@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ConfigError, DiskError
-from shoal.swarm.nonces import MAX_PENDING, SLOT_S, NonceBook
+from shoal.swarm.nonces import SLOT_S, NonceBook
 from shoal.swarm.refusal import AuthError
 
 NODE = "ab" * 32
@@ -51,7 +51,7 @@ def test_old_nonces_are_forgotten_in_memory_and_on_disk(tmp_path: Path) -> None:
     for minute in range(60):
         for number in range(50):
             add(book, number, START_S + 60 * minute)
-        book.flush()
+        book.tidy()
         assert len(book) <= 50 * 7
     book.close()
     rows = sqlite3.connect(path).execute("SELECT count(*) FROM nonce").fetchone()
@@ -62,10 +62,10 @@ def test_what_was_signed_before_a_forgotten_nonce_is_refused_when_the_clock_goes
     path = tmp_path / "nonces.db"
     book = NonceBook(path)
     add(book, 1)
-    book.flush()
     add(book, 2, START_S + 400)  # forgets the first
     assert len(book) == 1
     assert is_refused(book, 1) == "clock_set_back"
+    book.tidy()
     book.close()
     book = NonceBook(path)
     assert is_refused(book, 1) == "clock_set_back"
@@ -104,26 +104,24 @@ def copy_live(path: Path, folder: Path) -> Path:
     return folder / path.name
 
 
-def test_a_kill_loses_only_what_was_not_flushed(tmp_path: Path) -> None:
+def test_a_kill_loses_no_nonce(tmp_path: Path) -> None:
     path = tmp_path / "nonces.db"
     book = NonceBook(path)
-    add(book, 1)
-    book.flush()
-    add(book, 2)
-    after_kill = NonceBook(copy_live(path, tmp_path / "after"))
-    assert is_refused(after_kill, 1) == "replay"
-    add(after_kill, 2)
-    after_kill.close()
+    for number in range(10):
+        add(book, number)
+        after_kill = NonceBook(copy_live(path, tmp_path / f"after-{number}"))
+        assert [is_refused(after_kill, earlier) for earlier in range(number + 1)] == ["replay"] * (number + 1)
+        after_kill.close()
     book.close()
 
 
-def test_a_full_batch_is_flushed_without_being_asked(tmp_path: Path) -> None:
+def test_a_kill_before_forgotten_nonces_left_the_file_lets_none_of_them_in(tmp_path: Path) -> None:
     path = tmp_path / "nonces.db"
     book = NonceBook(path)
-    for number in range(MAX_PENDING + 1):
-        add(book, number)
+    add(book, 1)
+    add(book, 2, START_S + 400)  # forgets the first
     after_kill = NonceBook(copy_live(path, tmp_path / "after"))
-    assert len(after_kill) == MAX_PENDING
+    assert is_refused(after_kill, 1) == "replay"
     after_kill.close()
     book.close()
 
@@ -156,7 +154,7 @@ def test_the_file_does_not_grow_with_time(tmp_path: Path) -> None:
     for minute in range(200):  # SQLite's own journal is full, and used again, after some 60
         for number in range(500):
             add(book, 1000 * minute + number, START_S + 60 * minute)
-        book.flush()
+        book.tidy()
         sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()))
     assert max(sizes[100:]) <= max(sizes[:100])
     book.close()
@@ -181,19 +179,25 @@ def test_nonces_must_outlive_the_window(tmp_path: Path) -> None:
         NonceBook(tmp_path / "nonces.db", window_s=60, keep_s=120)
 
 
-def test_a_disk_that_fails_is_told_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "nonces.db"
-    book = NonceBook(path)
-    add(book, 1)
+class FullDisk:
+    """A database whose disk is full."""
+
+    def execute(self, *_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_a_request_that_cannot_be_noted_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    book = NonceBook(tmp_path / "nonces.db")
     with monkeypatch.context() as patch:
-        patch.setattr(book, "_write_batch", fail_full)
+        patch.setattr(book, "_database", FullDisk())
+        assert is_refused(book, 1) == "disk"
         with pytest.raises(DiskError, match="disk is full"):
-            book.flush()
+            book.tidy()
+    add(book, 1)
     book.close()
-    book = NonceBook(path)
-    assert is_refused(book, 1) == "replay"
-    book.close()
-
-
-def fail_full(*_: object) -> None:
-    raise sqlite3.OperationalError("database or disk is full")

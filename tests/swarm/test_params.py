@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.swarm.event import decode_body, encode_body
+from shoal.swarm.event import MAX_BODY_BYTES, decode_body, encode_body
 from shoal.swarm.messages import Standing
 from shoal.swarm.params import FIXED, RunParams, check_change, dump_params, parse_params
 
@@ -51,3 +51,9 @@ def test_new_and_limited_owners_are_checked_fully():
     shares = {standing: params.check_share(standing) for standing in Standing}
     assert shares[Standing.PROBATION] == shares[Standing.LIMITED] == 1_000_000
     assert shares[Standing.GOOD] > shares[Standing.TRUSTED] >= 50_000
+
+
+def test_the_longest_parameters_fit_into_the_first_event_and_into_a_command():
+    keys = [f"{number:064x}" for number in range(256)]
+    params = RunParams(validators=tuple(keys), trainers=tuple(keys[:64]))
+    assert 2 * len(encode_body({"params": dump_params(params)})) < MAX_BODY_BYTES

@@ -22,8 +22,9 @@ from shoal.commands.swarm_node import join_run
 from shoal.errors import ConfigError
 from shoal.keys import Key
 from shoal.swarm.asking import Asker, Patience, RefusedError, UnreachableError
+from shoal.swarm.blobs.disk import DiskLimits
 from shoal.swarm.client import NodeClient
-from shoal.swarm.client_auth import read_clock_ms
+from shoal.swarm.clock import read_clock
 from shoal.swarm.delegation import Grant, Scope, sign_delegation
 from shoal.swarm.descriptor import Descriptor, open_descriptor, sign_descriptor
 from shoal.swarm.link import parse_place
@@ -57,7 +58,7 @@ def make_config(**changes: Any) -> ServiceConfig:
         async_level=0,
         groups_per_batch=1,
         group_size=2,
-        max_tokens=200,
+        max_tokens=8192,
         validators=(JUDGE.public,),
         trainers=(JUDGE.public,),
     )
@@ -75,7 +76,7 @@ async def node_of(
     if not path.exists():
         Key.generate().save(path)
     key = Key.load(path)
-    now_ms = read_clock_ms()
+    now_ms = read_clock()
     grant = Grant(key.public, "demo", now_ms - 1000, now_ms + 10**8, frozenset(scopes), 16)
     asker = Asker(Patience(tries=12, first_s=0.1, longest_s=0.5))
     client = NodeClient(parse_place(service_url), key, run="demo", coordinator=coordinator, folder=folder, asker=asker)
@@ -87,7 +88,7 @@ async def node_of(
 def make_manifest(lease: Lease, data: bytes) -> Manifest:
     count = lease.count * lease.group_size
     hashes = [hashlib.sha256(b"%s %d" % (lease.lease.encode(), number)).hexdigest() for number in range(count)]
-    rollouts = tuple(RolloutEntry(hash=text, tokens=100) for text in hashes)
+    rollouts = tuple(RolloutEntry(hash=text, tokens=6000) for text in hashes)
     blob = hashlib.sha256(data).hexdigest()
     return Manifest(lease=lease.lease, fence=lease.fence, blob=blob, size=len(data), version=0, rollouts=rollouts)
 
@@ -104,7 +105,7 @@ def test_a_run_of_one_step_goes_from_the_first_join_to_the_last_version(tmp_path
             where = service.url, service.coordinator.public
             async with (
                 node_of(*where, OWNER, tmp_path / "worker", Scope.WORK) as worker,
-                node_of(*where, JUDGE, tmp_path / "judge", Scope.VALIDATE, Scope.WORK) as judge,
+                node_of(*where, JUDGE, tmp_path / "judge", Scope.VALIDATE, Scope.TRAIN) as judge,
             ):
                 await judge.publish_version(VersionStatement(version=0, root="0" * 64, manifest="0" * 64, batch=""))
                 assert (await worker.send_heartbeat(Heartbeat())).newest_version == 0
@@ -210,6 +211,37 @@ def test_a_ledger_without_its_keys_is_not_opened(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
+def test_files_that_the_store_does_not_take_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+    large = make_config().params.model_copy(update={"blob_max_bytes": 2**27})
+
+    async def check() -> None:
+        with pytest.raises(ConfigError, match=r"params.blob_max_bytes=134217728: more than the store takes"):
+            async with running(tmp_path / "data", params=large):
+                pass
+        assert not (tmp_path / "data").exists()
+        async with running(tmp_path / "data", params=large, blobs=DiskLimits(max_blob_bytes=2**27)):
+            pass
+        with pytest.raises(ConfigError, match="more than the store takes"):  # the run has kept its own
+            async with running(tmp_path / "data"):
+                pass
+
+    asyncio.run(check())
+
+
+def test_a_restart_makes_joining_no_cheaper(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path) as service:
+            now_ms = read_clock()
+            for _ in range(40):
+                key = Key.generate()
+                grant = Grant(key.public, "demo", now_ms - 1000, now_ms + 10**8, frozenset({Scope.WORK}), 1)
+                await service.coordinator.join(key.public, sign_delegation(OWNER, grant))
+        async with running(tmp_path) as service:
+            assert service.desk.gate.rate.find_work(read_clock() / 1000) >= 2 * 16
+
+    asyncio.run(check())
+
+
 def test_a_descriptor_is_believed_only_under_one_of_its_own_keys() -> None:
     key, operator = Key.generate(), Key.generate()
     descriptor = Descriptor("demo", key.public, operator.public, ("http://a:1",), "0" * 64)
@@ -217,6 +249,23 @@ def test_a_descriptor_is_believed_only_under_one_of_its_own_keys() -> None:
         assert open_descriptor(sign_descriptor(signer, descriptor)) == descriptor
     with pytest.raises(DocumentError, match="neither"):
         open_descriptor(sign_descriptor(Key.generate(), descriptor))
+    stores = (
+        "https://s3.example.org/bucket/run/blobs/",
+        "https://bucket.s3.example.org:8443/",
+        "http://127.0.0.1:9/b/",
+    )
+    named = replace(descriptor, stores=stores)
+    assert open_descriptor(sign_descriptor(key, named)) == named
+    for store in (
+        "http://s3.example.org/bucket/",  # no TLS, and not on this machine
+        "https://s3.example.org/bucket",
+        "https://user@s3.example.org/bucket/",
+        "https://s3.example.org/bucket/?a=b/",
+        "s3://bucket/",
+        "https:///bucket/",
+    ):
+        with pytest.raises(ValueError, match="stores"):
+            replace(descriptor, stores=(store,))
     for changes in ({"urls": ("ftp://a",)}, {"urls": ("http://a/b",)}, {"genesis": "x"}, {"run": "A B"}):
         with pytest.raises(ValueError):
             replace(descriptor, **changes)
@@ -255,7 +304,7 @@ def test_kill_minus_nine_in_the_middle_of_an_upload_costs_a_retry_and_nothing_el
     async def prepare(url: str, public: str) -> Manifest:
         async with (
             node_of(url, public, OWNER, tmp_path / "worker", Scope.WORK) as worker,
-            node_of(url, public, JUDGE, tmp_path / "judge", Scope.VALIDATE) as judge,
+            node_of(url, public, JUDGE, tmp_path / "judge", Scope.VALIDATE, Scope.TRAIN) as judge,
         ):
             await judge.publish_version(VersionStatement(version=0, root="0" * 64, manifest="0" * 64, batch=""))
             lease = (await worker.ask_lease("a" * 32)).lease

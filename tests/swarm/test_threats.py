@@ -140,12 +140,13 @@ THREATS = {
         coordinator/test_verdicts.py::test_who_let_a_claim_lapse_is_given_other_work_first
         coordinator/test_verdicts.py::test_one_hard_verdict_is_not_enough
         coordinator/test_verdicts.py::test_nobody_judges_the_work_of_its_own_owner
-        coordinator/test_credit.py::test_who_accepts_a_planted_submission_is_found
-        coordinator/test_credit.py::test_who_accepts_a_planted_submission_loses_its_bond_to_nobody
-        coordinator/test_credit.py::test_a_planted_submission_looks_like_any_other_and_is_never_paid
+        coordinator/test_canaries.py::test_nothing_anywhere_differs_between_a_canary_and_an_honest_newcomer
+        coordinator/test_canaries.py::test_who_accepts_a_canary_is_found_and_its_work_is_not_trained_on
+        coordinator/test_canaries.py::test_who_accepts_a_canary_loses_its_bond_to_nobody
+        coordinator/test_canaries.py::test_every_opinion_on_a_canary_is_graded_whatever_came_of_it
     """,
     "punishment silently off": """
-        coordinator/test_credit.py::test_silence_of_the_canaries_is_an_alarm
+        coordinator/test_canaries.py::test_silence_of_the_canaries_is_an_alarm
     """,
     "ban evasion": """
         coordinator/test_machine.py::test_anything_in_any_order_keeps_the_rules_and_can_be_finished

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.toploc.chunks import STATISTICS, ChunkStats
-from shoal.toploc.sequence import CALIBRATED, Bet, Evidence, Level, Stream
+from shoal.toploc.sequence import CALIBRATED, FRACTIONS, Bet, Evidence, Level, Stream
 
 QUIET = ChunkStats(tokens=32, **dict.fromkeys(STATISTICS, 0.0))
 CHANCES = (0.5, 0.1, 0.01, 0.001)
@@ -142,8 +142,17 @@ def test_the_order_of_evidence_of_one_rollout_leaves_its_sum(seed: int) -> None:
 
 
 def test_a_bet_pays_what_its_chance_is_worth_and_at_the_level_nothing() -> None:
-    odds = UNIFORM.odds(np.array([0.5, 0.6, 0.9901, 1.0]))
-    assert odds.round(6).tolist() == [[0, 0, 0, 0], [2, 0, 0, 0], [2, 10, 100, 0], [2, 10, 100, 1000]]
+    shares = np.array(FRACTIONS)
+    lost = np.array(watch(np.zeros((1, 1))).wealth[Stream.MANTISSA]).reshape(4, 4)
+    for value, expected in (
+        (0.5, [0, 0, 0, 0]),
+        (0.6, [2, 0, 0, 0]),
+        (0.9901, [2, 10, 100, 0]),
+        (1.0, [2, 10, 100, 1000]),
+    ):
+        wealth = np.array(watch(np.full((1, 1), value)).wealth[Stream.MANTISSA]).reshape(4, 4)
+        odds = (np.exp(wealth - lost) - 1) * (1 - shares) / shares
+        np.testing.assert_allclose(odds, np.array(expected)[:, None] * np.ones(4), atol=1e-9)
 
 
 GOOD = '{"rollouts": 1, "chunks": 1, "wealth": {}, "peak": 0.0}'

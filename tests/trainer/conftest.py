@@ -1,13 +1,25 @@
 """Runs of `shoal train` to compare with, and `fake_swarm` in the path of these tests and their processes."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+pytest.register_assert_rewrite("fake_swarm")
 
-from fake_swarm import FakeSwarm, make_config, train_reference
+from fake_swarm import FakeSwarm, make_config, train_reference  # noqa: E402
+
+_MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder in memory where there is one: every step forces files to disk, and a kill is no loss of power."""
+    with TemporaryDirectory(prefix="shoal-", dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.config import RunConfig, load_config
 from shoal.console import Console
-from shoal.files import append_line, hash_dir
+from shoal.files import append_line, hash_dir, hash_file
 from shoal.keys import Key
 from shoal.learner.checkpoint import find_newest, list_checkpoints, read_state
 from shoal.node.spans import SpanLog
@@ -66,6 +66,12 @@ def train_reference(config: RunConfig, secret: str = BEACON) -> Path:
     return Path(config.out) / f"{config.name}-seed{config.seed}"
 
 
+def lay_warmup(source: Path, target: Path) -> None:
+    """What another run has in its cache, so that not every test computes it; it counts for equal settings alone."""
+    if not (target / "warmup").exists():
+        shutil.copytree(source / "warmup", target / "warmup")
+
+
 class FakeSwarm:
     """Coordinator and origin. `crash` names the point at which the trainer's process ends, once."""
 
@@ -75,6 +81,8 @@ class FakeSwarm:
         self.folder, self.reference, self.async_level = folder, reference, config.async_level
         self.key = key or _load_key(folder / "coordinator.key")
         self.crash = ""
+        self.has_start = True
+        """whether its trainers find v0 in the cache, or compute the warm-up first"""
         self.served_keep = 2
         self.batches = {step: self._make_batch(step) for step in range(1, config.steps + 1)}
         self.params = RunParams(
@@ -191,6 +199,8 @@ class Life:
             "trainer", spans=SpanLog(self.run.path / "spans.jsonl", "trainer"), note=self.notes.append
         )
         self.versions = Versions(self.run.path / "versions")
+        if swarm.has_start:
+            lay_warmup(swarm.reference.parent, Path(config.out))
         checkpoint = find_newest(self.run.checkpoints_path)
         state = open_state(config, checkpoint, self.notes.append)
         self.run.truncate_after(state.step if checkpoint is not None else -1)
@@ -244,6 +254,17 @@ def run_life(config: RunConfig, swarm: FakeSwarm) -> Life:
         return life
 
     return asyncio.run(live())
+
+
+def assert_whole(run: Path, swarm: FakeSwarm) -> None:
+    """The run has the reference's bits, and the ledger its versions, each once and in order."""
+    assert hash_state(run) == hash_state(swarm.reference)
+    assert list_lines(run) == list_lines(swarm.reference)
+    assert [line["version"] for line in swarm.announced] == list(range(STEPS + 1))
+    last = run / "versions" / f"v{STEPS:06d}"
+    assert swarm.announced[-1]["root"] == hash_dir(last)
+    weights = swarm.reference / "checkpoints" / f"step-{STEPS:06d}" / "policy" / "model.safetensors"
+    assert hash_file(last / "model.safetensors") == hash_file(weights)
 
 
 def hash_state(run: Path) -> dict[str, str]:

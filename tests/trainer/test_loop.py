@@ -1,9 +1,7 @@
-"""The trainer's loop against a swarm in a folder: the bits of `shoal train`, also across crashes."""
+"""The trainer's loop against a swarm in a folder: the bits of `shoal train`, however it is stopped."""
 
 import asyncio
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,31 +12,18 @@ from fake_swarm import (
     CrashError,
     FakeSwarm,
     Life,
+    assert_whole,
     hash_state,
-    list_lines,
     make_config,
     run_life,
     train_reference,
 )
 
-from shoal.files import hash_dir, hash_file
+from shoal.files import hash_file
 from shoal.learner.checkpoint import list_checkpoints
 from shoal.report import read_metrics
 from shoal.swarm.rules.batch import hash_batch
 from shoal.trainer.errors import TrainerError
-
-POINTS = ("before hand-over", "after hand-over", "before announcement", "after announcement")
-
-
-def assert_whole(run: Path, swarm: FakeSwarm) -> None:
-    """The run has the reference's bits, and the ledger its versions, each once and in order."""
-    assert hash_state(run) == hash_state(swarm.reference)
-    assert list_lines(run) == list_lines(swarm.reference)
-    assert [line["version"] for line in swarm.announced] == list(range(STEPS + 1))
-    last = run / "versions" / f"v{STEPS:06d}"
-    assert swarm.announced[-1]["root"] == hash_dir(last)
-    weights = swarm.reference / "checkpoints" / f"step-{STEPS:06d}" / "policy" / "model.safetensors"
-    assert hash_file(last / "model.safetensors") == hash_file(weights)
 
 
 def test_a_trainer_computes_what_shoal_train_does(tmp_path: Path, swarm: FakeSwarm) -> None:
@@ -60,108 +45,6 @@ def test_short_runs_end(tmp_path: Path, steps: int) -> None:
     life = run_life(make_config(tmp_path, f"steps={steps}"), swarm)
     assert hash_state(life.run.path) == hash_state(swarm.reference)
     assert len(swarm.announced) == steps + 1
-
-
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("number", [0, 1, 3, 4])
-@pytest.mark.parametrize("point", POINTS)
-def test_a_trainer_that_dies_while_it_publishes_goes_on_as_if_nothing_had_been(
-    tmp_path: Path, swarm: FakeSwarm, point: str, number: int, every: int
-) -> None:
-    config = make_config(tmp_path, f"checkpoint.every={every}")
-    reach, met = swarm.reach, 0
-
-    def die_at_version(name: str) -> None:
-        nonlocal met
-        if name == point:
-            met += 1
-            if met == number + 1:
-                raise CrashError(name)
-        reach(name)
-
-    swarm.reach = die_at_version  # type: ignore[method-assign]
-    with pytest.raises(CrashError):
-        run_life(config, swarm)
-    run = run_life(config, swarm).run.path
-    assert_whole(run, swarm)
-
-
-@pytest.mark.parametrize("place", ["train_step", "write", "record", "save", "enqueue"])
-@pytest.mark.parametrize("every", [1, 3])
-def test_a_trainer_that_dies_in_a_step_repeats_it_with_the_same_bits(
-    tmp_path: Path, swarm: FakeSwarm, place: str, every: int
-) -> None:
-    config = make_config(tmp_path, f"checkpoint.every={every}")
-
-    async def die() -> None:
-        life = Life(config, swarm)
-        owners: dict[str, tuple[Any, str]] = {
-            "train_step": (life.trainer._state.learner, "train_step"),
-            "write": (life.versions, "write"),
-            "enqueue": (life.publisher, "enqueue"),
-            "record": (life.trainer, "_record"),
-            "save": (life.trainer, "_save"),
-        }
-        owner, name = owners[place]
-        call = getattr(owner, name)
-
-        def crash(*args: Any) -> Any:
-            result = call(*args)
-            if life.trainer.step >= 2:
-                raise CrashError(place)
-            return result
-
-        object.__setattr__(owner, name, crash)
-        await life.go()
-
-    with pytest.raises(CrashError):
-        asyncio.run(die())
-    assert_whole(run_life(config, swarm).run.path, swarm)
-
-
-KILLER = """
-import itertools, os, signal, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from fake_swarm import FakeSwarm, make_config, run_life  # here, so that the children need not
-import shoal.warmup
-
-def die_at(point):
-    left = itertools.count(point, -1)
-    def wrap(function):
-        def wrapped(*args, **options):
-            if next(left) == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **options)
-        return wrapped
-    os.fsync, os.rename, os.replace = wrap(os.fsync), wrap(os.rename), wrap(os.replace)
-
-killed = 0
-for point in [int(text) for text in sys.argv[1].split(",")]:
-    child = os.fork()
-    if child == 0:
-        swarm = FakeSwarm(Path(sys.argv[3]) / "swarm", Path(sys.argv[4]))
-        die_at(point)
-        run_life(make_config(Path(sys.argv[3]), "async_level=1", "checkpoint.every=2"), swarm)
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    if os.WIFSIGNALED(status):
-        killed += 1
-    elif os.WEXITSTATUS(status):
-        sys.exit(100 + os.WEXITSTATUS(status))
-sys.exit(killed)
-"""
-
-
-def test_a_trainer_killed_at_every_kind_of_write_resumes_to_the_same_bits(tmp_path: Path, lagging: Path) -> None:
-    # each process dies at its n-th fsync or rename: warm-up, checkpoints, versions, batches, metrics, the ledger
-    points = "3,40,9,22,35,17,28,13,38,31,25,11,19,33,27,1000000"
-    here = str(Path(__file__).parent)
-    command = [sys.executable, "-c", KILLER, points, here, str(tmp_path), str(lagging)]
-    process = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
-    assert 8 <= process.returncode < 100, process.stderr
-    swarm = FakeSwarm(tmp_path / "swarm", lagging)
-    assert_whole(tmp_path / "tiny-seed0", swarm)
 
 
 def test_metrics_are_those_of_shoal_train_and_more(tmp_path: Path, swarm: FakeSwarm) -> None:
@@ -231,6 +114,51 @@ def test_a_trainer_that_waits_for_a_batch_stops_at_once(tmp_path: Path, swarm: F
         assert life.trainer.step == 0
 
     asyncio.run(check())
+
+
+def test_a_trainer_that_is_stopped_while_it_waits_saves_its_newest_step(tmp_path: Path, swarm: FakeSwarm) -> None:
+    config = make_config(tmp_path, "checkpoint.every=100")
+    batch = swarm.batches.pop(3)
+
+    async def stop() -> Life:
+        life = Life(config, swarm)
+        going = asyncio.create_task(life.go())
+        while not (life.trainer.step == 2 and life.waits.longest() is not None):
+            await asyncio.sleep(0.01)
+        assert [step for step, _ in list_checkpoints(life.run.checkpoints_path)] == [0]
+        life.stopping.set()
+        await going
+        return life
+
+    life = asyncio.run(stop())
+    assert [step for step, _ in list_checkpoints(life.run.checkpoints_path)] == [0, 2]
+    swarm.batches[3] = batch
+    assert_whole(run_life(config, swarm).run.path, swarm)
+
+
+def test_a_trainer_that_is_stopped_while_the_origin_is_away_ends(
+    tmp_path: Path, swarm: FakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.trainer.publish.LEAVE_S", 0.1)
+    config = make_config(tmp_path)
+    hand_over = swarm.hand_over
+
+    async def go() -> None:
+        life = Life(config, swarm)
+
+        async def stay_away(path: Path, version: int) -> Any:
+            if version == STEPS:
+                life.stopping.set()
+                await asyncio.Event().wait()
+            return await hand_over(path, version)
+
+        swarm.hand_over = stay_away  # type: ignore[method-assign]
+        await life.go()
+
+    asyncio.run(go())
+    assert [line["version"] for line in swarm.announced] == list(range(STEPS))
+    swarm.hand_over = hand_over  # type: ignore[method-assign]
+    assert_whole(run_life(config, swarm).run.path, swarm)
 
 
 def test_the_next_batch_is_read_while_a_step_is_trained(tmp_path: Path, lagging: Path) -> None:

@@ -153,3 +153,16 @@ def test_slots_are_as_many_as_memory_allows(recipe: Recipe, versions) -> None:
     config.num_hidden_layers = 1000
     with pytest.raises(ConfigError, match="one rollout of this model may need"):
         fit_slots(config, recipe, WorkLimits(memory_mb=64), 3)
+
+
+def test_a_mill_with_orders_that_no_version_may_write_is_starved(recipe: Recipe, versions, order_of) -> None:
+    with turning(Author(recipe)) as (mill, done):
+        assert not mill.is_starved, "it has nothing to do"
+        mill.offer(0, versions[0])
+        mill.order(order_of("l1"))
+        done.get(timeout=PATIENCE_S)
+        mill.order(order_of("l2", step=3, oldest_version=1))
+        assert mill.is_starved
+        mill.offer(1, versions[1])
+        assert not mill.is_starved
+        assert done.get(timeout=PATIENCE_S).version == 1

@@ -1,9 +1,10 @@
-"""`shoal prepare`, `shoal run` and `shoal demo`: a whole swarm on this machine.
+"""`shoal prepare`, `shoal run` and `shoal demo`: a whole swarm on this machine, or made ready for several.
 
 What a command needs is imported when it runs, so that help and mistakes come at once.
 """
 
 import argparse
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,6 +72,7 @@ def run_prepare(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _print_settings(config)
     from shoal.disk import guard_disk
+    from shoal.launch.deploy import describe_stations
     from shoal.launch.layout import Layout
     from shoal.launch.prepare import prepare_swarm
     from shoal.launch.roster import list_parts
@@ -79,9 +81,13 @@ def run_prepare(args: argparse.Namespace) -> int:
     layout = Layout.of(config)
     with guard_disk(layout.root), hold_swarm(layout):
         prepared = prepare_swarm(config, layout, _note)
+        if config.swarm.is_spread:
+            _note(f"run {config.run} is ready in {layout.root}; what to type on which machine:")
+            print(describe_stations(prepared))
+            return 0
         _note(f"run {config.run} is ready in {layout.root}; `shoal run` starts all of it, or each by itself:")
         for part in list_parts(prepared):
-            print(f"shoal {' '.join(part.arguments)}")
+            print(shlex.join(("shoal", *part.arguments)))
     return 0
 
 

@@ -9,7 +9,6 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from shoal.files import write_output
 from shoal.keys import check_public
 from shoal.runname import check_run
 from shoal.swarm.bundle import Bundle
+from shoal.swarm.clock import show_time
 from shoal.swarm.db import is_sqlite, open_engine, read_snapshot, show_url
 from shoal.swarm.event import Event, EventError
 from shoal.swarm.head import HeadError, SignedHead
@@ -124,23 +124,25 @@ def show_events(url: str, *, event: str | None = None, first: int | None = None,
             return show_one(_choose_event(connection, event))
         size = count_events(connection)
         start = max(0, size - count) if first is None else min(max(0, first), MAX_SEQ - count)
-        return show_many(list(read_events(connection, start, start + count)), size)
+        events = list(read_events(connection, start, start + count))
+        for one in events:
+            _check_event(one)
+        return show_many(events, size)
 
 
 def prove_event(url: str, event: str) -> Bundle:
     """The proof that an event is in the ledger, checked."""
     with open_reader(url) as engine, _read_ledger(engine) as connection:
         chosen = _choose_event(connection, event)
-        genesis = read_event(connection, 0)
-        run = str(genesis.content.get("run")) if genesis is not None else ""
+        genesis = _choose_event(connection, "0").content
+        run = str(genesis.get("run"))
         head = read_newest_head(connection, run)
         if head is None or head.head.size <= chosen.seq:
             raise ConfigError(f"event {chosen.seq}: no signed head covers it yet; the coordinator signs one soon")
         path = prove_inclusion(NodeReader(connection), chosen.seq, head.head.size)
     bundle = Bundle(chosen, head, tuple(path))
-    assert genesis is not None, "a ledger with this event has its first one"
     try:
-        bundle.check_proof(run, str(genesis.content.get("coordinator")))
+        bundle.check_proof(run, str(genesis.get("coordinator")))
     except EventError as error:
         raise ConfigError(f"the ledger was damaged ({error}); `shoal ledger verify` says where") from None
     return bundle
@@ -247,7 +249,16 @@ def _choose_event(connection: Connection, text: str) -> Event:
         found = find_event(connection, bytes.fromhex(text))
     if found is None:
         raise ConfigError(f"{text[:80]!r}: no event with this number or hash")
-    return found
+    return _check_event(found)
+
+
+def _check_event(event: Event) -> Event:
+    """Refuse what no shoal wrote: who edits a file can put anything into it."""
+    try:
+        event.check_form()
+    except EventError as error:
+        raise RowError(f"event {event.seq}: {error}") from None
+    return event
 
 
 def _check_name(run: str) -> str:
@@ -302,4 +313,4 @@ def _show_body(event: Event) -> str:
 
 
 def _show_time(event: Event) -> str:
-    return datetime.fromtimestamp(event.time_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    return show_time(event.time_ms, "%Y-%m-%d %H:%M:%S")

@@ -30,6 +30,8 @@ from shoal.swarm.rows import TILE_LEVEL, NodeReader, count_events, read_event, r
 from shoal.swarm.state import PROJECTIONS
 from shoal.swarm.verify import verify_ledger
 
+_BROKEN = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError, SQLAlchemyError)
+"""what tables raise over an event that no coordinator made"""
 _SHOWN_EVERY = 8
 """pages between two notes of progress"""
 
@@ -73,7 +75,7 @@ async def show_remote(
         start = max(0, size - count) if first is None else first
         events: list[Event] = []
         while start + len(events) < size and len(events) < count:
-            events += await client.read_page(start + len(events))
+            events += _check_page(await client.read_page(start + len(events)))
         return show_many(events[:count], size)
 
 
@@ -95,6 +97,16 @@ async def _fetch_proof(client: OpenClient, descriptor: Descriptor, event: str) -
     if bundle.event.seq != int(event):
         raise UnreachableError("the server sent another event than it was asked for")
     return bundle
+
+
+def _check_page(events: list[Event]) -> list[Event]:
+    """Refuse what no shoal wrote, before it is shown."""
+    for event in events:
+        try:
+            event.check_form()
+        except EventError as error:
+            raise UnreachableError(f"the server sent events that are none: event {event.seq}: {error}") from None
+    return events
 
 
 async def _fetch_head(client: OpenClient) -> SignedHead:
@@ -140,7 +152,7 @@ def _append_events(connection: Connection, events: list[Event]) -> None:
         try:
             event.check_form()
             apply_event((BALANCES, *PROJECTIONS), event, connection)
-        except (EventError, LookupError, TypeError, ValueError, SQLAlchemyError) as error:
+        except _BROKEN as error:
             raise AuditError(f"event {event.seq} contradicts those before it ({error!r:.200})") from None
         frontier, grown = frontier.grow_leaf(hash_leaf(event.hash))
         nodes += [node for node in grown if node.level >= TILE_LEVEL]

@@ -6,11 +6,13 @@ What a command needs is imported when it runs, so that help and mistakes come at
 import argparse
 import asyncio
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.commands.broadcast_flags import Commands
 from shoal.commands.serving import Ending, build_limits, check_least, open_tickets, parse_address, run_loop
+from shoal.disk import spare_words
 from shoal.errors import EXIT_UNWANTED
 from shoal.units import parse_bytes
 
@@ -40,6 +42,7 @@ def _add_trainer(commands: Commands) -> None:
     add("--origin", type=Path, required=True, metavar="DIR", help="folder that `shoal origin` serves on this machine")
     add("--folder", type=Path, metavar="DIR", help="the node's keys and receipts (default: `node` in the run's folder)")
     add("--owner", type=Path, metavar="FILE", help="the owner's key (default: one is made in the node's folder)")
+    add("--ca", type=Path, metavar="FILE", help="certificates to trust (default: the system's)")
     add("--fresh", action="store_true", help="move an existing run directory to DIR.old-N first")
     parser.set_defaults(command=run_trainer)
 
@@ -83,9 +86,11 @@ def run_trainer(args: argparse.Namespace) -> int:
     from shoal.trainer.errors import TrainerError
     from shoal.trainer.run import TrainerPlace, start_trainer
 
-    place = TrainerPlace(coordinator=args.coordinator, origin=args.origin, folder=args.folder, owner=args.owner)
+    place = TrainerPlace(
+        coordinator=args.coordinator, origin=args.origin, folder=args.folder, owner=args.owner, authority=args.ca
+    )
     try:
-        return start_trainer(config, place, fresh=args.fresh)
+        return start_trainer(config, place, fresh=args.fresh, note=_note)
     except (SessionError, TrainerError, RefusedError) as error:
         print(f"shoal: {error}", file=sys.stderr)
         return EXIT_UNWANTED
@@ -94,22 +99,28 @@ def run_trainer(args: argparse.Namespace) -> int:
 def run_evaluator(args: argparse.Namespace) -> int:
     """Evaluate until the last version or a signal."""
     run, config = _find_run(args.inputs)
+    from shoal.node.room import outlast_disk
+    from shoal.node.waits import RoleWaits
     from shoal.trainer.evaluator import run_evaluator as evaluate
 
     def report(version: int, result: "EvalResult") -> None:
-        print(f"v{version}  pass@1 {result.pass_1}  greedy {result.greedy}", flush=True)
+        with spare_words():
+            print(f"v{version}  pass@1 {result.pass_1}  greedy {result.greedy}", flush=True)
 
-    return asyncio.run(evaluate(config, run, note=_note, report=report))
+    def work() -> "Coroutine[None, None, int]":
+        return evaluate(config, run, note=_note, report=report)
+
+    return asyncio.run(outlast_disk(work, run, RoleWaits("evaluator", note=_note)))
 
 
 def run_origin(args: argparse.Namespace) -> int:
     """Serve until a signal."""
     check_least("--keep", args.keep, 1)
     check_least("--anchor-every", args.anchor_every, 1)
-    from shoal.disk import guard_disk
+    from shoal.node.room import outlast_disk
+    from shoal.node.waits import RoleWaits
 
-    with guard_disk(args.data):
-        return run_loop(_serve(args), Ending(0))
+    return run_loop(outlast_disk(lambda: _serve(args), args.data, RoleWaits("origin", note=_note)), Ending(0))
 
 
 async def _serve(args: argparse.Namespace) -> int:
@@ -163,4 +174,5 @@ def _find_run(inputs: list[str]) -> "tuple[Path, RunConfig]":
 
 
 def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with spare_words():
+        print(text, file=sys.stderr, flush=True)

@@ -46,7 +46,7 @@ def run_params(args: argparse.Namespace) -> int:
 def _run_command(args: argparse.Namespace, *, target: str = "", reason: str = "", request: str = "") -> int:
     action = _ACTIONS.get(args.action) or Action(args.action)
     try:
-        command = Command(nonce=_make_nonce(), action=action, target=target, reason=reason, request=request)
+        command = Command(nonce=make_nonce(), action=action, target=target, reason=reason, request=request)
     except ValidationError as error:
         raise ConfigError(_WRONG.get(str(error.errors()[0]["loc"][0]), str(error))) from None
     return run_work(_send_one(args.where, Key.load(args.key), command, args.ca), as_json=args.json)
@@ -54,7 +54,7 @@ def _run_command(args: argparse.Namespace, *, target: str = "", reason: str = ""
 
 async def _send_one(where: str, key: Key, command: Command, authority: Path | None) -> Outcome:
     async with open_client(where, authority) as client:
-        answer = await _send_command(client, key, command)
+        answer = await send_command(client, key, command)
     about = f" {command.target}" if command.target else ""
     return Outcome(0, f"{command.action.value}{about}: recorded as event {answer.seq}", answer.model_dump(mode="json"))
 
@@ -71,13 +71,13 @@ async def _change_params(where: str, key: Key, changes: dict[str, Any], authorit
         old = await client.read_params()
         new = explain_params({**dump_params(old), **changes})
         check_change(old, new)
-        command = Command(nonce=_make_nonce(), action=Action.PARAMS, params=dump_params(new))
-        answer = await _send_command(client, key, command)
+        command = Command(nonce=make_nonce(), action=Action.PARAMS, params=dump_params(new))
+        answer = await send_command(client, key, command)
     said = ", ".join(_describe_change(name, old, new) for name in changes)
     return Outcome(0, f"params: {said}; recorded as event {answer.seq}", answer.model_dump(mode="json"))
 
 
-async def _send_command(client: OpenClient, key: Key, command: Command) -> CommandAnswer:
+async def send_command(client: OpenClient, key: Key, command: Command) -> CommandAnswer:
     """Send a command; sent twice for a lost answer it is done once, by its nonce."""
     descriptor, _ = await fetch_descriptor(client)
     if key.public != descriptor.operator:
@@ -90,5 +90,6 @@ def _describe_change(name: str, old: RunParams, new: RunParams) -> str:
     return f"{name} {getattr(old, name)} -> {getattr(new, name)}"
 
 
-def _make_nonce() -> str:
+def make_nonce() -> str:
+    """What makes a command one of its own."""
     return os.urandom(16).hex()

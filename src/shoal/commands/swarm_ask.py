@@ -43,7 +43,7 @@ async def ask_status(where: str, authority: Path | None = None) -> Outcome:
 async def ask_explanation(where: str, submission: str, authority: Path | None = None) -> Outcome:
     """All that is known of a submission, in words."""
     async with open_client(where, authority) as client:
-        text = await client.explain(submission)
+        text = (await client.explain(submission)).text
     return Outcome(0, text, {"submission": submission, "text": text})
 
 

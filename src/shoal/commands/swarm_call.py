@@ -58,7 +58,12 @@ def run_work(work: Coroutine[None, None, Outcome], *, as_json: bool = False) -> 
 def explain_failure(error: Exception) -> str:
     """A failure in one sentence, on one line."""
     text = " ".join(str(error).split())
-    return f"fork: {text}; this node works for it no more" if isinstance(error, ForkError) else text
+    if isinstance(error, UnreachableError):
+        return f"the coordinator does not answer: {text}"
+    if not isinstance(error, ForkError):
+        return text
+    end = "this node works for it no more" if error.fork.convicts else "this node stops, and asks again at its start"
+    return f"fork: {text}; {end}"
 
 
 def run_until_stopped(work: Callable[[], Coroutine[None, None, int]]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 Commands = Any
 """argparse's own type for this is private"""
-SCOPES = ("work", "validate", "relay")
+SCOPES = ("work", "validate", "train", "relay")
 _WHERE = "address of the coordinator, or the file of the run's descriptor"
 
 
@@ -20,8 +20,7 @@ def add_commands(commands: Commands) -> None:
     _add_coordinator(commands)
     _add_delegate(commands)
     _add_join(commands)
-    _add_own(commands, "leave", "run_leave", "leave a run as a node; leases are returned without blame")
-    _add_own(commands, "unbond", "run_unbond", "begin to get the owner's bond back")
+    _add_own(commands, "leave", "run_leave", "leave a run as a node; leases are returned")
     _add_status(commands)
     explain = add_asking(commands, "explain", "say all about a submission: checks, numbers, thresholds, postings")
     explain.add_argument("submission", metavar="SUBMISSION", help="its id, e.g. s123")
@@ -112,6 +111,7 @@ def _add_join(commands: Commands) -> None:
     add("--coordinator", metavar="HEX", help="public key that the coordinator must have (default: any)")
     _add_allowance(parser)
     parser.set_defaults(command=call_later("swarm_node", "run_join"))
+    parser.set_defaults(goes_on="; the node may not have joined yet, the same command begins again")
 
 
 def _add_own(commands: Commands, name: str, function: str, text: str) -> None:
@@ -136,7 +136,10 @@ def _add_owners(commands: Commands) -> None:
     redeem.add_argument("amount", type=int, metavar="AMOUNT", help="in micro-credits")
     redeem.add_argument("--to", default="", metavar="TEXT", help="where to; for the operator")
     redeem.add_argument("--request", metavar="HEX", help="of an earlier try, to ask how it stands (default: a new one)")
-    for parser, function in ((revoke, "run_revoke"), (appeal, "run_appeal"), (redeem, "run_redeem")):
+    unbond = add_asking(commands, "unbond", "begin, as an owner, to get the bond back")
+    unbond.add_argument("--request", metavar="HEX", help="of an earlier try, to ask how it stands (default: a new one)")
+    functions = ((revoke, "run_revoke"), (appeal, "run_appeal"), (redeem, "run_redeem"), (unbond, "run_unbond"))
+    for parser, function in functions:
         parser.add_argument("--owner", type=Path, required=True, metavar="FILE", help="the owner's key")
         parser.set_defaults(command=call_later("swarm_owner", function))
 

@@ -1,4 +1,4 @@
-"""`shoal join`, `leave` and `unbond`: what nodes do.
+"""`shoal join` and `leave`: what nodes do.
 
 A node's folder: node.key, delegation.json (the owner's word), descriptor.json and address (of the run it belongs to),
 head.json and what else the coordinator signed. One folder is one node of one run.
@@ -8,7 +8,6 @@ import argparse
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 
 from shoal import __version__
@@ -61,11 +60,6 @@ def run_leave(args: argparse.Namespace) -> int:
         return run_work(leave_run(args.data, args.ca), as_json=args.json)
 
 
-def run_unbond(args: argparse.Namespace) -> int:
-    with guard_disk(args.data):
-        return run_work(unbond_stake(args.data, args.ca), as_json=args.json)
-
-
 async def join_run(
     where: str,
     *,
@@ -97,20 +91,12 @@ async def join_run(
 
 
 async def leave_run(folder: Path, authority: Path | None = None) -> Outcome:
-    """Leave a run; leases are returned without blame."""
+    """Leave a run; leases are returned."""
     async with open_joined(folder, authority) as (client, descriptor):
         await client.leave()
         node = Key.load(folder / "node.key").public
     text = f"left run {descriptor.run} as node {node}; `shoal join` with the same folder comes back"
     return Outcome(0, text, {"run": descriptor.run, "node": node})
-
-
-async def unbond_stake(folder: Path, authority: Path | None = None) -> Outcome:
-    """Begin to get the owner's bond back."""
-    async with open_joined(folder, authority) as (client, descriptor):
-        free_ms = (await client.unbond()).free_ms
-    when = datetime.fromtimestamp(free_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return Outcome(0, f"the bond in run {descriptor.run} is free on {when}", {"free_ms": free_ms})
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""`shoal delegate`, `revoke`, `appeal` and `redeem`: what owners say, signed with their key."""
+"""`shoal delegate`, `revoke`, `appeal`, `redeem` and `unbond`: what owners say, signed with their key."""
 
 import argparse
 import os
@@ -13,7 +13,7 @@ from shoal.errors import ConfigError
 from shoal.files import write_output
 from shoal.keys import Key, check_public
 from shoal.swarm.api.answers import Done
-from shoal.swarm.client_auth import read_clock_ms
+from shoal.swarm.clock import read_clock, show_time
 from shoal.swarm.delegation import MAX_LIFETIME_MS, Grant, Scope, sign_delegation, sign_revocation
 from shoal.swarm.messages import (
     AppealAnswer,
@@ -23,6 +23,9 @@ from shoal.swarm.messages import (
     RevokeRequest,
     SignedAppeal,
     SignedRedeem,
+    SignedUnbond,
+    UnbondAnswer,
+    UnbondStatement,
     sign_message,
 )
 
@@ -71,9 +74,17 @@ def run_redeem(args: argparse.Namespace) -> int:
     return run_work(_redeem(args.where, Key.load(args.owner), redeem, args.ca), as_json=args.json)
 
 
+def run_unbond(args: argparse.Namespace) -> int:
+    try:
+        unbond = UnbondStatement(request=args.request or os.urandom(16).hex())
+    except ValidationError:
+        raise ConfigError(_WRONG["request"]) from None
+    return run_work(_unbond(args.where, Key.load(args.owner), unbond, args.ca), as_json=args.json)
+
+
 def make_grant(node: str, run: str, allowance: Allowance) -> Grant:
     """What is delegated to a node from now on."""
-    now_ms = read_clock_ms()
+    now_ms = read_clock()
     try:
         # From a day ago on: the coordinator's clock may be behind ours.
         return Grant(
@@ -125,4 +136,14 @@ async def _redeem(where: str, owner: Key, redeem: RedeemStatement, authority: Pa
         signed = SignedRedeem(redeem=redeem, owner=owner.public, signature=signature)
         answer = await client.bring("/v1/redeems", signed, RedeemAnswer)
     text = f"the request {answer.request} for {answer.amount} micro-credits is {answer.state}, event {answer.seq}"
+    return Outcome(0, text, answer.model_dump(mode="json"))
+
+
+async def _unbond(where: str, owner: Key, unbond: UnbondStatement, authority: Path | None) -> Outcome:
+    async with open_client(where, authority) as client:
+        descriptor, _ = await fetch_descriptor(client)
+        signature = sign_message(owner, descriptor.run, unbond)
+        signed = SignedUnbond(unbond=unbond, owner=owner.public, signature=signature)
+        answer = await client.bring("/v1/unbonds", signed, UnbondAnswer)
+    text = f"the bond of {answer.amount} micro-credits is free on {show_time(answer.free_ms)}, request {answer.request}"
     return Outcome(0, text, answer.model_dump(mode="json"))

@@ -5,7 +5,6 @@ What a person needs goes to stdout when it starts; the log, one JSON object a li
 
 import argparse
 import asyncio
-import ipaddress
 import json
 import sys
 import traceback
@@ -19,8 +18,10 @@ from typing import Any
 from shoal.commands.serving import parse_address
 from shoal.commands.swarm_call import run_until_stopped
 from shoal.commands.swarm_settings import load_service
-from shoal.disk import guard_disk
+from shoal.disk import guard_disk, has_room, spare_words
 from shoal.errors import ConfigError, DiskError
+from shoal.swarm.closed import await_room
+from shoal.swarm.hosts import is_loopback
 from shoal.swarm.service import Service, ServiceConfig, list_differences, open_service
 from shoal.swarm.writer import WriterStoppedError
 
@@ -50,17 +51,33 @@ def run_coordinator(args: argparse.Namespace) -> int:
 
 
 async def serve_run(config: ServiceConfig, data: Path, *, log: Say | None = None, show: Say | None = None) -> int:
-    """Serve a run until the task is cancelled. `log` gets lines of JSON, `show` what a person wants to see once."""
+    """Serve a run until the task is cancelled. `log` gets lines of JSON, `show` what a person wants to see once.
+
+    A full disk closes the coordinator until there is room; it goes on from what is on disk, as after a kill.
+    """
     tell = partial(_tell, log or _write_log)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: _tell_bug(tell, context))
+    while True:
+        try:
+            return await _serve_once(config, data, tell, show)
+        except (ConfigError, DiskError, OSError) as error:
+            if not data.is_dir() or await asyncio.to_thread(has_room, data):
+                raise
+            tell("disk full", text=str(error), folder=str(data))
+        await await_room(config, data)
+        tell("room again", folder=str(data))
+
+
+async def _serve_once(config: ServiceConfig, data: Path, tell: Callable[..., None], show: Say | None) -> int:
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(open_service(config, data))
         stack.callback(tell, "stopping")
         tell("started", url=service.url, run=config.run, coordinator=service.coordinator.public)
         _tell_concerns(tell, config, service)
         if show is not None:
-            show(describe_service(config, data, service))
+            with spare_words():
+                show(describe_service(config, data, service))
         closing = stack.pop_all()  # what began in order ends in order, and is told to have ended
     try:
         async with closing:
@@ -77,6 +94,9 @@ def describe_service(config: ServiceConfig, data: Path, service: Service) -> str
     descriptor, key = service.descriptor, data / "operator.key"
     size = service.coordinator.ledger.size
     kept = f" (its key is {key}; move it to where it is safe)" if key.exists() else ""
+    joining = [f"shoal join {service.url} --coordinator {descriptor.coordinator} --owner OWNER.key"]
+    if descriptor.tasks:  # there is something to work on
+        joining.insert(0, f"shoal worker {service.url} --coordinator {descriptor.coordinator}")
     lines = [
         f"run {config.run}: {'begun' if size <= 2 else 'resumed'}, {size} events",
         f"  serving      {', '.join(descriptor.urls)}",
@@ -84,7 +104,7 @@ def describe_service(config: ServiceConfig, data: Path, service: Service) -> str
         f"  descriptor   {data / 'descriptor.json'}",
         f"  coordinator  {descriptor.coordinator}",
         f"  operator     {descriptor.operator}{kept}",
-        f"  to join      shoal join {service.url} --coordinator {descriptor.coordinator} --owner OWNER.key",
+        *(f"  to join      {command}" for command in joining),
     ]
     return "\n".join(lines)
 
@@ -93,22 +113,17 @@ def _tell_concerns(tell: Callable[..., None], config: ServiceConfig, service: Se
     """What an operator may not have meant."""
     if names := list_differences(config, service.coordinator.params):
         tell("params kept", names=names, text="the run keeps its own parameters; `shoal admin params` changes them")
-    if not _is_loopback(config.host) and not config.tls_certificate:
+    if not is_loopback(config.host) and not config.tls_certificate:
         tell("no tls", text="served to other machines without TLS: put a proxy before it, or give a certificate")
+    if config.blob_store and not service.descriptor.stores:
+        tell("store hidden", text="nodes use a bucket by https alone: here all files go through the coordinator")
 
 
 def _check_bind(config: ServiceConfig, *, is_public: bool) -> None:
-    if not is_public and not _is_loopback(config.host):
+    if not is_public and not is_loopback(config.host):
         raise ConfigError(f"{config.host}: reached from other machines; add --public if that is meant")
-    if config.http.behind_proxy and not _is_loopback(config.host):
+    if config.http.behind_proxy and not is_loopback(config.host):
         raise ConfigError("http.behind_proxy: callers could name any address as theirs; listen on 127.0.0.1 only")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _split_inputs(inputs: list[str]) -> tuple[Path | None, list[str]]:
@@ -135,5 +150,6 @@ def _tell_bug(tell: Callable[..., None], context: dict[str, Any]) -> None:
 
 
 def _write_log(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    with spare_words():
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()

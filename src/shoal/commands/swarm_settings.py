@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
+from shoal.config import lay_override
 from shoal.errors import ConfigError
 from shoal.keys import check_public
 from shoal.runname import check_run
-from shoal.schema import accepts_text, explain_errors
+from shoal.schema import explain_errors
 from shoal.swarm.params import RunParams
-from shoal.toml import is_utf8, parse_value, read_toml
+from shoal.toml import read_toml
 
 if TYPE_CHECKING:
     from shoal.swarm.service import ServiceConfig
@@ -30,7 +31,7 @@ def load_service(path: Path | None, overrides: Sequence[str], flags: dict[str, A
 
     data = {} if path is None else read_toml(path)
     for override in overrides:
-        _lay_override(ServiceConfig, data, override)
+        lay_override(ServiceConfig, data, override, example="params.steps=10")
     data |= {name: value for name, value in flags.items() if value is not None}
     if "run" not in data:
         raise ConfigError("run: every run has a name; give --run NAME, or run = NAME in the settings")
@@ -41,7 +42,7 @@ def parse_changes(overrides: Sequence[str]) -> dict[str, Any]:
     """Changes of parameters, `name=value` each."""
     changes: dict[str, Any] = {}
     for override in overrides:
-        _lay_override(RunParams, changes, override)
+        lay_override(RunParams, changes, override, example="price=2")
     return changes
 
 
@@ -107,19 +108,3 @@ def _check_names(data: dict[str, Any]) -> None:
             raise ConfigError(f"run: {error}") from None
     if isinstance(operator, str) and operator:
         check_public(operator)
-
-
-def _lay_override(model: type[BaseModel], data: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts) or not is_utf8(override):
-        raise ConfigError(
-            f"{override.encode(errors='replace').decode()}: expected key=value, for example params.steps=10"
-        )
-    value = text.strip() if accepts_text(model, parts) else parse_value(text)
-    *tables, last = parts
-    for part in tables:
-        if not isinstance(data.get(part), dict):
-            data[part] = {}
-        data = data[part]
-    data[last] = value

@@ -9,8 +9,9 @@ import asyncio
 import hashlib
 import os
 import sys
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +21,19 @@ from shoal.commands.serving import check_least
 from shoal.errors import EXIT_UNWANTED, ConfigError
 
 if TYPE_CHECKING:
-    from shoal.node.session import Session
+    from shoal.node.session import Role, Session
     from shoal.recipe import Recipe
     from shoal.toploc.calibration import Calibration
     from shoal.worker.author import Author
 
+MakeAuthor = Callable[["Session", "Recipe"], Awaitable["Author"]]
 _WHERE = "address of the coordinator, or the file of the run's descriptor"
 
 
 def add_commands(commands: Commands) -> None:
     """Add the parsers of these commands."""
     worker = _add_node(commands, "worker", "lend this machine to a run: write rollouts for it, and be credited")
-    _add_engine(worker)
+    add_engine(worker)
     worker.set_defaults(command=run_worker)
     validator = _add_node(commands, "validator", "judge what workers hand in; the run's parameters name who may")
     validator.set_defaults(command=run_validator)
@@ -40,7 +42,7 @@ def add_commands(commands: Commands) -> None:
     attacks = redteam.add_subparsers(metavar="COMMAND", title="commands", required=True)
     cheat = _add_node(attacks, "work", "work for a run of your own, and cheat in one way")
     cheat.add_argument("--attack", required=True, metavar="NAME", help="how; `shoal redteam list` lists the ways")
-    _add_engine(cheat)
+    add_engine(cheat)
     cheat.set_defaults(command=run_cheat)
     listing = attacks.add_parser("list", help="list the attacks", allow_abbrev=False)
     listing.set_defaults(command=run_list)
@@ -52,11 +54,14 @@ def _add_node(commands: Commands, name: str, text: str) -> argparse.ArgumentPars
     add("where", metavar="URL", help=_WHERE)
     add("--folder", type=Path, default=Path(name), metavar="DIR", help="keys, weights, receipts (%(default)s)")
     add("--owner", type=Path, metavar="FILE", help="the owner's key (default: one is made in DIR)")
+    add("--coordinator", metavar="HEX", help="public key that the coordinator must have (default: any, the first time)")
+    add("--ca", type=Path, metavar="FILE", help="certificates to trust (default: the system's)")
     add("--threads", type=int, default=0, metavar="N", help="torch threads (default: all cores)")
     return parser
 
 
-def _add_engine(parser: argparse.ArgumentParser) -> None:
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Flags of who writes rollouts."""
     add = parser.add_argument
     add("--slots", type=int, default=256, metavar="N", help="rollouts written side by side, at most (%(default)s)")
     add("--memory", type=int, default=4096, metavar="MB", help="for rollouts under way, at most (%(default)s)")
@@ -64,18 +69,18 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 def run_worker(args: argparse.Namespace) -> int:
     """Work until the run is finished or a signal comes."""
-    _check_engine(args)
-    return _run_node(args, _work(args, ""))
+    check_engine(args)
+    return _run_node(args, lambda: write_work(args, _make_author))
 
 
 def run_cheat(args: argparse.Namespace) -> int:
     """The same, but cheating."""
-    _check_engine(args)
+    check_engine(args)
     from shoal.redteam.registry import list_attacks
 
     if args.attack not in list_attacks():
         raise ConfigError(f"--attack {args.attack}: no such attack; there are {', '.join(list_attacks())}")
-    return _run_node(args, _work(args, args.attack))
+    return _run_node(args, lambda: write_work(args, partial(_make_cheat, args.attack)))
 
 
 def run_list(args: argparse.Namespace) -> int:
@@ -89,29 +94,33 @@ def run_list(args: argparse.Namespace) -> int:
 def run_validator(args: argparse.Namespace) -> int:
     """Judge until the run is finished or a signal comes."""
     check_least("--threads", args.threads, 0)
-    return _run_node(args, _validate(args))
+    return _run_node(args, lambda: _validate(args))
 
 
-def _check_engine(args: argparse.Namespace) -> None:
+def check_engine(args: argparse.Namespace) -> None:
+    """Refuse an engine without room."""
     check_least("--threads", args.threads, 0)
     check_least("--slots", args.slots, 1)
     check_least("--memory", args.memory, 1)
 
 
-def _run_node(args: argparse.Namespace, work: Coroutine[Any, Any, None]) -> int:
+def _run_node(args: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, None]]) -> int:
     from shoal.disk import guard_disk
+    from shoal.keys import check_public
+    from shoal.node.room import outlast_disk
     from shoal.node.session import SessionError
+    from shoal.node.waits import RoleWaits
     from shoal.runtime import tune_process
 
     tune_process(args.threads)
     try:
+        if args.coordinator is not None:
+            check_public(args.coordinator)
         with guard_disk(args.folder), _lock_folder(args.folder):
-            asyncio.run(work)
+            asyncio.run(outlast_disk(work, args.folder, RoleWaits("node", note=LiveLine().note)))
     except SessionError as error:
         print(f"shoal: {error}", file=sys.stderr)
         return EXIT_UNWANTED
-    finally:
-        work.close()
     return 0
 
 
@@ -127,37 +136,61 @@ def _lock_folder(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-async def _work(args: argparse.Namespace, attack: str) -> None:
+async def write_work(args: argparse.Namespace, make_author: MakeAuthor) -> None:
+    """Work until the run is finished, a signal comes, or the run does not want this node any more."""
     from shoal.node.recipe import fetch_recipe
-    from shoal.node.session import Role, open_session
+    from shoal.node.room import outlast_disk
+    from shoal.node.session import Role
     from shoal.node.weights import open_weights
     from shoal.worker.intake import WorkLimits
     from shoal.worker.loop import Worker
 
     line, limits = LiveLine(), WorkLimits(memory_mb=args.memory)
-    async with open_session(args.where, args.folder, role=Role.WORKER, owner=args.owner, note=line.note) as session:
-        author = _make_author(await fetch_recipe(session, args.folder), attack)
+    async with _open_session(args, Role.WORKER, line) as session:
+        author = await make_author(session, await fetch_recipe(session, args.folder))
         keep = session.params.async_level + 2
-        async with open_weights(session, args.folder / "weights", keep=keep) as weights:
-            worker = Worker(session, weights, author, args.folder, limits=limits, slots=args.slots)
-            async with line.show(worker.describe):
-                await session.run(worker.run())
-            line.note(worker.describe())
+
+        async def write_rollouts() -> None:
+            async with open_weights(session, args.folder / "weights", keep=keep) as weights:
+                worker = Worker(session, weights, author, args.folder, limits=limits, slots=args.slots)
+                async with line.show(worker.describe):
+                    await worker.run()
+                line.note(worker.describe())
+
+        await session.run(outlast_disk(write_rollouts, args.folder, session.waits, stopping=session.stopping))
 
 
-def _make_author(recipe: "Recipe", attack: str) -> "Author":
-    if attack:
-        from shoal.redteam.registry import load_attack
+def _open_session(args: argparse.Namespace, role: "Role", line: LiveLine) -> AbstractAsyncContextManager["Session"]:
+    """A session as the flags say."""
+    from shoal.node.session import open_session
 
-        return load_attack(attack)(recipe)
+    return open_session(
+        args.where,
+        args.folder,
+        role=role,
+        owner=args.owner,
+        coordinator=args.coordinator,
+        authority=args.ca,
+        note=line.note,
+    )
+
+
+async def _make_author(session: "Session", recipe: "Recipe") -> "Author":
     from shoal.worker.author import Author
 
     return Author(recipe)
 
 
+async def _make_cheat(attack: str, session: "Session", recipe: "Recipe") -> "Author":
+    from shoal.redteam.registry import load_attack
+
+    return load_attack(attack)(recipe)
+
+
 async def _validate(args: argparse.Namespace) -> None:
     from shoal.node.recipe import fetch_recipe
-    from shoal.node.session import Role, open_session
+    from shoal.node.room import outlast_disk
+    from shoal.node.session import Role
     from shoal.node.weights import open_weights
     from shoal.submission.jail import Jail
     from shoal.validator.judge import Judge
@@ -165,19 +198,23 @@ async def _validate(args: argparse.Namespace) -> None:
     from shoal.validator.shelf import Shelf
 
     line = LiveLine()
-    async with open_session(args.where, args.folder, role=Role.VALIDATOR, owner=args.owner, note=line.note) as session:
+    async with _open_session(args, Role.VALIDATOR, line) as session:
         recipe = await fetch_recipe(session, args.folder)
-        calibration = await _fetch_calibration(session, recipe, args.folder / "calibration.json")
+        calibration = await fetch_calibration(session, recipe, args.folder / "calibration.json")
         keep = session.params.async_level + 3
-        async with open_weights(session, args.folder / "weights", keep=keep) as weights, Jail() as jail:
-            shelf = Shelf(session, weights, recipe)
-            validator = Validator(session, Judge(recipe, calibration, jail), shelf, args.folder)
-            async with line.show(validator.describe):
-                await session.run(validator.run())
-            line.note(validator.describe())
+
+        async def judge_work() -> None:
+            async with open_weights(session, args.folder / "weights", keep=keep) as weights, Jail() as jail:
+                shelf = Shelf(session, weights, recipe)
+                validator = Validator(session, Judge(recipe, calibration, jail), shelf, args.folder)
+                async with line.show(validator.describe):
+                    await validator.run()
+                line.note(validator.describe())
+
+        await session.run(outlast_disk(judge_work, args.folder, session.waits, stopping=session.stopping))
 
 
-async def _fetch_calibration(session: "Session", recipe: "Recipe", path: Path) -> "Calibration":
+async def fetch_calibration(session: "Session", recipe: "Recipe", path: Path) -> "Calibration":
     """The calibration that the recipe names, from the folder or from the coordinator."""
     from shoal.files import write_atomic
     from shoal.node.session import ASK_S

@@ -65,6 +65,7 @@ class Watch:
         self._begun = time.monotonic()
         self._status: Status | None = None
         self._leaders: tuple[LeaderLine, ...] = ()
+        self._heard = self._begun
 
     async def look(self) -> Glance:
         """How things stand now."""
@@ -72,8 +73,10 @@ class Watch:
         try:
             self._status = await self._client.read_status()
             self._leaders = (await self._client.read_leaders()).leaders
+            self._heard = time.monotonic()
         except (UnreachableError, RefusedError) as error:
-            problem = f"the coordinator does not answer: {error}"
+            silent_s = time.monotonic() - self._heard
+            problem = f"the coordinator does not answer for {silent_s:.0f} s, all wait for it: {error}"
         now = time.monotonic()
         events = list(self._supervisor.events)[-_MAX_NEWS:]
         return Glance(

@@ -1,8 +1,9 @@
-"""Where everything of a swarm on one machine is: one folder, which is also the run directory of its trainer.
+"""Where everything of a swarm is on this machine: one folder, which is also the run directory of its trainer.
 
 <out>/<name>-seed<seed>/
   config.toml metrics.jsonl eval.jsonl checkpoints/ versions/ ...   the trainer's and the evaluator's
   launch/         settings.toml, ports.json, recipe.json, calibration.json, coordinator.toml, run.toml, v0/, keys
+                  coordinator/, for a coordinator on another machine
   coordinator/    ledger, blobs, keys         origin/, relay-1/ ...     weights on their way
   trainer/, validator-1/ ..., worker-1/ ..., cheat-1/ ...               a node each: keys, receipts, spans
   logs/           what each part printed      report.html, report.png, report.txt
@@ -77,6 +78,16 @@ class Layout:
     @property
     def ledger(self) -> Path:
         return self.coordinator / "ledger.db"
+
+    @property
+    def bundle(self) -> Path:
+        """What a coordinator on another machine needs; none of it is secret."""
+        return self.launch / "coordinator"
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the run's first event was written, here or on the coordinator's machine."""
+        return self.ledger.exists() or (self.root / "versions").exists()
 
     @property
     def logs(self) -> Path:

@@ -6,7 +6,8 @@ Invariants:
 - the settings are written last: where they are, all the rest is;
 - once there is a ledger, what it was begun with stays: other settings are refused in a sentence, but for the `FREE`
   ones. Until then they may change, and what depends on them is made anew;
-- ports are chosen at each start.
+- ports are chosen at each start;
+- of a swarm on several machines this one is the trainer's: what others need of it holds no secret of anybody's.
 """
 
 import hashlib
@@ -40,9 +41,15 @@ FREE = frozenset(
         "swarm.slots",
         "swarm.join_work",
         "swarm.rate",
+        "swarm.hosts.coordinator",
+        "swarm.hosts.origin",
+        "swarm.hosts.relays",
+        "swarm.hosts.validators",
+        "swarm.hosts.operator",
     }
 ) - {"steps", "eval.every"}
-"""Settings that may differ when a run goes on. `steps` may not: the beacons of a run are a chain of its length."""
+"""Settings that may differ when a run goes on. `steps` may not: the beacons of a run are a chain of its length.
+Who judges and who commands is the ledger's own business, on whose machine another operator is refused."""
 CALIBRATION_TOKENS = 64
 """length of the rollouts that are measured"""
 LEASE_MIN_S, LEASE_MAX_S = 30, 600
@@ -55,20 +62,38 @@ class Prepared:
 
     def __init__(self, config: LaunchConfig, layout: Layout, ports: dict[str, int]) -> None:
         self.config, self.layout, self.ports = config, layout, ports
-        scopes = {
-            "trainer": Role.TRAINER,
-            **dict.fromkeys(name_validators(config.swarm), Role.VALIDATOR),
-            **dict.fromkeys([*name_workers(config.swarm), *name_cheats(config.swarm)], Role.WORKER),
-        }
+        scopes = {"trainer": Role.TRAINER}
+        if not config.swarm.is_spread:  # else they make their own keys, where they are
+            scopes |= dict.fromkeys(name_validators(config.swarm), Role.VALIDATOR)
+            scopes |= dict.fromkeys([*name_workers(config.swarm), *name_cheats(config.swarm)], Role.WORKER)
         self.identities = {name: _load_node(layout.folder(name), config.run, role) for name, role in scopes.items()}
 
     @property
     def url(self) -> str:
         """Of the coordinator."""
-        return self.locate("coordinator")
+        return self.config.swarm.hosts.coordinator or self.locate("coordinator")
+
+    @property
+    def relays(self) -> list[str]:
+        """Addresses of the relays."""
+        swarm = self.config.swarm
+        return swarm.hosts.relays if swarm.is_spread else [self.locate(name) for name in name_relays(swarm)]
+
+    @property
+    def validators(self) -> tuple[str, ...]:
+        """Public keys of those who may judge."""
+        swarm = self.config.swarm
+        if swarm.is_spread:
+            return tuple(swarm.hosts.validators)
+        return tuple(self.identities[name].key.public for name in name_validators(swarm))
+
+    @property
+    def operator(self) -> str:
+        """The public key of the operator."""
+        return self.config.swarm.hosts.operator or Key.load(self.layout.operator_key).public
 
     def locate(self, name: str) -> str:
-        """The address of a part that serves."""
+        """The address of a part of this machine that serves."""
         return f"http://{HOST}:{self.ports[name]}"
 
     @property
@@ -82,16 +107,20 @@ def prepare_swarm(config: LaunchConfig, layout: Layout, note: Note) -> Prepared:
     """Make everything ready that is not. The caller holds the lock of the folder."""
     changed = list_changes(config, layout)
     if changed is None or (changed - FREE):
-        if changed is not None and layout.ledger.exists():
+        if changed is not None and layout.is_begun:
             raise ConfigError(_describe_changes(layout, sorted(changed - FREE)))
         layout.settings.unlink(missing_ok=True)
         _make_papers(config, layout, note)
-    for path in (layout.publisher_key, layout.operator_key):
+    for path in (layout.publisher_key, *([] if config.swarm.hosts.operator else [layout.operator_key])):
         if not path.exists():
             Key.generate().save(path)
-    names = ["coordinator", "origin", *name_relays(config.swarm)]
-    prepared = Prepared(config, layout, choose_ports(layout.ports, names))
-    write_atomic(layout.service, dump_toml(build_service(prepared)).encode())
+    if config.swarm.is_spread:
+        prepared = Prepared(config, layout, {})
+        write_bundle(prepared)
+    else:
+        names = ["coordinator", "origin", *name_relays(config.swarm)]
+        prepared = Prepared(config, layout, choose_ports(layout.ports, names))
+        write_atomic(layout.service, dump_toml(build_service(prepared)).encode())
     core = config.core.model_copy(update={"out": str(layout.root.parent)})  # whatever folder a part is started in
     write_atomic(layout.run_settings, dump_config(core).encode())
     write_atomic(layout.settings, dump_config(config).encode())
@@ -105,7 +134,7 @@ def list_changes(config: LaunchConfig, layout: Layout) -> set[str] | None:
     try:
         known = build_config(LaunchConfig, read_toml(layout.settings), ())
     except ConfigError as error:
-        if layout.ledger.exists():
+        if layout.is_begun:
             raise ConfigError(f"{layout.settings}: cannot be read by this version ({error})") from None
         return None
     old, new = flatten_config(known), flatten_config(config)
@@ -114,7 +143,7 @@ def list_changes(config: LaunchConfig, layout: Layout) -> set[str] | None:
 
 def build_params(prepared: Prepared) -> RunParams:
     """What the run's ledger begins with."""
-    config, swarm, nodes = prepared.config, prepared.config.swarm, prepared.identities
+    config, swarm = prepared.config, prepared.config.swarm
     lease_min_s = min(LEASE_MIN_S, swarm.lease_s)
     return RunParams(
         steps=config.steps,
@@ -130,26 +159,41 @@ def build_params(prepared: Prepared) -> RunParams:
         lease_min_s=lease_min_s,
         lease_first_s=swarm.lease_s,
         lease_max_s=max(LEASE_MAX_S, swarm.lease_s),
-        trainers=(nodes["trainer"].key.public,),
-        validators=tuple(nodes[name].key.public for name in name_validators(config.swarm)),
+        trainers=(prepared.identities["trainer"].key.public,),
+        validators=prepared.validators,
     )
 
 
 def build_service(prepared: Prepared) -> dict[str, Any]:
     """The settings of the coordinator, as tables of its TOML file."""
     config, layout = prepared.config, prepared.layout
+    if config.swarm.is_spread:  # started in the folder of its bundle; where to listen is said on its own machine
+        place: dict[str, Any] = {
+            "urls": [prepared.url],
+            "recipe": layout.recipe.name,
+            "calibration": layout.calibration.name,
+        }
+    else:
+        place = {"host": HOST, "port": prepared.ports["coordinator"]}
+        place |= {"recipe": str(layout.recipe), "calibration": str(layout.calibration)}
     return {
         "run": config.run,
-        "operator": Key.load(layout.operator_key).public,
-        "host": HOST,
-        "port": prepared.ports["coordinator"],
+        "operator": prepared.operator,
         "publisher": Key.load(layout.publisher_key).public,
-        "relays": [prepared.locate(name) for name in name_relays(config.swarm)],
-        "recipe": str(layout.recipe),
-        "calibration": str(layout.calibration),
+        "relays": prepared.relays,
+        **place,
         "join_work": config.swarm.join_work,
         "params": dump_params(build_params(prepared)),
     }
+
+
+def write_bundle(prepared: Prepared) -> None:
+    """The folder that goes to the coordinator's machine: its settings, and the papers that it hands out."""
+    layout = prepared.layout
+    layout.bundle.mkdir(exist_ok=True)
+    for path in (layout.recipe, layout.calibration):
+        write_atomic(layout.bundle / path.name, path.read_bytes())
+    write_atomic(layout.bundle / layout.service.name, dump_toml(build_service(prepared)).encode())
 
 
 def _make_papers(config: LaunchConfig, layout: Layout, note: Note) -> None:

@@ -20,32 +20,51 @@ def list_parts(prepared: Prepared) -> list[Part]:
 
 
 def _list_servers(prepared: Prepared) -> list[Part]:
-    layout, config = prepared.layout, prepared.config
-    publisher = Key.load(layout.publisher_key).public
-    keep = str(config.async_level + 4)
-    rate = ("--rate", config.swarm.rate) if config.swarm.rate else ()
+    layout = prepared.layout
     coordinator = ("coordinator", str(layout.service), "--data", str(layout.coordinator))
-    origin = ("origin", "--data", str(layout.folder("origin")), "--run", config.run, "--keep", keep, *rate)
-    origin += ("--key", str(layout.publisher_key), "--listen", _listen(prepared, "origin"))
-    origin += ("--shard-size", str(SHARD_BYTES))  # the root in the recipe was computed with it
     parts = [
         Part(name="coordinator", arguments=coordinator, rank=_RULE),
-        Part(name="origin", arguments=origin, rank=_ORIGIN),
+        Part(name="origin", arguments=write_origin(prepared, _listen(prepared, "origin")), rank=_ORIGIN),
     ]
-    for name in name_relays(config.swarm):
-        source = ("relay", prepared.locate("origin"), "--publisher", publisher, "--run", config.run, "--keep", keep)
-        place = ("--data", str(layout.folder(name)), "--listen", _listen(prepared, name))
-        parts.append(Part(name=name, arguments=(*source, *place), rank=_RELAY))
+    for name in name_relays(prepared.config.swarm):
+        relay = write_relay(prepared, prepared.locate("origin"), str(layout.folder(name)), _listen(prepared, name))
+        parts.append(Part(name=name, arguments=relay, rank=_RELAY))
     return parts
 
 
-def _list_trainers(prepared: Prepared) -> list[Part]:
+def write_origin(prepared: Prepared, listen: str) -> tuple[str, ...]:
+    """The command of the origin, which is beside the trainer."""
+    layout, config = prepared.layout, prepared.config
+    rate = ("--rate", config.swarm.rate) if config.swarm.rate else ()
+    origin = ("origin", "--data", str(layout.folder("origin")), "--run", config.run, "--keep", _count_kept(prepared))
+    origin += (*rate, "--key", str(layout.publisher_key), "--listen", listen)
+    return (*origin, "--shard-size", str(SHARD_BYTES))  # the root in the recipe was computed with it
+
+
+def write_relay(prepared: Prepared, source: str, data: str, listen: str) -> tuple[str, ...]:
+    """The command of a relay."""
+    publisher, run = Key.load(prepared.layout.publisher_key).public, prepared.config.run
+    relay = ("relay", source, "--publisher", publisher, "--run", run, "--keep", _count_kept(prepared))
+    return (*relay, "--data", data, "--listen", listen)
+
+
+def write_trainer(prepared: Prepared) -> tuple[str, ...]:
+    """The command of the trainer."""
     layout = prepared.layout
-    trainer = ("trainer", str(layout.run_settings), "--coordinator", prepared.url)
     place = ("--origin", str(layout.folder("origin")), "--folder", str(layout.folder("trainer")))
+    return ("trainer", str(layout.run_settings), "--coordinator", prepared.url, *place)
+
+
+def write_evaluator(prepared: Prepared) -> tuple[str, ...]:
+    """The command of the evaluator, which reads the versions that the trainer writes."""
+    return ("evaluator", str(prepared.layout.run_settings))
+
+
+def _list_trainers(prepared: Prepared) -> list[Part]:
+    trainer, evaluator = write_trainer(prepared), write_evaluator(prepared)
     return [
-        Part(name="trainer", arguments=(*trainer, *place), rank=_TRAIN, ends=True, last=(EXIT_UNWANTED,)),
-        Part(name="evaluator", arguments=("evaluator", str(layout.run_settings)), rank=_TRAIN, ends=True),
+        Part(name="trainer", arguments=trainer, rank=_TRAIN, ends=True, last=(EXIT_UNWANTED,)),
+        Part(name="evaluator", arguments=evaluator, rank=_TRAIN, ends=True),
     ]
 
 
@@ -75,6 +94,11 @@ def _list_nodes(prepared: Prepared) -> list[Part]:
         for name, attack in zip(name_cheats(swarm), swarm.cheats, strict=True)
     ]
     return parts
+
+
+def _count_kept(prepared: Prepared) -> str:
+    """Versions that are kept on the way: those that may still be asked for."""
+    return str(prepared.config.async_level + 4)
 
 
 def _listen(prepared: Prepared, name: str) -> str:

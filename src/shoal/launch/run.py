@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.console import clean_text
+from shoal.errors import ConfigError
 from shoal.launch.glance import EVALS, METRICS, Watch, read_steps
 from shoal.launch.layout import Layout
 from shoal.launch.part import read_last_line
@@ -32,6 +33,8 @@ _SPIN_COUNT = "5000"
 
 def start_swarm(config: LaunchConfig, note: Note, *, fresh: bool = False) -> int:
     """Run a swarm to its last step and write its report, or until it is stopped."""
+    if config.swarm.is_spread:
+        raise ConfigError("swarm.hosts: its parts are on several machines; `shoal prepare` prints what to type where")
     layout = Layout.of(config)
     with hold_swarm(layout, fresh=fresh):
         prepared = prepare_swarm(config, layout, note)
@@ -75,7 +78,7 @@ async def supervise_swarm(prepared: Prepared, note: Note) -> int:
 def _tell_end(supervisor: Supervisor, logs: Path, note: Note) -> int:
     """Why a swarm ended before its run did."""
     for name, state in supervisor.states.items():
-        if state.part.ends and state.finished and state.last_code:
+        if state.failed:
             note(f"{name} cannot go on: {clean_text(read_last_line(logs, name)).removeprefix('shoal: ')}")
             return EXIT_FAILED
     note("stopped; the same command goes on from here")

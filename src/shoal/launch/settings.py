@@ -1,4 +1,4 @@
-"""The settings of a swarm on one machine: those of its run, and how many processes of each kind there are.
+"""The settings of a swarm: those of its run, and how many processes of each kind there are, or where they are.
 
 One TOML file describes both. `shoal train` of the same file leaves the table `[swarm]` aside, so that the two can be
 held against each other: with `async_level = 0` they give the same weights. This module imports no torch.
@@ -14,13 +14,32 @@ from pydantic import Field
 
 from shoal.config import Count, RunConfig, Settings, build_config
 from shoal.errors import ConfigError
+from shoal.keys import check_public
 from shoal.toml import read_toml
 from shoal.units import parse_rate
 
 Attack = Literal["int8", "stale"]
 """names of `shoal.redteam.registry`"""
 Cheats = Annotated[list[Attack], Field(json_schema_extra={"allowed": 'a list of attacks, such as ["int8", "stale"]'})]
+Addresses = Annotated[list[str], Field(max_length=8, json_schema_extra={"allowed": "a list of up to 8 addresses"})]
+PublicKeys = Annotated[list[str], Field(max_length=16, json_schema_extra={"allowed": "a list of up to 16 public keys"})]
+_ADDRESS = re.compile(r"https?://(?:[A-Za-z0-9.-]{1,190}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
 _MAX_RUN = 64
+
+
+class HostsConfig(Settings):
+    """Where the parts are, if each is on a machine of its own. `shoal prepare` then prints what to type where."""
+
+    coordinator: str = ""
+    """address of the coordinator, "http://run.example.org:8700"; empty: the whole swarm is on this machine"""
+    origin: str = ""
+    """address of the origin, as the relays reach it; it is on the trainer's machine, which is this one"""
+    relays: Addresses = Field(default=[])
+    """addresses of the relays, as all that pull weights reach them"""
+    validators: PublicKeys = Field(default=[])
+    """who may judge: the public keys of the validators' owners"""
+    operator: str = ""
+    """public key of the operator; empty: one is made here, to be moved to where it is safe"""
 
 
 class SwarmConfig(Settings):
@@ -50,10 +69,16 @@ class SwarmConfig(Settings):
     """honest chunks of up to 32 tokens that are measured before the start, for the thresholds of the checks"""
     rate: str = ""
     """most that the origin sends, e.g. "20Mbit" a second, to see a broadcast that takes its time; empty: no limit"""
+    hosts: HostsConfig = HostsConfig()
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the parts are on several machines."""
+        return self.hosts != HostsConfig()
 
 
 class LaunchConfig(RunConfig):
-    """Everything about one swarm on this machine."""
+    """Everything about one swarm."""
 
     swarm: SwarmConfig = SwarmConfig()
 
@@ -105,7 +130,7 @@ every = 4
 [swarm]
 workers = 2
 cheats = ["int8"]
-groups_per_lease = 4
+groups_per_lease = 16  # of 16 rollouts: as many as a worker decodes side by side
 """
 """What `shoal demo` runs; examples/demo.toml is a copy."""
 
@@ -120,7 +145,9 @@ def check_launch(config: LaunchConfig) -> LaunchConfig:
     """Refuse what means nothing to a swarm, before any work."""
     if config.steps < 1:
         raise ConfigError("steps: a swarm trains at least 1 step, got 0")
-    if config.swarm.workers + len(config.swarm.cheats) < 1:
+    if config.swarm.is_spread:
+        _check_hosts(config.swarm.hosts)
+    elif config.swarm.workers + len(config.swarm.cheats) < 1:
         raise ConfigError("swarm.workers: somebody has to work; there are no workers and no cheats")
     if config.swarm.rate:
         _check_rate(config.swarm.rate)
@@ -129,6 +156,22 @@ def check_launch(config: LaunchConfig) -> LaunchConfig:
     if not config.batch.filter:
         raise ConfigError("batch.filter: a swarm trains only groups with a learning signal; leave it true")
     return config
+
+
+def _check_hosts(hosts: HostsConfig) -> None:
+    """All that is needed where nothing is on loopback."""
+    named = {"coordinator": [hosts.coordinator], "origin": [hosts.origin], "relays": hosts.relays}
+    for name, addresses in named.items():
+        if not addresses or not all(addresses):
+            raise ConfigError(f"swarm.hosts.{name}: is missing; a swarm on several machines names all of its parts")
+        for text in addresses:
+            if _ADDRESS.fullmatch(text) is None or (name != "coordinator" and text.startswith("https")):
+                kind = "http://HOST:PORT" if name != "coordinator" else "https://HOST or http://HOST:PORT"
+                raise ConfigError(f"swarm.hosts.{name}: {text[:80]!r} is no address, which is {kind}")
+    if not hosts.validators:
+        raise ConfigError("swarm.hosts.validators: is missing; give the public keys of those who may judge")
+    for key in (*hosts.validators, *([hosts.operator] if hosts.operator else [])):
+        check_public(key)
 
 
 def _check_rate(text: str) -> None:

@@ -5,6 +5,8 @@
 Invariants:
 - a part that died is started again after a pause that doubles with each death in a row, up to `LONGEST_PAUSE_S`, and is
   short again after `CALM_S` of life;
+- a part that ends `MAX_MISTAKES` times in a row at once, and says that its settings are wrong, is not started again:
+  the run is over, with its sentence;
 - parts are stopped rank by rank: SIGTERM, and SIGKILL for those that have not ended in `GRACE_S`;
 - when `run` returns or raises, no part is left.
 """
@@ -17,11 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.errors import EXIT_MISTAKE
 from shoal.launch.part import Part, Process, open_log, read_last_line
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 CALM_S = 60.0
 GRACE_S = 40.0
+MAX_MISTAKES = 3
 _MAX_EVENTS = 1000
 
 
@@ -33,10 +37,17 @@ class PartState:
     process: Process | None = None
     num_deaths: int = 0
     last_code: int | None = None
+    num_mistakes: int = 0
+    """ends in a row with `EXIT_MISTAKE`, each at once"""
     finished: bool = False
     """it ended by itself, for good"""
     restarts_at: float = 0.0
     """when it will be started again; 0 while it runs"""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run cannot go on for want of it."""
+        return self.finished and bool(self.last_code) and (self.part.ends or self.num_mistakes >= MAX_MISTAKES)
 
     def describe(self, now: float) -> str:
         """The part in a few words."""
@@ -111,7 +122,7 @@ class Supervisor:
                 if watch.done():
                     watch.result()  # it does not end but by a bug or a disk that refuses
             awaited = [state for state in self.states.values() if state.part.ends]
-            if any(state.finished and state.last_code for state in awaited):
+            if any(state.failed for state in self.states.values()):
                 return False  # for good, and not well: the others would wait for it for ever
             if all(state.finished for state in awaited) and until():
                 return True
@@ -142,11 +153,15 @@ class Supervisor:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _run_once(self, state: PartState) -> None:
+        began = time.monotonic()
         with open_log(self._logs, state.part.name) as log:
             state.process = await Process.start(state.part, log, self._environment)
         state.last_code = await state.process.wait()
         state.process = None
-        state.finished = (state.part.ends and state.last_code == 0) or state.last_code in state.part.last
+        is_mistake = state.last_code == EXIT_MISTAKE and time.monotonic() - began < CALM_S
+        state.num_mistakes = state.num_mistakes + 1 if is_mistake else 0
+        is_done = (state.part.ends and state.last_code == 0) or state.last_code in state.part.last
+        state.finished = is_done or state.num_mistakes >= MAX_MISTAKES
         if not state.finished:
             state.num_deaths += 1
 

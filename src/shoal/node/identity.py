@@ -14,7 +14,7 @@ from pathlib import Path
 from shoal.errors import ConfigError
 from shoal.files import write_atomic
 from shoal.keys import Key
-from shoal.swarm.client_auth import read_clock_ms
+from shoal.swarm.clock import read_clock
 from shoal.swarm.delegation import Delegation, Grant, Scope, open_delegation, sign_delegation
 from shoal.swarm.tags import DocumentError
 
@@ -43,7 +43,7 @@ class Identity:
 
 
 def load_identity(
-    folder: Path, run: str, scope: Scope, *, owner: Path | None = None, clock: Callable[[], int] = read_clock_ms
+    folder: Path, run: str, scope: Scope, *, owner: Path | None = None, clock: Callable[[], int] = read_clock
 ) -> Identity:
     """The node of a folder; `owner` is the file of an owner's key to use instead of one of the folder's own."""
     key = _load_key(folder / "node.key")

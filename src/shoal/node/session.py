@@ -9,7 +9,8 @@
 Invariants:
 - the first heartbeat was answered when a session is open: `answer` is always there, and no older than the last one;
 - a coordinator that is away costs heartbeats, not the role: the session goes on when it is back. One that does not know
-  us any more is joined again. What is final (a ban, a revocation, a fork) ends the role with its sentence;
+  us any more is joined again. A full disk does not end the heartbeats, which say so (`room`). What is final (a ban, a
+  revocation, a fork) ends the role with its sentence;
 - the first signal sets `stopping`, which the role looks at; the second ends the process.
 """
 
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from shoal import __version__
-from shoal.errors import ConfigError
+from shoal.disk import is_full
+from shoal.errors import AwayError, ConfigError
 from shoal.files import write_atomic
 from shoal.node.identity import Identity, load_identity
 from shoal.node.pins import find_run
@@ -39,13 +41,14 @@ from shoal.swarm.keepsakes import KeepError
 from shoal.swarm.link import parse_place
 from shoal.swarm.messages import Heartbeat, HeartbeatAnswer, MetricName, NodeWait, Progress
 from shoal.swarm.params import RunParams
+from shoal.swarm.stores import Stores
 
 T = TypeVar("T")
 PATIENCE = Patience(tries=5, first_s=0.5, longest_s=5.0)
 """of one call: about 10 s. Whoever must have an answer asks again (`RoleWaits.insist`)"""
 JOIN_S, ASK_S = 600.0, 60.0
 """deadlines; joining takes work"""
-MAX_TEXT = 80
+MAX_TEXT, MAX_REASON = 80, 160
 MAX_BEAT_S = 60
 """longest pause between two heartbeats, whatever the coordinator asks for"""
 _REJOIN = frozenset({"unknown_node", "left", "delegation"})
@@ -61,12 +64,18 @@ class Role(StrEnum):
 
     @property
     def scope(self) -> Scope:
-        """What its owner allows it; a trainer is appointed by the run's parameters and needs no more than to belong."""
-        return {Role.WORKER: Scope.WORK, Role.VALIDATOR: Scope.VALIDATE, Role.TRAINER: Scope.RELAY}[self]
+        """What its owner allows it."""
+        return {Role.WORKER: Scope.WORK, Role.VALIDATOR: Scope.VALIDATE, Role.TRAINER: Scope.TRAIN}[self]
 
 
 class SessionError(Exception):
     """Why a role cannot go on with its coordinator, in a sentence; starting again does not help."""
+
+
+def end_session(error: RefusedError | ForkError | KeepError) -> SessionError | AwayError:
+    """What a role ends with. A proof that failed may have been altered on the way: the next start asks again."""
+    is_doubt = isinstance(error, ForkError) and not error.fork.convicts
+    return AwayError(str(error)) if is_doubt else SessionError(str(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +112,8 @@ class Session:
         """the role's state, asked for before each heartbeat"""
         self.heard: Callable[[HeartbeatAnswer], None] = lambda _: None
         """called with each answer"""
+        self.problem = ""
+        """what is wrong between us and the coordinator, in a sentence; empty if nothing is"""
         self._answer: HeartbeatAnswer | None = None
         self._params: RunParams | None = None
         self._beats = RoleWaits("heartbeat", note=note)  # of their own: nobody is kept waiting by a heartbeat
@@ -153,8 +164,14 @@ class Session:
                     "heartbeat", self._beat(), for_whom="the coordinator", timeout_s=JOIN_S
                 )
             except (UnreachableError, WaitError) as error:
-                self.note(f"the coordinator does not answer: {error}")
+                self.problem = f"the coordinator does not answer: {error}"
+                self.note(self.problem)
                 continue
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                continue  # the coordinator has heard us, and only what it said could not be kept
+            self.problem = ""
             self.heard(self.answer)
 
     async def _beat(self) -> HeartbeatAnswer:
@@ -170,7 +187,7 @@ class Session:
             await self._join()
             return await self._send_beat()
         except (RefusedError, ForkError, KeepError) as error:
-            raise SessionError(str(error)) from None
+            raise end_session(error) from None
 
     async def _join(self) -> None:
         """Joining takes work, so it is remembered; a delegation that was renewed has to be shown."""
@@ -202,6 +219,7 @@ class Session:
             for_whom=_shorten(wait.for_whom),
             since_ms=max(0, wait.since_ms + offset_ms),
             deadline_ms=max(0, wait.deadline_ms + offset_ms),
+            reason=_shorten(wait.detail, MAX_REASON),
         )
 
 
@@ -214,8 +232,13 @@ async def open_session(
     owner: Path | None = None,
     note: Note = lambda _: None,
     asker: Asker | None = None,
+    coordinator: str | None = None,
+    authority: Path | None = None,
 ) -> AsyncIterator[Session]:
-    """A session with the coordinator at an address, or of the descriptor in a file, for the node in `folder`."""
+    """A session with the coordinator at an address, or of the descriptor in a file, for the node in `folder`.
+
+    `coordinator` is the public key that it must have, `authority` a file of certificates to trust.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -223,15 +246,17 @@ async def open_session(
     spans = SpanLog(folder / "spans.jsonl", role.value)
     try:
         waits = RoleWaits(role.value, spans=spans, note=note)
-        descriptor, url = await find_run(source, folder, waits)
+        descriptor, url = await find_run(source, folder, waits, coordinator=coordinator, authority=authority)
         identity = load_identity(folder, descriptor.run, role.scope, owner=owner)
+        place = parse_place(url, authority)
         client = NodeClient(
-            parse_place(url),
+            place,
             identity.key,
             run=descriptor.run,
             coordinator=descriptor.coordinator,
             folder=folder,
             asker=asker or Asker(PATIENCE),
+            stores=Stores(descriptor.stores, place, note=note),
         )
         try:
             session = Session(
@@ -245,9 +270,9 @@ async def open_session(
         spans.close()
 
 
-def _shorten(text: str) -> str:
+def _shorten(text: str, most: int = MAX_TEXT) -> str:
     """As a message takes it: a heartbeat is not lost over a name."""
-    return "".join(char if " " <= char <= "~" else "?" for char in text)[:MAX_TEXT]
+    return "".join(char if " " <= char <= "~" else "?" for char in text)[:most]
 
 
 async def _sleep_until(event: asyncio.Event, seconds: float) -> None:

@@ -6,17 +6,20 @@ Invariants:
 - times are wall-clock milliseconds that never run backwards within a process: the wall clock is read once, and the
   monotonic one is added to it;
 - a span is written when it ends, whole, in one append. What was under way when the process died is not there;
-- spans may be opened in any thread.
+- spans may be opened in any thread;
+- a full disk costs spans, and nothing else.
 """
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from shoal.disk import spare_words
 from shoal.files import repair_jsonl
 
 Kind = Literal["busy", "wait"]
@@ -37,6 +40,7 @@ class SpanLog:
         self._role, self._monotonic = role, monotonic
         self._offset_s = wall() - monotonic()
         self._descriptor = -1
+        self._lock = threading.Lock()
         if path is not None:
             repair_jsonl(path)
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -63,4 +67,10 @@ class SpanLog:
         if self._descriptor < 0:
             return
         line = {"role": self._role, "name": name, "kind": kind, "start_ms": start_ms, "end_ms": self._read_ms()}
-        os.write(self._descriptor, f"{json.dumps(line | fields)}\n".encode())
+        data, written = f"{json.dumps(line | fields)}\n".encode(), 0
+        with self._lock:
+            size = os.fstat(self._descriptor).st_size
+            with spare_words():
+                written = os.write(self._descriptor, data)
+            if written < len(data):
+                os.ftruncate(self._descriptor, size)  # half a line would spoil the next one

@@ -2,7 +2,8 @@
 
 Invariants:
 - a role awaits nothing outside its process but through `bound` or `insist`: there is no wait without a deadline;
-- what waits now can be read at any time (`longest`), which the heartbeat does: `shoal status` shows it;
+- what waits now can be read at any time (`longest`), which the heartbeat does: `shoal status` shows it, with the last
+  failure where there was one;
 - each wait that is told is a span of kind `wait`.
 """
 
@@ -13,7 +14,7 @@ from typing import TypeVar
 
 from shoal.node.spans import Field, SpanLog
 from shoal.swarm.asking import UnreachableError
-from shoal.swarm.client_auth import read_clock_ms
+from shoal.swarm.clock import read_clock
 from shoal.swarm.waits import Wait, WaitBook
 
 T = TypeVar("T")
@@ -38,10 +39,10 @@ class RoleWaits:
         *,
         spans: SpanLog | None = None,
         note: Note = lambda _: None,
-        clock: Callable[[], int] = read_clock_ms,
+        clock: Callable[[], int] = read_clock,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._role, self._note, self._sleep = role, note, sleep
+        self._role, self.note, self._sleep = role, note, sleep
         self._spans = spans or SpanLog(None, role)
         self._told, self._quiet = WaitBook(clock), WaitBook(clock)
 
@@ -70,19 +71,22 @@ class RoleWaits:
         for_whom: str,
         timeout_s: float,
         told: bool = True,
+        reason: str = "",
         **fields: Field,
     ) -> T:
         """The same, asked again after each deadline and each `UnreachableError` for as long as it takes, politely.
 
-        The wait is one: it keeps its beginning, and is overdue from its first deadline on.
+        The wait is one: it keeps its beginning, and is overdue from its first deadline on. Its reason, if there is one
+        beside its name, is replaced by what last went wrong.
         """
-        with self._enter(name, for_whom, timeout_s, told, fields):
+        with self._enter(name, for_whom, timeout_s, told, fields, reason) as tell:
             pause_s = FIRST_PAUSE_S
             while True:
                 try:
                     return await _limit(name, ask(), for_whom, timeout_s)
                 except (WaitError, UnreachableError) as error:
-                    self._note(f"{error}; goes on trying" if isinstance(error, WaitError) else f"{name}: {error}")
+                    self.note(f"{error}; goes on trying" if isinstance(error, WaitError) else f"{name}: {error}")
+                    tell(str(error))
                 await self._sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -98,13 +102,14 @@ class RoleWaits:
 
     @contextmanager
     def _enter(
-        self, name: str, for_whom: str, timeout_s: float, told: bool, fields: dict[str, Field]
-    ) -> Iterator[None]:
+        self, name: str, for_whom: str, timeout_s: float, told: bool, fields: dict[str, Field], reason: str = ""
+    ) -> Iterator[Callable[[str], None]]:
         assert timeout_s > 0, "every wait has a deadline"
         book = self._told if told else self._quiet
         span = self._spans.span(name, kind="wait", **{"for_whom": for_whom, **fields}) if told else nullcontext()
-        with book.wait(name, owner=self._role, for_whom=for_whom, timeout_s=timeout_s), span:
-            yield
+        wait = book.wait(name, owner=self._role, for_whom=for_whom, timeout_s=timeout_s, detail=reason)
+        with wait as tell, span:
+            yield tell
 
 
 async def _limit(name: str, work: Awaitable[T], for_whom: str, timeout_s: float) -> T:

@@ -166,7 +166,7 @@ async def _await_answer(request: Path, is_served: Callable[[], bool], silence_s:
             withdraw_request(request)
             raise ConfigError(f"{folder}: the origin that served it ended before it published")
         if not pending:
-            raise ConfigError(f"{folder}: the origin could not answer; it says why where it runs")
+            raise DiskError(f"{folder}: the origin could not answer; it says why where it runs")
         if (latest := _read_beat(request.parent)) != beat:
             beat, beat_at = latest, loop.time()
         elif loop.time() - beat_at > silence_s:

@@ -14,6 +14,7 @@ import signal
 import struct
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 NOBODY = 65534
@@ -88,9 +89,9 @@ def refuse_privileges() -> bool:
     return sys.platform == "linux" and _call_libc("prctl", _PR_SET_NO_NEW_PRIVS, 1)
 
 
-def set_limits(*, memory_bytes: int, cpu_s: int) -> None:
-    """Limits of this process; `memory_bytes` is what it may take beyond what it has."""
-    memory = _count_memory() + memory_bytes
+def set_limits(*, memory_bytes: int, cpu_s: int, held_bytes: int | None = None) -> None:
+    """Limits of this process; `memory_bytes` is what it may take beyond `held_bytes`, which is what it has."""
+    memory = (count_memory() if held_bytes is None else held_bytes) + memory_bytes
     for kind, soft, hard in (
         (resource.RLIMIT_AS, memory, memory),
         (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),  # at the soft one it is ended by SIGXCPU, which says why
@@ -106,14 +107,21 @@ def set_limits(*, memory_bytes: int, cpu_s: int) -> None:
 
 def filter_calls() -> bool:
     """Refuse all system calls but `CALLS`; False where their numbers are not known or filters not permitted."""
+    found = load_filter()
+    return found is not None and _call_libc("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(found[0]))
+
+
+@cache
+def load_filter() -> "tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_char]] | None":
+    """The filter as the kernel takes it, header and program; built once, by whoever forks those that need it."""
     arch = _ARCHES.get(platform.machine())
     if sys.platform != "linux" or arch is None or sys.maxsize < 2**32:
-        return False
+        return None
     column, audit = arch
     program = _build_filter(audit, [numbers[column] for numbers in CALLS.values()])
     buffer = ctypes.create_string_buffer(program, len(program))
-    header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer)))
-    return _call_libc("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(header))
+    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+    return ctypes.create_string_buffer(header), buffer
 
 
 def _build_filter(audit: int, numbers: Sequence[int]) -> bytes:
@@ -125,8 +133,8 @@ def _build_filter(audit: int, numbers: Sequence[int]) -> bytes:
     return b"".join(struct.pack("HBBI", *line) for line in lines)
 
 
-def _count_memory() -> int:
-    """The address space we have."""
+def count_memory() -> int:
+    """The address space we have, in bytes."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:
@@ -134,6 +142,11 @@ def _count_memory() -> int:
     return pages * resource.getpagesize()
 
 
+@cache
+def _load_libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
 def _call_libc(name: str, *arguments: int) -> bool:
-    function = getattr(ctypes.CDLL(None), name)
+    function = getattr(_load_libc(), name)
     return bool(function(*(ctypes.c_ulong(argument) for argument in (*arguments, 0, 0, 0, 0)[:5])) == 0)

@@ -14,7 +14,6 @@ from shoal.swarm.messages import (
     SignedVersion,
     VersionAnswer,
     VersionStatement,
-    open_message,
 )
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.rules.age import is_allowed, open_steps
@@ -81,7 +80,7 @@ def publish_version(turn: Turn, *, node: str, signed: SignedVersion) -> VersionA
         return _answer_version(turn, said.version)
     if said.version != newest + 1:
         raise AuthError(409, "version_order", f"the next version is v{newest + 1}")
-    statement = open_message(turn.run, node, said, signed.signature)
+    statement = turn.open_message(node, said, signed.signature)
     _check_batch(turn, said)
     turn.record(statement)
     _open_steps(turn, said.version)

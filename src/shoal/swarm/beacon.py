@@ -12,7 +12,7 @@ Invariants:
 Changing breaks: every group of every run.
 """
 
-import os
+import re
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -22,6 +22,7 @@ from shoal.seeds import derive_seed
 SECRET_BYTES = 32
 _CHAIN_TAG = b"shoal-beacon-1\n"
 _CHECK_TAG = b"shoal-check-1\n"
+_HEX = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +65,15 @@ class BeaconChain:
         return self._secret.hex()
 
 
-def make_secret() -> bytes:
-    """A new secret from the system's randomness."""
-    return os.urandom(SECRET_BYTES)
-
-
 def hash_beacon(value: bytes) -> bytes:
     """One link of the chain."""
     return sha256(_CHAIN_TAG + value).digest()
 
 
 def check_beacon(beacon: str, earlier: str) -> bool:
-    """Whether a beacon is the one that follows `earlier` (the tip, for step 1)."""
+    """Whether a beacon is the one that follows `earlier` (the tip, for step 1), in its one spelling."""
+    if _HEX.fullmatch(beacon) is None:  # seeds follow from the text: another spelling would be another draw
+        return False
     return hash_beacon(bytes.fromhex(beacon)).hex() == earlier
 
 

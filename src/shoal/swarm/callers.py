@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from shoal.swarm.delegation import Scope, check_term, refuse_revoked
+from shoal.swarm.delegation import Scope, check_term, refuse_left, refuse_revoked
 from shoal.swarm.messages import Standing
-from shoal.swarm.refusal import AuthError
+from shoal.swarm.refusal import AuthError, refuse_banned
 from shoal.swarm.state.nodes import NodeRow, OwnerRow, find_ban, find_node, find_owner
 from shoal.swarm.turn import Turn
 
@@ -26,7 +26,7 @@ def require_member(turn: Turn, node: str, scope: Scope | None = None) -> Rows:
     if row.gone == "revoked":
         raise refuse_revoked()
     if row.gone:
-        raise AuthError(403, "left", "this node left the run; join again")
+        raise refuse_left()
     check_term(row.not_before_ms, row.not_after_ms, turn.now_ms)
     if scope is not None and scope.value not in row.scopes.split(","):
         raise AuthError(403, "scope", f"the owner did not allow this node to {scope.value}")
@@ -48,12 +48,7 @@ def require_validator(turn: Turn, node: str) -> Rows:
 
 def require_trainer(turn: Turn, node: str) -> Rows:
     """The caller, if it may cut batches and publish versions."""
-    rows = require_member(turn, node)
+    rows = require_member(turn, node, Scope.TRAIN)
     if not {node, rows.owner.owner} & set(turn.params.trainers):
         raise AuthError(403, "not_trainer", "this node is not among the trainers of this run")
     return rows
-
-
-def refuse_banned() -> AuthError:
-    """What a banned caller hears."""
-    return AuthError(403, "banned", "this node or its owner is banned from this run; the ledger says why")

@@ -6,15 +6,18 @@ Invariants:
 - a node backs off: twice as long after each failure, never shorter than it was asked to wait, and with a random share,
   so that a thousand nodes do not come back at once. What is refused for good is not tried again;
 - leases, receipts and verdict records are on disk, with a signature that holds, before they are returned;
+- files go to the run's stores and come from them where there are such (`stores`), else through the coordinator, and so
+  they do whenever a store fails; what comes has the right bytes either way;
 - every head that is shown must extend the one held. One that does not is a fork: the evidence is on disk, and this and
-  every later call raise `ForkError`, after a restart too. A node does not work for a coordinator with two histories.
+  every later call raise `ForkError`; after a restart too, if the heads convict by themselves. If only proofs failed,
+  three of them, each over a connection of its own, then the same head must be proven first after a restart. A node does
+  not work for a coordinator with two histories.
 
 All methods raise `RefusedError` (a final no), `UnreachableError` (no answer after all tries), `KeepError` and
 `ForkError`, and nothing else that the other side could cause.
 """
 
 import asyncio
-import hashlib
 import os
 import threading
 from functools import partial
@@ -26,6 +29,7 @@ from pydantic import BaseModel, ValidationError
 from shoal.errors import ConfigError
 from shoal.keys import Key
 from shoal.swarm.api.answers import (
+    BlobLink,
     BundleAnswer,
     ChallengeAnswer,
     Done,
@@ -33,14 +37,15 @@ from shoal.swarm.api.answers import (
     HeadAnswer,
     Leaders,
     ProofAnswer,
-    Unbonding,
 )
 from shoal.swarm.api.pages import PageAnswer, ParamsAnswer
-from shoal.swarm.asking import Asker, UnreachableError
+from shoal.swarm.asking import Asker, RefusedError, UnreachableError
 from shoal.swarm.bundle import Bundle
+from shoal.swarm.carrier import MAX_ANSWER_BYTES, Carrier
 from shoal.swarm.client_auth import RequestSigner
 from shoal.swarm.event import Event, EventError
 from shoal.swarm.head import ForkError, HeadError, HeadKeeper, Relation, SignedHead, decode_proof
+from shoal.swarm.intake import Intake
 from shoal.swarm.keepsakes import KeepError, Keepsakes
 from shoal.swarm.link import Answer, Link, Place
 from shoal.swarm.messages import (
@@ -70,13 +75,16 @@ from shoal.swarm.messages import (
 )
 from shoal.swarm.papers import MAX_CALIBRATION_BYTES
 from shoal.swarm.params import RunParams, parse_params
+from shoal.swarm.stores import Stores
 from shoal.swarm.work import read_challenge, solve_challenge
 
-MAX_ANSWER_BYTES = 1 << 20
 MAX_BATCH_BYTES = 1 << 25
 MAX_PAGE_BYTES = 1 << 22
 MAX_WORK = 1 << 30
 """hashes that a node does at most to join: some minutes"""
+_PROOF_TRIES = 3
+_UPLOAD_HERE = frozenset({"no_file", "blob", "upload_here"})
+"""codes of refused receipts for files that were put into a store: the coordinator takes them itself"""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -96,9 +104,9 @@ class OpenClient:
         """Owners by accepted tokens."""
         return await self._get("/v1/leaders", Leaders)
 
-    async def explain(self, submission: str) -> str:
+    async def explain(self, submission: str) -> Explanation:
         """All that is known of a submission, in words."""
-        return (await self._get(f"/v1/submissions/{submission}/explanation", Explanation)).text
+        return await self._get(f"/v1/submissions/{submission}/explanation", Explanation)
 
     async def read_descriptor(self) -> bytes:
         """The run's descriptor, signed; not checked here."""
@@ -180,10 +188,13 @@ class NodeClient(OpenClient):
         link: Link | None = None,
         asker: Asker | None = None,
         signer: RequestSigner | None = None,
+        stores: Stores | None = None,
     ) -> None:
         super().__init__(place, link=link, asker=asker)
         self._key, self._run = key, run
         self._signer = signer or RequestSigner(key, run, coordinator)
+        self.stores = stores or Stores((), place)
+        self._carrier = Carrier(self._link, self._asker, self._signer, self.stores)
         self.keepsakes = Keepsakes(folder, run, coordinator)
         try:
             self.heads = HeadKeeper(folder / "head.json", run, coordinator)
@@ -196,6 +207,11 @@ class NodeClient(OpenClient):
     def clock_offset_ms(self) -> int:
         """How far the coordinator's clock is ahead of ours, as far as known."""
         return self._signer.offset_ms
+
+    def close(self) -> None:
+        """As `OpenClient.close`."""
+        super().close()
+        self.stores.close()
 
     # Membership
 
@@ -225,13 +241,12 @@ class NodeClient(OpenClient):
     async def check_head(self, shown: SignedHead) -> Relation:
         """Hold a head against the one that is held, with a proof if it takes one; `ForkError` ends the work."""
         try:
-            relation = self.heads.offer_head(shown)
-            if relation is Relation.UNPROVEN and self.heads.held is not None:
-                proof = await self.read_proof(self.heads.held.head.size, shown.head.size)
-                relation = self.heads.offer_head(shown, proof)
+            if self.heads.doubted is not None:
+                await self._prove_head(self.heads.doubted)
+                self.heads.end_doubt()
+            return await self._prove_head(shown)
         except HeadError as error:
             raise KeepError(f"the coordinator showed no head of its own: {error}") from None
-        return relation
 
     # Work
 
@@ -251,34 +266,29 @@ class NodeClient(OpenClient):
 
     async def submit(self, manifest: Manifest, path: Path) -> ReceiptAnswer:
         """Commit to a file, upload it, and keep its receipt."""
-        committed = await self.commit(manifest)
-        return await self.upload(committed.submission, manifest, path)
+        return await self.upload(await self.commit(manifest), manifest, path)
 
     async def commit(self, manifest: Manifest) -> CommitAnswer:
         """Commit to what will be uploaded."""
         signed = SignedManifest(manifest=manifest, signature=sign_message(self._key, self._run, manifest))
         return await self._call("POST", "/v1/submissions", CommitAnswer, signed)
 
-    async def upload(self, submission: str, manifest: Manifest, path: Path) -> ReceiptAnswer:
-        """Upload the file of a submission."""
-        target, digest = f"/v1/submissions/{submission}/blob", bytes.fromhex(manifest.blob)
-
-        async def attempt() -> Answer:
-            headers = self._signer.sign_stream("PUT", target, manifest.size, digest)
-            return await self._link.send_file(target, headers, path, MAX_ANSWER_BYTES)
-
+    async def upload(self, committed: CommitAnswer, manifest: Manifest, path: Path) -> ReceiptAnswer:
+        """Upload the file of a submission: to the store that its commitment names, or to the coordinator."""
         self._refuse_fork()
-        answer = _parse_answer(ReceiptAnswer, await self._asker.persist(attempt, self._signer))
-        return self._keep_receipt(submission, manifest, answer)
+        if await self._carrier.put_past(committed, manifest, path):
+            try:
+                return await self.ask_receipt(committed.submission, manifest)
+            except RefusedError as error:
+                if error.refusal.code not in _UPLOAD_HERE:
+                    raise
+        answer = _parse_answer(ReceiptAnswer, await self._carrier.put_here(committed.submission, manifest, path))
+        return self._keep_receipt(committed.submission, manifest, answer)
 
     async def ask_receipt(self, submission: str, manifest: Manifest) -> ReceiptAnswer:
         """The receipt of a file that is there: once more, or for one that was put into the store itself."""
         answer = await self._call("POST", f"/v1/submissions/{submission}/receipt", ReceiptAnswer)
         return self._keep_receipt(submission, manifest, answer)
-
-    async def unbond(self) -> Unbonding:
-        """Begin to get the owner's bond back."""
-        return await self._call("POST", "/v1/unbond", Unbonding)
 
     # Judging and training
 
@@ -288,40 +298,19 @@ class NodeClient(OpenClient):
 
     async def fetch_blob(self, submission: str, blob: str, size: int, path: Path) -> None:
         """The file of a submission into a new file, which is there only if it has the right bytes."""
-        target = f"/v1/submissions/{submission}/blob"
-        temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
-
-        async def attempt() -> Answer:
-            found = hashlib.sha256()
-            headers = self._signer.sign_request("GET", target)
-            with temporary.open("wb") as file:
-
-                def take(piece: bytes) -> None:
-                    found.update(piece)
-                    file.write(piece)
-
-                answer = await self._link.fetch(target, headers, size, take)
-            if answer.status == 200 and found.hexdigest() != blob:
-                raise KeepError("the coordinator sent other bytes than those of the submission")
-            return answer
-
         self._refuse_fork()
-        try:
-            await self._asker.persist(attempt, self._signer)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with Intake(path, blob, size) as intake:
+            if not await self._fetch_past(submission, intake):
+                await self._carrier.fetch_here(submission, intake)
+            intake.keep()
 
     async def send_verdict(self, verdict: VerdictStatement) -> VerdictAnswer:
         """Say what was found."""
         signed = SignedVerdict(verdict=verdict, signature=sign_message(self._key, self._run, verdict))
         answer = await self._call("POST", "/v1/verdicts", VerdictAnswer, signed)
         record = answer.record
-        if (record.submission, record.round, record.validator) != (
-            verdict.submission,
-            verdict.round,
-            self._key.public,
-        ):
+        expected = (verdict.submission, verdict.round, self._key.public)
+        if (record.submission, record.round, record.validator) != expected:
             raise KeepError("the coordinator answered with the record of another verdict")
         self.keepsakes.keep(f"{record.submission}-{record.round}", record, answer.document)
         return answer
@@ -358,6 +347,25 @@ class NodeClient(OpenClient):
             return await self._link.ask(method, target, headers, body, max_bytes)
 
         return _parse_answer(model, await self._asker.persist(attempt, self._signer))
+
+    async def _prove_head(self, shown: SignedHead) -> Relation:
+        """Offer a head, with its proof if it takes one; one that fails may have been altered on the way."""
+        relation = self.heads.offer_head(shown)
+        if relation is not Relation.UNPROVEN or self.heads.held is None:
+            return relation
+        for _ in range(_PROOF_TRIES):
+            proof = await self.read_proof(self.heads.held.head.size, shown.head.size)
+            relation = self.heads.offer_head(shown, proof)
+            if relation is not Relation.BROKEN:
+                return relation
+            self._link.close()
+        raise self.heads.note_fork(shown, proof)
+
+    async def _fetch_past(self, submission: str, intake: Intake) -> bool:
+        if not self.stores.is_ready:
+            return False
+        link = await self._call("GET", f"/v1/submissions/{submission}/link", BlobLink)
+        return await self._carrier.fetch_past(link, intake)
 
     def _keep_receipt(self, submission: str, manifest: Manifest, answer: ReceiptAnswer) -> ReceiptAnswer:
         receipt = answer.receipt

@@ -12,22 +12,17 @@ Invariants:
 
 import hashlib
 import os
-import time
 from collections.abc import Callable
 
 from shoal.keys import Key, check_public
 from shoal.runname import check_run
+from shoal.swarm.clock import read_clock
 from shoal.swarm.digest import format_digest
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.request_head import ALGORITHM, BARE_COMPONENTS, BODY_COMPONENTS, LABEL, NONCE_BYTES, REQUEST_TAG
 from shoal.swarm.signature import build_base, derive_components, format_input, format_signature
 
 Headers = list[tuple[str, str]]
-
-
-def read_clock_ms() -> int:
-    """Milliseconds since 1970."""
-    return time.time_ns() // 1_000_000
 
 
 class RequestSigner:
@@ -39,7 +34,7 @@ class RequestSigner:
         run: str,
         audience: str,
         *,
-        clock_ms: Callable[[], int] = read_clock_ms,
+        clock_ms: Callable[[], int] = read_clock,
         draw_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
         self._key = key

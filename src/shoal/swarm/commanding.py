@@ -3,12 +3,15 @@
 from shoal.errors import ConfigError
 from shoal.swarm.crediting import post_redeem
 from shoal.swarm.ending import void_work
-from shoal.swarm.messages import Action, Command, CommandAnswer, SignedCommand, open_message
+from shoal.swarm.messages import Action, Command, CommandAnswer, SignedCommand
 from shoal.swarm.params import check_change, parse_params
+from shoal.swarm.postings import Posting
 from shoal.swarm.refusal import AuthError
+from shoal.swarm.revealing import check_reveal, check_seals, end_canary, post_reveal
+from shoal.swarm.rows import read_event
+from shoal.swarm.state.canaries import list_grades
 from shoal.swarm.state.nodes import find_node
 from shoal.swarm.state.run import find_command, read_run
-from shoal.swarm.state.steps import find_step
 from shoal.swarm.turn import Turn
 
 
@@ -16,16 +19,20 @@ def run_command(turn: Turn, *, signed: SignedCommand) -> CommandAnswer:
     """Do what the operator commands; the same command again is answered and not done twice."""
     command = signed.command
     state = read_run(turn.connection)
-    statement = open_message(turn.run, state.operator, command, signed.signature)
+    statement = turn.open_message(state.operator, command, signed.signature)
     earlier = find_command(turn.connection, command.nonce)
     if earlier is not None:
-        return CommandAnswer(nonce=command.nonce, seq=earlier)
+        event = read_event(turn.connection, earlier)
+        if event is not None and event.body != statement.body:
+            raise AuthError(409, "nonce_known", "another command has this nonce; sign with a new one")
+        return _answer_command(turn, command, earlier)
     _check_command(turn, command)
-    ends_redeem = command.action in (Action.REDEEM_DONE, Action.REDEEM_FAILED)
-    event = turn.record(statement, post_redeem(turn, command) if ends_redeem else ())
+    event = turn.record(statement, _post_command(turn, command))
     if command.action is Action.BAN:
         _end_work(turn, command.target)
-    return CommandAnswer(nonce=command.nonce, seq=event.seq)
+    if command.action is Action.CANARY_REVEAL:
+        end_canary(turn, command)
+    return _answer_command(turn, command, event.seq)
 
 
 def _check_command(turn: Turn, command: Command) -> None:
@@ -38,18 +45,26 @@ def _check_command(turn: Turn, command: Command) -> None:
                 check_change(turn.params, parse_params(command.params))
             except ConfigError as error:
                 raise AuthError(400, "params", str(error)[:300]) from None
-        case Action.CANARY:
-            _check_canary(turn, command)
+        case Action.CANARY_SEAL:
+            check_seals(turn, command)
+        case Action.CANARY_REVEAL:
+            check_reveal(turn, command)
 
 
-def _check_canary(turn: Turn, command: Command) -> None:
-    plan = command.canary
-    if plan is None:
-        raise AuthError(400, "canary", "a planted submission needs its plan")
-    if find_step(turn.connection, plan.step) is None or plan.count < 1:
-        raise AuthError(400, "canary", "a planted submission is of a step that was opened")
-    if len(plan.rollouts) != plan.count * turn.params.group_size:
-        raise AuthError(400, "canary", "as many rollouts as groups of this size have")
+def _post_command(turn: Turn, command: Command) -> tuple[Posting, ...]:
+    """The credit that a command moves."""
+    match command.action:
+        case Action.REDEEM_DONE | Action.REDEEM_FAILED:
+            return post_redeem(turn, command)
+        case Action.CANARY_REVEAL:
+            return post_reveal(turn, command)
+    return ()
+
+
+def _answer_command(turn: Turn, command: Command, seq: int) -> CommandAnswer:
+    reveals = command.action is Action.CANARY_REVEAL
+    rows = list_grades(turn.connection, command.target) if reveals else []
+    return CommandAnswer(nonce=command.nonce, seq=seq, grades=tuple(row.grade for row in rows))
 
 
 def _end_work(turn: Turn, target: str) -> None:

@@ -10,13 +10,13 @@ Invariants:
 - nothing here waits for anything but the ledger and the blob store.
 
 A span is what one lease covers: consecutive groups of a step, given out, returned, backed up, delivered and accepted as
-a whole. A group is trained at most once, for a span is accepted at most once.
+a whole. A group is trained at most once, for a span is accepted by one submission at a time, and in a batch for good.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,10 +36,11 @@ from shoal.swarm import (
     sweeping,
 )
 from shoal.swarm.beacon import BeaconChain
-from shoal.swarm.blobs.base import BlobReader, BlobStore
+from shoal.swarm.blobs.base import BlobReader, BlobStore, FullError
+from shoal.swarm.clock import LifeSign, read_clock
 from shoal.swarm.event import Event
 from shoal.swarm.faults import reach
-from shoal.swarm.ledger import Draft, Ledger, read_clock
+from shoal.swarm.ledger import Draft, Ledger
 from shoal.swarm.messages import (
     AppealAnswer,
     BatchAnswer,
@@ -58,9 +59,12 @@ from shoal.swarm.messages import (
     SignedCommand,
     SignedManifest,
     SignedRedeem,
+    SignedUnbond,
     SignedVerdict,
     SignedVersion,
     Status,
+    SubmissionState,
+    UnbondAnswer,
     VerdictAnswer,
     VersionAnswer,
 )
@@ -74,6 +78,9 @@ from shoal.swarm.waits import WaitBook
 from shoal.swarm.writer import WriterStoppedError
 
 T = TypeVar("T")
+
+DECIDE_S, STORE_S = 10, 60
+"""after which a decision, or a question to the store, is overdue in the status"""
 
 _CHORES: tuple[Callable[[Turn], bool], ...] = (
     leasing.expire_leases,
@@ -121,9 +128,13 @@ class Coordinator:
         secret: bytes,
         blobs: BlobStore,
         clock: Callable[[], int] = read_clock,
+        wall: Callable[[], int] | None = None,
+        life: LifeSign | None = None,
     ) -> None:
+        """`clock` is that of the ledger; `wall` is the machine's, if that is another one."""
+        self._life = life or LifeSign(None)
         self.ledger, self.blobs = ledger, blobs
-        self._clock = clock
+        self._clock, self._wall = lambda: clock() + ledger.ahead_ms, wall or clock
         with ledger.read() as connection:
             state = read_run(connection)
             self.mirror = Mirror(connection, state)
@@ -131,7 +142,7 @@ class Coordinator:
         if chain.tip != state.beacon:
             raise ConfigError("the beacon secret is not the one that this run's genesis was made with")
         self._setting = Setting(run, key, chain, self.mirror)
-        self.waits = WaitBook(clock)
+        self.waits = WaitBook(self._clock)
         self._gate = sweeping.BlobGate()
         self._swept_ms = 0
         self._listener: Callable[[Sequence[Event]], None] = lambda _: None
@@ -151,7 +162,7 @@ class Coordinator:
 
     async def start(self) -> None:
         """Record that the coordinator is up again; deadlines move by the time it was away."""
-        await self._decide(membership.record_start)
+        await self._decide(partial(membership.record_start, alive_ms=self._life.read()))
 
     async def stop(self) -> None:
         """Record that the coordinator goes away, before its ledger is closed."""
@@ -163,6 +174,7 @@ class Coordinator:
         for work in _CHORES:
             while await self._decide(work):
                 pass
+        self._life.write(self._clock())
         if self._clock() - self._swept_ms >= 1000 * sweeping.EVERY_S:
             self._swept_ms = self._clock()
             while await self._drop_blobs():
@@ -187,7 +199,7 @@ class Coordinator:
         await self._decide(partial(membership.revoke_node, document=revocation))
 
     async def leave(self, node: str) -> None:
-        """Let a node go: its leases are returned without blame."""
+        """Let a node go: its leases are as if returned."""
         await self._decide(partial(membership.leave_node, node=node))
 
     def heartbeat(self, node: str, beat: Heartbeat) -> HeartbeatAnswer:
@@ -219,7 +231,13 @@ class Coordinator:
         if isinstance(plan, ReceiptAnswer):
             return plan
         with self._gate.upload(plan.blob):
-            await self.blobs.put(plan.blob, plan.size, chunks)
+            try:
+                with self.waits.wait("upload", owner=submission, for_whom=f"its file from node {node[:8]}"):
+                    await self.blobs.put(plan.blob, plan.size, chunks)
+            except FullError:
+                self.mirror.full_ms = self.mirror.full_ms or self._clock()
+                raise
+            self.mirror.full_ms = 0
             return await self._decide(partial(submitting.record_receipt, node=node, submission=submission), "receipt")
 
     async def receive(self, node: str, submission: str) -> ReceiptAnswer:
@@ -228,14 +246,17 @@ class Coordinator:
         if isinstance(plan, ReceiptAnswer):
             return plan
         with self._gate.upload(plan.blob):
-            if not await self.blobs.has(plan.blob):
+            with self._await_store(submission):
+                is_there = await self.blobs.has(plan.blob)
+            if not is_there:
                 raise submitting.refuse_absent()
             return await self._decide(partial(submitting.record_receipt, node=node, submission=submission), "receipt")
 
     async def open_blob(self, reader: str, submission: str) -> BlobReader:
         """The file of a submission, for a validator with a claim on it or a trainer; for nobody else."""
         name = await self._decide(partial(judging.allow_reading, node=reader, submission=submission))
-        return await self.blobs.open(name)
+        with self._await_store(submission):
+            return await self.blobs.open(name)
 
     # Validation
 
@@ -267,9 +288,9 @@ class Coordinator:
 
     # Credit, the operator, and what all can see
 
-    async def unbond(self, node: str) -> int:
-        """Begin to give an owner's bond back; returns when it is free, in ms."""
-        return await self._decide(partial(crediting.unbond_stake, node=node))
+    async def unbond(self, signed: SignedUnbond) -> UnbondAnswer:
+        """Begin to give an owner's bond back; whoever brings the request."""
+        return await self._decide(partial(crediting.unbond_stake, signed=signed))
 
     async def redeem(self, signed: SignedRedeem) -> RedeemAnswer:
         """Take credit out of what an owner has free, to be paid out; whoever brings the request."""
@@ -282,12 +303,18 @@ class Coordinator:
     def read_status(self) -> Status:
         """The run at a glance, and who waits for whom. Reads the database: call it in a thread."""
         with self.ledger.read() as connection:
-            return status.build_status(connection, self._setting, self.waits, self._clock())
+            now_ms = self._clock()
+            return status.build_status(connection, self._setting, self.waits, now_ms, now_ms - self._wall())
 
     def explain(self, submission: str) -> str:
         """All that is known of a submission, in plain words. Reads the database: call it in a thread."""
         with self.ledger.read() as connection:
             return explain.explain_submission(connection, submission)
+
+    def read_state(self, submission: str) -> SubmissionState:
+        """Where a submission is; ConfigError if there is none. Reads the database: call it in a thread."""
+        with self.ledger.read() as connection:
+            return explain.read_state(connection, submission)
 
     def read_leaders(self, limit: int = 100) -> list[LeaderLine]:
         """Owners by accepted tokens. Reads the database: call it in a thread."""
@@ -309,12 +336,18 @@ class Coordinator:
             reach("drop", 3)
         return len(found) == sweeping.MAX_AT_ONCE
 
+    def _await_store(self, submission: str) -> AbstractContextManager[object]:
+        """Enter a wait for the store of files."""
+        return self.waits.wait("store", owner=submission, for_whom="the store of files", timeout_s=STORE_S)
+
     async def _decide(self, decide: Callable[[Turn], T], name: str = "") -> T:
         """Run a decision; what it appended reaches the mirror once it is on disk, also if the caller has gone."""
         reach(name, 1)
         future = self.ledger.submit(partial(self._run_turn, decide=decide, name=name))
         future.add_done_callback(self._note_events)
-        answer = (await asyncio.wrap_future(future))[0]
+        what = getattr(decide, "func", decide).__name__
+        with self.waits.wait("decision", owner=f"decision {what}", for_whom="the ledger", timeout_s=DECIDE_S):
+            answer = (await asyncio.wrap_future(future))[0]
         reach(name, 3)
         return answer
 
@@ -325,8 +358,14 @@ class Coordinator:
         return answer, turn.events
 
     def _note_events(self, future: "Future[tuple[Any, list[Event]]]") -> None:
-        if not future.cancelled() and future.exception() is None:
-            events = future.result()[1]
+        """In the ledger's thread, where an error would be logged and forgotten, and memory be one event short."""
+        if future.cancelled() or future.exception() is not None:
+            return
+        events = future.result()[1]
+        try:
             self.mirror.take_events(events)
             if events:
                 self._listener(events)
+        except BaseException as error:
+            self.ledger.stop(f"an event could not be followed ({error!r:.200})")
+            raise

@@ -9,12 +9,11 @@ once, credit is paid out once.
 from collections import defaultdict
 
 from shoal.swarm.balances import read_balances
-from shoal.swarm.callers import refuse_banned, require_member
 from shoal.swarm.event import Kind
-from shoal.swarm.messages import Action, Command, RedeemAnswer, SignedRedeem, open_message
+from shoal.swarm.messages import Action, Command, RedeemAnswer, SignedRedeem, SignedUnbond, UnbondAnswer
 from shoal.swarm.postings import REDEEMED, Posting, move_credit, name_account
-from shoal.swarm.refusal import AuthError
-from shoal.swarm.state.credit import HoldRow, list_bonds, list_free, list_ripe
+from shoal.swarm.refusal import AuthError, refuse_banned
+from shoal.swarm.state.credit import BondRow, HoldRow, find_bond, list_free, list_ripe
 from shoal.swarm.state.nodes import find_ban
 from shoal.swarm.state.redeems import RedeemRow, find_redeem
 from shoal.swarm.turn import Turn
@@ -29,7 +28,6 @@ def release_holds(turn: Turn) -> bool:
         turn.connection,
         challenged_ms=now_ms - 1000 * params.challenge_s,
         longest_ms=now_ms - 1000 * params.hold_max_s,
-        more=params.hold_submissions,
         most=MAX_AT_ONCE,
     )
     by_owner: defaultdict[str, list[HoldRow]] = defaultdict(list)
@@ -52,26 +50,35 @@ def release_bonds(turn: Turn) -> bool:
     return len(free) == MAX_AT_ONCE
 
 
-def unbond_stake(turn: Turn, *, node: str) -> int:
-    """Begin to give an owner's bond back; until it is free a conviction still takes it. Returns when that is, in ms."""
-    owner = require_member(turn, node).owner.owner
+def unbond_stake(turn: Turn, *, signed: SignedUnbond) -> UnbondAnswer:
+    """Begin to give an owner's bond back; until it is free a conviction still takes it. The same request again gets the
+    first answer: what an owner signed once must not take a bond out that it earned later."""
+    asked, owner = signed.unbond, signed.owner
+    statement = turn.open_message(owner, asked, signed.signature)
+    earlier = find_bond(turn.connection, asked.request)
+    if earlier is not None:
+        if earlier.owner != owner:
+            raise AuthError(409, "request_known", "another request has this name; choose a new one")
+        return _answer_unbond(earlier)
+    if find_ban(turn.connection, owner, owner) is not None:
+        raise refuse_banned()
     purse = name_account("stake", owner)
     amount = read_balances(turn.connection, [purse])[purse]
-    under_way = list_bonds(turn.connection, owner)
-    if amount == 0 and under_way:
-        return under_way[-1].free_ms
     if amount == 0:
         raise AuthError(409, "no_bond", "this owner has no bond to take back")
     free_ms = turn.now_ms + 1000 * turn.params.unbond_s
-    body = {"amount": amount, "free_ms": free_ms, "state": "waiting"}
+    turn.record(statement)
+    body = {"amount": amount, "free_ms": free_ms, "request": asked.request, "state": "waiting"}
     turn.append(Kind.STAKE_UNBOND, owner, body, move_credit(purse, name_account("unbond", owner), amount))
-    return free_ms
+    made = find_bond(turn.connection, asked.request)
+    assert made is not None, "it was recorded"
+    return _answer_unbond(made)
 
 
 def request_redeem(turn: Turn, *, signed: SignedRedeem) -> RedeemAnswer:
     """An owner wants credit paid out; the same request again is answered and not done twice."""
     asked, owner = signed.redeem, signed.owner
-    statement = open_message(turn.run, owner, asked, signed.signature)
+    statement = turn.open_message(owner, asked, signed.signature)
     earlier = find_redeem(turn.connection, asked.request)
     if earlier is not None:
         if (earlier.owner, earlier.amount, earlier.goal) != (owner, asked.amount, asked.goal):
@@ -100,6 +107,10 @@ def post_redeem(turn: Turn, command: Command) -> tuple[Posting, ...]:
     source = name_account("redeeming", row.owner)
     target = REDEEMED if command.action is Action.REDEEM_DONE else name_account("avail", row.owner)
     return move_credit(source, target, row.amount)
+
+
+def _answer_unbond(row: BondRow) -> UnbondAnswer:
+    return UnbondAnswer(request=row.request, amount=row.amount, free_ms=row.free_ms)
 
 
 def _answer_redeem(row: RedeemRow) -> RedeemAnswer:

@@ -49,6 +49,12 @@ def define_table(name: str, *items: Column[Any] | CheckConstraint) -> Table:
     return Table(name, METADATA, *items, sqlite_strict=True)
 
 
+def spell_insert(table: Table) -> str:
+    """The statement that inserts a whole row."""
+    names = [column.name for column in table.columns]
+    return f"INSERT INTO {table.name} ({', '.join(names)}) VALUES (:{', :'.join(names)})"
+
+
 EVENT = define_table(
     "event",
     Column("seq", INT64, primary_key=True, autoincrement=False),

@@ -11,10 +11,8 @@ Invariants:
 """
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 from shoal.keys import Key, check_public
 from shoal.runname import check_run
@@ -32,6 +30,7 @@ class Scope(StrEnum):
 
     WORK = "work"
     VALIDATE = "validate"
+    TRAIN = "train"
     RELAY = "relay"
 
 
@@ -79,35 +78,6 @@ class Revocation:
     run: str
 
 
-class RevocationList(Protocol):
-    """Where revocations are looked up; the coordinator answers from its ledger."""
-
-    def is_revoked(self, owner: str, node: str) -> bool:
-        """Whether this owner revoked this node."""
-        ...
-
-
-class RevocationSet:
-    """Revocations in memory. Takes them only for nodes that joined, so strangers cannot make it grow."""
-
-    def __init__(self, is_joined: Callable[[str, str], bool]) -> None:
-        self._is_joined = is_joined
-        self._pairs: set[tuple[str, str]] = set()
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def add_revocation(self, revocation: Revocation) -> None:
-        """Record a revocation; a second time changes nothing."""
-        if not self._is_joined(revocation.owner, revocation.node):
-            raise AuthError(404, "unknown_node", "this owner has no such node in this run; there is nothing to revoke")
-        self._pairs.add((revocation.owner, revocation.node))
-
-    def is_revoked(self, owner: str, node: str) -> bool:
-        """Whether this owner revoked this node."""
-        return (owner, node) in self._pairs
-
-
 def sign_delegation(owner: Key, grant: Grant) -> bytes:
     """The owner delegates."""
     body = {
@@ -140,7 +110,7 @@ def open_delegation(data: bytes) -> Delegation:
     return Delegation(owner, grant, hashlib.sha256(data).hexdigest())
 
 
-def check_delegation(delegation: Delegation, *, node: str, run: str, now_ms: int, revocations: RevocationList) -> None:
+def check_delegation(delegation: Delegation, *, node: str, run: str, now_ms: int) -> None:
     """Refuse a delegation that does not allow this node to act for this run now."""
     grant = delegation.grant
     if grant.node != node:
@@ -148,8 +118,6 @@ def check_delegation(delegation: Delegation, *, node: str, run: str, now_ms: int
     if grant.run != run:
         raise AuthError(403, "delegation", f"the delegation is for another run; here is run {run}")
     check_term(grant.not_before_ms, grant.not_after_ms, now_ms)
-    if revocations.is_revoked(delegation.owner, node):
-        raise refuse_revoked()
 
 
 def check_term(not_before_ms: int, not_after_ms: int, now_ms: int) -> None:
@@ -165,6 +133,11 @@ def check_term(not_before_ms: int, not_after_ms: int, now_ms: int) -> None:
 def refuse_revoked() -> AuthError:
     """What a revoked node hears."""
     return AuthError(403, "revoked", "the owner revoked this node; make a new node key and delegate to it")
+
+
+def refuse_left() -> AuthError:
+    """What a node hears that left."""
+    return AuthError(403, "left", "this node left the run; join again")
 
 
 def sign_revocation(owner: Key, node: str, run: str) -> bytes:

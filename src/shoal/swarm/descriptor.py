@@ -2,6 +2,9 @@
 
 It is signed by the coordinator's key or the operator's, both of which it names. Whoever has it from a place they trust,
 or knows one of the two keys, needs nothing else; fetched from the coordinator itself it is as good as the way there.
+
+A store is named by what its URLs begin with: scheme, host, port, bucket and prefix, up to a slash. Nodes use it by TLS,
+or on this machine without.
 """
 
 import re
@@ -10,13 +13,19 @@ from typing import Any
 
 from shoal.keys import Key, check_public
 from shoal.runname import check_run
+from shoal.swarm.hosts import is_loopback
 from shoal.swarm.tags import DocumentError, Tag, open_claimed, sign_document
 
 FORMAT = 1
 MAX_DESCRIPTOR_BYTES = 8192
 MAX_URLS = 8
+_LISTS = ("urls", "relays", "stores")
 _HASH = re.compile(r"(?:[0-9a-f]{64})?")
 _URL = re.compile(r"https?://[A-Za-z0-9.:\[\]-]{1,200}")
+_STORE = re.compile(
+    r"(?P<origin>(?P<scheme>https?)://(?P<host>[A-Za-z0-9][A-Za-z0-9.-]{0,199}|\[[0-9A-Fa-f:.]{2,40}\])(?::[0-9]{1,5})?)"
+    r"/(?:[A-Za-z0-9._~%=+-]{1,200}/){0,8}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,8 @@ class Descriptor:
     """hash of the model's configuration"""
     tasks: str = ""
     """hash of the recipe: tasks, sampling, and what the checks go by"""
+    stores: tuple[str, ...] = ()
+    """where nodes may put and read files past the coordinator"""
 
     def __post_init__(self) -> None:
         check_run(self.run)
@@ -51,11 +62,26 @@ class Descriptor:
         for urls in (self.urls, self.relays):
             if len(urls) > MAX_URLS or not all(_URL.fullmatch(text) for text in urls):
                 raise ValueError(f"a descriptor has up to {MAX_URLS} addresses, as http://HOST:PORT")
+        if len(self.stores) > MAX_URLS or not all(is_store(text) for text in self.stores):
+            raise ValueError(f"a descriptor has up to {MAX_URLS} stores, as https://HOST/BUCKET/")
+
+
+def is_store(text: str) -> bool:
+    """Whether a descriptor may name a store so: by TLS, or on this machine."""
+    match = _STORE.fullmatch(text)
+    return match is not None and (match["scheme"] == "https" or is_loopback(match["host"]))
+
+
+def split_store(name: str) -> tuple[str, str]:
+    """The origin of a store (scheme, host and port) and its host."""
+    match = _STORE.fullmatch(name)
+    assert match is not None, "it was checked with its descriptor"
+    return match["origin"], match["host"]
 
 
 def sign_descriptor(key: Key, descriptor: Descriptor) -> bytes:
     """Sign as the coordinator or the operator."""
-    body = asdict(descriptor) | {"format": FORMAT, "urls": list(descriptor.urls), "relays": list(descriptor.relays)}
+    body = asdict(descriptor) | {"format": FORMAT, **{name: list(getattr(descriptor, name)) for name in _LISTS}}
     return sign_document(key, Tag.DESCRIPTOR, body)
 
 
@@ -77,7 +103,7 @@ def _check_types(body: dict[str, object]) -> dict[str, Any]:
     """Texts, and lists of texts, which become tuples."""
     values: dict[str, Any] = {}
     for name, value in body.items():
-        is_list = name in ("urls", "relays")
+        is_list = name in _LISTS
         items = value if isinstance(value, list) else [value]
         if isinstance(value, list) != is_list or not all(isinstance(item, str) for item in items):
             raise ValueError(f"{name} is of another kind")

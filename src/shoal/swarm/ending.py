@@ -4,29 +4,39 @@ from shoal.swarm.event import Kind
 from shoal.swarm.messages import SubmissionState
 from shoal.swarm.rules.width import halve_width
 from shoal.swarm.state.leases import LeaseRow, find_lease, list_of_owner
-from shoal.swarm.state.nodes import find_node, find_owner
+from shoal.swarm.state.nodes import OwnerRow, find_node, find_owner
 from shoal.swarm.state.submissions import SubmissionRow, list_open
 from shoal.swarm.turn import Turn
+
+_MEETINGS = 3
+"""times that groups are given out, after which they are kept for nobody"""
 
 
 def end_lease(
     turn: Turn, lease: LeaseRow, state: str, because: str, *, blame: bool = False, keep: bool = False
 ) -> None:
     """End a lease: `blame` halves the node's width, `keep` offers the span to the same owner first."""
-    node = find_node(turn.connection, lease.node)
-    assert node is not None, "a lease has a node"
+    node, owner = find_node(turn.connection, lease.node), find_owner(turn.connection, lease.owner)
+    assert node is not None and owner is not None, "a lease has a node, and that an owner"
     width = halve_width(node.aimd) if blame else node.aimd
     body = {
         "because": because,
+        "failures": _count_failures(owner, lease) if blame else owner.failures,
         "first": lease.first,
         "node": lease.node,
+        "owner": lease.owner,
         "progress": width.progress,
-        "reserved": lease.owner if keep else "",
+        "reserved": lease.owner if keep and lease.fence < _MEETINGS else "",
         "state": state,
         "step": lease.step,
         "width": width.width,
     }
     turn.append(Kind.LEASE_END, lease.lease, body)
+
+
+def _count_failures(owner: OwnerRow, lease: LeaseRow) -> int:
+    """Leases that were held side by side and came to nothing together are one failure."""
+    return owner.failures + int(lease.granted_ms > owner.failed_ms)
 
 
 def drop_upload(turn: Turn, submission: SubmissionRow, because: SubmissionState, *, blame: bool = False) -> None:
@@ -58,25 +68,28 @@ def _void_submission(turn: Turn, submission: SubmissionRow) -> None:
 def empty_outcome(turn: Turn, submission: SubmissionRow, state: SubmissionState, because: str) -> dict[str, object]:
     """The body of an outcome that pays nothing and changes nobody's record."""
     node, owner = find_node(turn.connection, submission.node), find_owner(turn.connection, submission.owner)
+    assert node is not None and owner is not None, "a submission has a node, and that an owner"
     return {
         "appeal": 0,
         "because": because,
         "blob": submission.blob,
+        "earned": 0,
         "fills": 1,
         "first": submission.first,
+        "group_ms": 0,
         "holds": [],
         "node": submission.node,
         "owner": submission.owner,
         "paid": 0,
-        "progress": 0 if node is None else node.progress,
+        "progress": node.progress,
         "purse": "",
         "round": 0,
         "signals": [],
-        "soft_row": 0 if owner is None else owner.soft_row,
+        "soft_row": owner.soft_row,
         "staked": [],
         "state": state.value,
         "step": submission.step,
         "tokens": 0,
         "version": submission.version,
-        "width": 1 if node is None else node.width,
+        "width": node.width,
     }

@@ -70,13 +70,15 @@ class Kind(StrEnum):
     VERSION_PUBLISH = "version.publish"
     BLOB_DROP = "blob.drop"
     CREDIT_POST = "credit.post"
-    STAKE_LOCK = "stake.lock"
+    STAKE_REQUEST = "stake.request"
     STAKE_UNBOND = "stake.unbond"
     SLASH = "slash"
     BAN = "ban"
     UNBAN = "unban"
     APPEAL = "appeal"
-    CANARY = "canary"
+    CANARY_SEAL = "canary.seal"
+    CANARY_REVEAL = "canary.reveal"
+    CANARY_GRADE = "canary.grade"
     REDEEM_REQUEST = "redeem.request"
     REDEEM_DONE = "redeem.done"
     REDEEM_FAILED = "redeem.failed"
@@ -87,12 +89,11 @@ CREDIT_KINDS = frozenset(
         Kind.VAL_VERDICT,
         Kind.SUB_OUTCOME,
         Kind.CREDIT_POST,
-        Kind.STAKE_LOCK,
         Kind.STAKE_UNBOND,
         Kind.SLASH,
         Kind.BAN,
         Kind.APPEAL,
-        Kind.CANARY,
+        Kind.CANARY_REVEAL,
         Kind.REDEEM_REQUEST,
         Kind.REDEEM_DONE,
         Kind.REDEEM_FAILED,

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from typing import Any
 
 from sqlalchemy import Connection, text
 
 from shoal.errors import ConfigError
+from shoal.swarm.clock import show_time
 from shoal.swarm.event import Event, Kind
 from shoal.swarm.messages import SubmissionState
 from shoal.swarm.postings import MICRO
@@ -29,17 +30,29 @@ _PURSES = {
 }
 _REJECTIONS = (SubmissionState.FORM, SubmissionState.SOFT, SubmissionState.HARD)
 
+_TOLD = (Kind.SUB_OUTCOME, Kind.SLASH, Kind.APPEAL, Kind.CANARY_GRADE)
+
 _EVENTS = text("SELECT seq FROM event WHERE subject = :subject ORDER BY seq")
 
 
 def explain_submission(connection: Connection, submission: str) -> str:
     """All that is known of a submission; ConfigError if there is none."""
-    row = find_submission(connection, submission)
-    if row is None:
-        raise ConfigError(f"{submission[:40]}: no such submission in this ledger")
+    row = _require_submission(connection, submission)
     lines = [*_tell_start(row), *_tell_duplicates(connection, row), *_tell_verdicts(connection, row)]
     lines += [*_tell_outcomes(connection, row), *_tell_rest(connection, row)]
     return "\n".join(lines)
+
+
+def read_state(connection: Connection, submission: str) -> SubmissionState:
+    """Where a submission is; ConfigError if there is none."""
+    return SubmissionState(_require_submission(connection, submission).state)
+
+
+def _require_submission(connection: Connection, submission: str) -> SubmissionRow:
+    row = find_submission(connection, submission)
+    if row is None:
+        raise ConfigError(f"{submission[:40]}: no such submission in this ledger")
+    return row
 
 
 def _tell_start(row: SubmissionRow) -> Iterator[str]:
@@ -71,7 +84,7 @@ def _tell_verdicts(connection: Connection, row: SubmissionRow) -> Iterator[str]:
 def _tell_outcomes(connection: Connection, row: SubmissionRow) -> Iterator[str]:
     for (seq,) in connection.execute(_EVENTS, {"subject": row.submission}):
         event = read_event(connection, int(seq))
-        if event is not None and event.kind in (Kind.SUB_OUTCOME, Kind.SLASH, Kind.APPEAL):
+        if event is not None and event.kind in _TOLD:
             yield _tell_event(event)
             for account, amount in event.postings:
                 meaning = _PURSES[account.partition(":")[0]]
@@ -84,8 +97,17 @@ def _tell_event(event: Event) -> str:
         case Kind.SUB_OUTCOME:
             return f"Event {event.seq}: {content['state']}, {content['because']}; paid {content['paid']} micro-credits."
         case Kind.SLASH:
-            return f"Event {event.seq}: {content['amount']} micro-credits of the owner were burned."
+            return f"Event {event.seq}: {content['amount']} micro-credits of owner {content['owner']} were burned."
+        case Kind.CANARY_GRADE:
+            return f"Event {event.seq}: a canary, known to be bad; {_tell_grade(content)}."
     return f"Event {event.seq}: the owner appealed."
+
+
+def _tell_grade(content: dict[str, Any]) -> str:
+    if content["state"] != "missed":
+        return "it was rejected" if content["state"] == "caught" else "nobody judged it"
+    trained = f", and step {content['trained']} was trained on it" if content["trained"] else ""
+    return f"accepted by validator {', '.join(content['missed_by'])}{trained}"
 
 
 def _tell_rest(connection: Connection, row: SubmissionRow) -> Iterator[str]:
@@ -98,6 +120,5 @@ def _tell_rest(connection: Connection, row: SubmissionRow) -> Iterator[str]:
         yield f"The appeal is {appeal.state}."
     elif row.state in _REJECTIONS:
         away_ms = count_away(connection, row.decided_ms)
-        until_s = (row.decided_ms + away_ms) // 1000 + read_run(connection).params.appeal_s
-        end = datetime.fromtimestamp(until_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        end = show_time(row.decided_ms + away_ms + 1000 * read_run(connection).params.appeal_s)
         yield f"Its owner may appeal until {end}: shoal appeal URL {row.submission} --owner KEY"

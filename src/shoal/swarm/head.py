@@ -7,10 +7,12 @@ larger is never the earlier one.
 
 - `check_extension` compares two heads: of one size they are equal, and a larger one comes with a proof of consistency.
 - `HeadKeeper` is a node's memory: the newest head it was shown, on disk. A head that does not extend it is a fork: both
-  signed heads are written down as evidence, and the keeper takes nothing more, after a restart neither.
+  signed heads are written down as evidence.
 
 Two heads of one size that differ, or a smaller one of a later time, convict by themselves: whoever has the
-coordinator's public key can check them. A failed proof convicts only before who received it, for proofs are not signed.
+coordinator's public key can check them, and the keeper takes nothing more, after a restart neither. A proof that fails
+convicts nobody, for proofs are not signed and whoever is on the way can alter one: the node stops, and after a restart
+the same head is to be proven first.
 """
 
 import re
@@ -55,7 +57,10 @@ class Relation(Enum):
     OLDER = "older"
     UNPROVEN = "unproven"
     """larger, and nothing was sent to show that it extends the held one"""
+    BROKEN = "broken"
+    """larger, and what was sent to show that it extends the held one does not show it"""
     FORK = "fork"
+    """the two cannot be of one ledger, whatever is sent with them"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +126,23 @@ class Fork:
     proof: tuple[bytes, ...] | None
     """what was sent as proof that the one shown extends the one held"""
 
+    @property
+    def convicts(self) -> bool:
+        """Whether the two heads are enough for everybody, or a proof failed, which only who received it knows."""
+        return check_extension(self.held.head, self.shown.head, None) is Relation.FORK
+
     def explain(self) -> str:
         """The accusation in one sentence."""
         old, new = self.held.head, self.shown.head
+        if not self.convicts:
+            lack = f"no proof that it begins with the {old.size} shown before"
+            return f"the coordinator of run {old.run} showed a ledger of {new.size} events, and {lack}"
         if old.size == new.size:
             reason = f"two ledgers of {old.size} events with different hashes"
         elif old.size > new.size:
             reason = f"a ledger of {old.size} events, and later one of {new.size}"
         else:
-            reason = f"a ledger of {new.size} events that does not begin with the {old.size} it had shown before"
+            reason = f"a ledger of {old.size} events, and one of {new.size} for an earlier time"
         return f"the coordinator of run {old.run} signed {reason}"
 
     def to_bytes(self) -> bytes:
@@ -155,7 +168,10 @@ class HeadKeeper:
     def __init__(self, path: Path, run: str, coordinator: str) -> None:
         self._path, self._run, self._coordinator = path, run, coordinator
         self.evidence_path = path.with_name(f"{path.name}.fork")
-        self.fork = Fork.from_bytes(self.evidence_path.read_bytes()) if self.evidence_path.exists() else None
+        noted = Fork.from_bytes(self.evidence_path.read_bytes()) if self.evidence_path.exists() else None
+        self.fork = noted if noted is not None and noted.convicts else None
+        self.doubted = noted.shown if noted is not None and not noted.convicts else None
+        """a head for which no proof held when this node last ran; to be proven before any other"""
         self.held = SignedHead.from_bytes(path.read_bytes()) if path.exists() else None
         if self.held is not None:
             self.held.check_signed(run, coordinator)
@@ -163,8 +179,9 @@ class HeadKeeper:
     def offer_head(self, shown: SignedHead, proof: Sequence[bytes] | None = None) -> Relation:
         """Take a head if it extends the one held, with the proof of consistency between their two sizes.
 
-        Without a proof a larger head is UNPROVEN and not taken: ask for the proof and offer both. HeadError for a head
-        that is not the coordinator's, ForkError for one that is and does not extend.
+        Without a proof a larger head is UNPROVEN and not taken: ask for the proof and offer both. With one that fails
+        it is BROKEN: ask again, and then `note_fork`. HeadError for a head that is not the coordinator's, ForkError
+        for one that is and cannot extend.
         """
         if self.fork is not None:
             raise ForkError(self.fork)
@@ -174,12 +191,22 @@ class HeadKeeper:
             return Relation.NEWER
         relation = check_extension(self.held.head, shown.head, proof)
         if relation is Relation.FORK:
-            self.fork = Fork(self.held, shown, None if proof is None else tuple(proof))
-            write_atomic(self.evidence_path, self.fork.to_bytes())
-            raise ForkError(self.fork)
+            raise self.note_fork(shown, proof)
         if relation is Relation.NEWER:
             self._keep_head(shown)
         return relation
+
+    def note_fork(self, shown: SignedHead, proof: Sequence[bytes] | None) -> ForkError:
+        """Write down a head that does not extend the one held; from now on this keeper takes nothing."""
+        assert self.held is not None, "there is a head that it does not extend"
+        self.fork = Fork(self.held, shown, None if proof is None else tuple(proof))
+        write_atomic(self.evidence_path, self.fork.to_bytes())
+        return ForkError(self.fork)
+
+    def end_doubt(self) -> None:
+        """The head that was doubted is proven now."""
+        self.doubted = None
+        self.evidence_path.unlink(missing_ok=True)
 
     def _keep_head(self, head: SignedHead) -> None:
         write_atomic(self._path, head.to_bytes())
@@ -205,7 +232,7 @@ def check_extension(old: Head, new: Head, proof: Sequence[bytes] | None) -> Rela
         return Relation.UNPROVEN
     roots = bytes.fromhex(old.root), bytes.fromhex(new.root)
     holds = verify_consistency(old.size, roots[0], new.size, roots[1], proof)
-    return Relation.NEWER if holds else Relation.FORK
+    return Relation.NEWER if holds else Relation.BROKEN
 
 
 def decode_proof(value: Any) -> tuple[bytes, ...]:

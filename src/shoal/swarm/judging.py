@@ -2,6 +2,7 @@
 
 from shoal.swarm.balances import read_balances
 from shoal.swarm.callers import require_member, require_validator
+from shoal.swarm.delegation import Scope
 from shoal.swarm.event import encode_body
 from shoal.swarm.messages import (
     AppealAnswer,
@@ -12,14 +13,15 @@ from shoal.swarm.messages import (
     VerdictAnswer,
     VerdictRecord,
     VerdictStatement,
-    open_message,
 )
+from shoal.swarm.opinions import CONVICTIONS, count_opinions, refuse_vain
 from shoal.swarm.postings import TREASURY, move_credit, name_account
 from shoal.swarm.queueing import holds_claim
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.rows import read_event
 from shoal.swarm.rules.outcome import Vote, decide_outcome, end_waiting
 from shoal.swarm.settling import Finding, settle_appeal, settle_submission
+from shoal.swarm.state.canaries import is_revealed
 from shoal.swarm.state.credit import find_appeal, last_appeal
 from shoal.swarm.state.queue import JobRow, VerdictRow, find_job, list_verdicts, list_waiting
 from shoal.swarm.state.run import count_away
@@ -29,8 +31,6 @@ from shoal.swarm.turn import Turn
 
 MAX_AT_ONCE = 64
 _APPEALABLE = (SubmissionState.FORM, SubmissionState.SOFT, SubmissionState.HARD)
-_CONVICTIONS = 2
-"""validators that must clear a submission which as many convicted"""
 
 
 def post_verdict(turn: Turn, *, node: str, signed: SignedVerdict) -> VerdictAnswer:
@@ -43,13 +43,16 @@ def post_verdict(turn: Turn, *, node: str, signed: SignedVerdict) -> VerdictAnsw
             return _repeat_verdict(turn, vote, node, said)
     if job.round != said.round or not holds_claim(turn, job, caller):
         raise AuthError(409, "claim_lost", "this node has no claim on this submission now; its verdict is not needed")
-    statement = open_message(turn.run, node, said, signed.signature)
+    statement = turn.open_message(node, said, signed.signature)
     _check_verdict(submission, said)
     turn.record(statement)
     votes = [vote for vote in list_verdicts(turn.connection, said.submission) if vote.appeal == job.appeal]
     state = _decide_votes(turn, submission, job, votes)
     if state is not None:
         _settle(turn, submission, job, _describe_finding(submission, state, votes, said))
+    elif count_opinions(turn, submission) == 0:  # nobody else can be asked, so there is nothing to wait for
+        state, because = end_waiting(_read_votes(votes)), "no other validator could be asked"
+        _settle(turn, submission, job, Finding(state, because, votes, round=said.round))
     return _answer_verdict(turn, list_verdicts(turn.connection, said.submission)[-1])
 
 
@@ -57,7 +60,7 @@ def expire_opinions(turn: Turn) -> bool:
     """Decide what nobody judges any more; whether there may be more."""
     params = turn.params
     before_ms = turn.now_ms - 1000 * params.opinion_s
-    jobs = list_waiting(turn.connection, turn.now_ms, before_ms, params.max_claims, MAX_AT_ONCE)
+    jobs = list_waiting(turn.connection, before_ms, params.max_claims, MAX_AT_ONCE)
     for waiting in jobs:
         submission, job = _find_job(turn, waiting.submission)
         if job.state == "queued":  # not ended by a conviction a moment ago
@@ -73,18 +76,21 @@ def open_appeal(turn: Turn, *, signed: SignedAppeal) -> AppealAnswer:
     submission = find_submission(turn.connection, name)
     if submission is None or submission.owner != owner:
         raise AuthError(404, "unknown_submission", "this owner has no such submission")
-    statement = open_message(turn.run, owner, signed.appeal, signed.signature)
+    statement = turn.open_message(owner, signed.appeal, signed.signature)
     earlier = find_appeal(turn.connection, name)
     if earlier is not None:
         return AppealAnswer(submission=name, state=earlier.state, fee=earlier.fee)
     if submission.state not in _APPEALABLE:
         raise AuthError(409, "not_rejected", f"this submission is {submission.state}; only a rejection can be appealed")
+    if is_revealed(turn.connection, owner):
+        raise AuthError(409, "canary", "this owner was a canary; what it handed in was known to be bad")
     away_ms = count_away(turn.connection, submission.decided_ms)
     if turn.now_ms > submission.decided_ms + 1000 * params.appeal_s + away_ms:
         raise AuthError(410, "too_late", "the time to appeal this rejection is over")
     if (last := last_appeal(turn.connection, owner)) and turn.now_ms < last + 1000 * params.appeal_every_s:
         wait_s = (last - turn.now_ms) // 1000 + params.appeal_every_s
         raise AuthError(429, "too_many", "this owner appealed not long ago", retry_after_s=max(1, wait_s))
+    refuse_vain(turn, submission)
     purse = name_account("avail", owner)
     if read_balances(turn.connection, [purse])[purse] < params.appeal_fee:
         raise AuthError(402, "fee", f"an appeal costs {params.appeal_fee} micro-credits, returned if you are right")
@@ -97,7 +103,8 @@ def allow_reading(turn: Turn, *, node: str, submission: str) -> str:
     caller = require_member(turn, node)
     row = find_submission(turn.connection, submission)
     job = find_job(turn.connection, submission)
-    is_trainer = {node, caller.owner.owner} & set(turn.params.trainers)
+    may_train = Scope.TRAIN.value in caller.node.scopes.split(",")
+    is_trainer = may_train and {node, caller.owner.owner} & set(turn.params.trainers)
     is_judge = job is not None and holds_claim(turn, job, caller)
     if row is None or not row.received_ms or not (is_trainer or is_judge):
         raise AuthError(404, "unknown_submission", "there is no such file, or it is not for this node")
@@ -118,7 +125,7 @@ def _check_verdict(submission: SubmissionRow, said: VerdictStatement) -> None:
     indices = [group.index for group in said.groups]
     if indices != list(range(submission.first, submission.first + submission.count)):
         raise AuthError(400, "groups", "an accepted submission is described group by group, in order")
-    if submission.lease.startswith("l") and said.tokens > submission.tokens:
+    if said.tokens > submission.tokens:
         raise AuthError(400, "tokens", "more validated tokens than the manifest has")
 
 
@@ -128,7 +135,7 @@ def _decide_votes(
     state = decide_outcome(_read_votes(votes), turn.params.max_rounds)
     if job.appeal and state is SubmissionState.ACCEPTED and submission.state == SubmissionState.HARD:
         cleared = sum(vote.verdict == Verdict.ACCEPTED for vote in votes)
-        return state if cleared >= _CONVICTIONS else None
+        return state if cleared >= CONVICTIONS else None
     return state
 
 

@@ -5,9 +5,12 @@
 Invariants:
 - work is given out for open steps only, and only as much as their batches lack;
 - a span has at most two holders at once, the second one being its backup;
-- what an owner returned or let expire is kept for it for a while: who does not like its tasks meets them again.
+- what an owner returned or let expire is kept for it for a while: who does not like its tasks meets them again;
+- but not for ever: after a few leases they are for anybody, and who holds them makes them no younger, so that a backup
+  is due when it would have been. Whose leases come to nothing again and again has to rest. Nobody stops a step.
 """
 
+import math
 from dataclasses import dataclass
 
 from shoal.swarm.callers import Rows, require_member
@@ -20,9 +23,10 @@ from shoal.swarm.rows import read_event
 from shoal.swarm.rules.age import oldest_version
 from shoal.swarm.rules.batch import count_missing
 from shoal.swarm.rules.deadline import is_backup_due, lease_time
+from shoal.swarm.rules.width import rest_time
 from shoal.swarm.state.leases import LeaseRow, count_held, find_lease, find_request, find_slowest, list_due
 from shoal.swarm.state.queue import is_crowded
-from shoal.swarm.state.spans import find_offer
+from shoal.swarm.state.spans import find_offer, find_span
 from shoal.swarm.state.steps import find_step, list_steps, newest_version
 from shoal.swarm.state.submissions import count_open
 from shoal.swarm.tags import Tag
@@ -87,11 +91,11 @@ def expire_leases(turn: Turn) -> bool:
 
 def _find_refusal(turn: Turn, caller: Rows) -> LeaseAnswer | None:
     """Why this caller gets no lease now; None if it may have one."""
-    params, connection, mirror = turn.params, turn.connection, turn.setting.mirror
+    params, connection = turn.params, turn.connection
     newest = newest_version(connection)
     if newest >= params.steps:
         return _refuse_lease("finished", "the run is finished", retry_s=0)
-    if mirror.stopped:
+    if turn.state.stopped:
         return _refuse_lease("stopped", "the operator stopped the run", retry_s=60)
     if newest < 0:
         return _refuse_lease("no_version", "the run waits for its trainer to publish v0")
@@ -105,6 +109,10 @@ def _find_refusal(turn: Turn, caller: Rows) -> LeaseAnswer | None:
 def _check_width(turn: Turn, caller: Rows) -> LeaseAnswer | None:
     """As many leases at once as node and owner may hold."""
     params, (node, owner) = turn.params, caller
+    rest_ms = owner.failed_ms + rest_time(owner.failures, params.reserve_s) - turn.now_ms
+    if owner.failures and rest_ms > 0:
+        reason = f"{owner.failures} leases of this owner in a row came to nothing; it rests"
+        return _refuse_lease("resting", reason, retry_s=math.ceil(rest_ms / 1000))
     held = count_held(turn.connection, node.node, owner.owner)
     if held.node >= min(node.width, node.max_leases):
         return _refuse_lease("busy", f"this node holds {held.node} leases, as many as it may; deliver them first")
@@ -127,9 +135,15 @@ def _choose_span(turn: Turn, caller: Rows) -> Choice | None:
             return Choice(step.step, step.next_index, count, fence=1, fresh=True)
     for step in steps:
         slow = find_slowest(turn.connection, step.step, caller.owner.owner)
-        if slow is not None and is_backup_due(turn.params, slow.granted_ms, slow.deadline_ms, turn.now_ms):
+        if slow is not None and _is_slow(turn, slow):
             return Choice(slow.step, slow.first, slow.count, slow.fence + 1, fresh=False, backup=True)
     return None
+
+
+def _is_slow(turn: Turn, lease: LeaseRow) -> bool:
+    span = find_span(turn.connection, lease.step, lease.first)
+    assert span is not None, "a lease has a span"
+    return is_backup_due(turn.params, turn.now_ms - span.granted_ms, lease.deadline_ms - lease.granted_ms)
 
 
 def _describe_lease(turn: Turn, caller: Rows, request_key: str, choice: Choice) -> dict[str, object]:

@@ -15,7 +15,6 @@ for anything else, and may be given up by their caller: then they happen all the
 
 import asyncio
 import inspect
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -29,7 +28,8 @@ from shoal.errors import ConfigError
 from shoal.keys import Key
 from shoal.runname import check_run
 from shoal.swarm.balances import BALANCES
-from shoal.swarm.db import EVENT, HEAD, MERKLE_NODE, POSTING, open_engine, read_snapshot, show_url
+from shoal.swarm.clock import read_clock
+from shoal.swarm.db import EVENT, HEAD, MERKLE_NODE, POSTING, open_engine, read_snapshot, show_url, spell_insert
 from shoal.swarm.event import GENESIS_PREV, Event, EventError, Kind, Statement, encode_body, seal_event
 from shoal.swarm.head import Head, HeadError, SignedHead, sign_head
 from shoal.swarm.lock import WriterLock
@@ -48,18 +48,12 @@ T = TypeVar("T")
 
 def _insert_into(table: Table) -> TextClause:
     """As text: what SQLAlchemy would do to each value on its way is half of the time that an event takes."""
-    names = [column.name for column in table.columns]
-    return text(f"INSERT INTO {table.name} ({', '.join(names)}) VALUES (:{', :'.join(names)})")
+    return text(spell_insert(table))
 
 
 _INSERT_EVENT, _INSERT_POSTING = _insert_into(EVENT), _insert_into(POSTING)
 _INSERT_HEAD, _INSERT_NODE = _insert_into(HEAD), _insert_into(MERKLE_NODE)
 _EVENT_FIELDS = [column.name for column in EVENT.columns]
-
-
-def read_clock() -> int:
-    """Milliseconds since 1970."""
-    return time.time_ns() // 1_000_000
 
 
 class _Tail(NamedTuple):
@@ -95,29 +89,25 @@ class Draft:
         self.connection = book.connection
         """inside the decision's transaction. Projections are as after the last event appended here; the tables `event`
         and `posting` are as before the group."""
+        self.time_ms = book.read_time()
+        """when the decision is made, and the time of all its events: who takes it again gets the same"""
 
     @property
     def size(self) -> int:
         """The number of events so far, those of this decision included."""
         return self._book.tail.frontier.size
 
-    @property
-    def time_ms(self) -> int:
-        """The time that the next event will have."""
-        return self._book.read_time()
-
     def append(self, kind: Kind, *, subject: str = "", body: dict[str, Any], postings: Iterable[Posting] = ()) -> Event:
         """Append an event of the coordinator's own."""
-        return self._book.add_event(
-            kind, self._book.key.public, subject, encode_body(body), b"", sort_postings(postings)
-        )
+        key, data, sorted_postings = self._book.key, encode_body(body), sort_postings(postings)
+        return self._book.add_event(self.time_ms, kind, key.public, subject, data, b"", sorted_postings)
 
     def record(self, statement: Statement, *, postings: Iterable[Posting] = ()) -> Event:
         """Append what somebody else stated and signed."""
         if statement.run != self._book.run:
             raise EventError(f"a statement for run {statement.run}, not for {self._book.run}")
-        kind, actor, subject = statement.kind, statement.actor, statement.subject
-        return self._book.add_event(kind, actor, subject, statement.body, statement.signature, sort_postings(postings))
+        stated = statement.kind, statement.actor, statement.subject, statement.body, statement.signature
+        return self._book.add_event(self.time_ms, *stated, sort_postings(postings))
 
 
 class _LedgerBook:
@@ -129,6 +119,7 @@ class _LedgerBook:
         self.connection, self.run, self.key = connection, run, key
         self._projections, self._clock = projections, clock
         self.tail = _load_tail(connection, run, key.public)
+        self.ahead_ms = max(0, self.tail.time_ms - clock()) if self.tail.time_ms else 0
         self.published = self.tail
         self._pending = _Pending([], [], [])
 
@@ -152,13 +143,20 @@ class _LedgerBook:
         self.published = self.tail
 
     def read_time(self) -> int:
-        """The clock's time, or that of the last event if the clock was set back since."""
-        return max(self._clock(), self.tail.time_ms)
+        """The clock's time, moved on if it was behind the last event at the start: times never go back, nor stand."""
+        return max(self._clock() + self.ahead_ms, self.tail.time_ms)
 
     def add_event(
-        self, kind: Kind, actor: str, subject: str, body: bytes, signature: bytes, postings: tuple[Posting, ...]
+        self,
+        time_ms: int,
+        kind: Kind,
+        actor: str,
+        subject: str,
+        body: bytes,
+        signature: bytes,
+        postings: tuple[Posting, ...],
     ) -> Event:
-        tail, time_ms = self.tail, self.read_time()
+        tail = self.tail
         draft = Event(
             tail.frontier.size, time_ms, kind.value, actor, subject, body, signature, tail.last_hash, b"", postings
         )
@@ -231,6 +229,11 @@ class Ledger:
         return ledger
 
     @property
+    def ahead_ms(self) -> int:
+        """How much later the ledger's time is than its clock; above 0 if the clock was once wrong, or is."""
+        return self._book.ahead_ms
+
+    @property
     def size(self) -> int:
         """The number of events on disk."""
         return self._book.published.frontier.size
@@ -271,6 +274,10 @@ class Ledger:
             raise EventError(f"no ledger of {new_size} events, or none of {old_size} before it")
         with self.read() as connection:
             return prove_consistency(NodeReader(connection), old_size, new_size)
+
+    def stop(self, reason: str) -> None:
+        """Take no more decisions, for a reason that all who ask are told."""
+        self._writer.stop(reason)
 
     def close(self) -> None:
         """Finish what was submitted and let another writer start."""

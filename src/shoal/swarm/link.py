@@ -1,26 +1,28 @@
-"""A node's connections to its coordinator: one request and its answer at a time on each, kept and used again.
+"""A node's connections to a coordinator or a store: one request and its answer at a time on each, kept and used again.
 
 Invariants:
 - every wait has a deadline, and all that can go wrong with the other side becomes a `LinkError` here and nowhere else;
 - no more of an answer is read than the caller allows; redirects are answers like any other, and never followed;
 - a connection is used again only if its answer was read to the last byte;
-- a file is sent once the server says `100 Continue`: one that is refused costs its head alone.
+- a coordinator is sent a file once it says `100 Continue`: one that is refused costs its head alone.
 """
 
 import asyncio
 import os
 import re
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import h11
 
+from shoal.disk import is_full
 from shoal.errors import ConfigError
 from shoal.shardcast.http import HttpError, Url, new_client, parse_count, parse_url, receive_data, receive_head
 from shoal.swarm.client_auth import Headers
+from shoal.swarm.intake import Intake
 from shoal.swarm.wire import Wire
 
 MAX_IDLE = 4
@@ -38,13 +40,19 @@ class LinkError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a coordinator is."""
+    """Where a coordinator or a store is."""
 
     url: Url
     tls: ssl.SSLContext | None
 
+    @property
+    def authority(self) -> str:
+        """As in a Host header: without the port that the scheme has anyway, for what is signed counts to the letter."""
+        host = f"[{self.url.host}]" if ":" in self.url.host else self.url.host
+        return host if self.url.port == (80 if self.tls is None else 443) else f"{host}:{self.url.port}"
+
     def __str__(self) -> str:
-        return str(self.url) if self.tls is None else f"https://{self.url.host}:{self.url.port}"
+        return f"{'http' if self.tls is None else 'https'}://{self.authority}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,7 @@ def parse_place(text: str, authority: Path | None = None) -> Place:
 
 
 class Link:
-    """The connections to one coordinator."""
+    """The connections to one server."""
 
     def __init__(self, place: Place, deadlines: Deadlines | None = None) -> None:
         self._place = place
@@ -105,26 +113,31 @@ class Link:
             response = await self._read_response(wire, conn)
             return await _read_answer(wire, conn, response, max_bytes)
 
-    async def send_file(self, target: str, headers: Headers, path: Path, max_bytes: int) -> Answer:
-        """A request whose body is a file."""
+    async def send_file(
+        self, target: str, headers: Headers, path: Path, max_bytes: int, *, waits: bool = True
+    ) -> Answer:
+        """A request whose body is a file; `waits` for the server's word before it is sent."""
         async with self._take_wire() as (wire, conn):
-            expect = [*headers, ("Expect", "100-continue")]
-            await _send(wire, conn, self._build_request("PUT", target, expect))
-            response = await self._await_word(wire, conn)
+            expect = [("Expect", "100-continue")] if waits else []
+            await _send(wire, conn, self._build_request("PUT", target, [*headers, *expect]))
+            response = await self._await_word(wire, conn) if waits else None
             if response is None:
                 await _send_contents(wire, conn, path)
                 response = await self._read_response(wire, conn)
             return await _read_answer(wire, conn, response, max_bytes)
 
-    async def fetch(self, target: str, headers: Headers, max_bytes: int, take: Callable[[bytes], None]) -> Answer:
-        """A GET whose answer, if it is a 200, goes piece by piece to `take`, up to `max_bytes`."""
+    async def fetch(self, target: str, headers: Headers, intake: Intake, max_bytes: int) -> Answer:
+        """A GET whose answer, if it is the file or the rest of what was begun, goes to `intake`; else as `ask`."""
+        is_begun = intake.received > 0
         async with self._take_wire() as (wire, conn):
             await _send(wire, conn, self._build_request("GET", target, headers), h11.EndOfMessage())
             response = await self._read_response(wire, conn)
-            if response.status_code != 200:
+            if response.status_code != 200 and not (is_begun and response.status_code == 206):
                 return await _read_answer(wire, conn, response, max_bytes)
-            async for piece in _read_pieces(wire, conn, max_bytes):
-                take(piece)
+            if response.status_code == 200:
+                intake.restart()
+            while piece := await receive_data(wire.receive_rated, conn):
+                intake.take(piece)
             return Answer(200, b"", None)
 
     def close(self) -> None:
@@ -143,6 +156,9 @@ class Link:
         try:
             yield wire, conn
         except (OSError, HttpError) as error:
+            if is_full(error):
+                wire.abort()
+                raise  # our own disk's, on which an answer was to be kept
             is_closed = wire.received_bytes == before and not wire.is_open
             wire.abort()
             if is_closed:
@@ -183,7 +199,7 @@ class Link:
         return wire
 
     def _build_request(self, method: str, target: str, headers: Headers) -> h11.Request:
-        fields = [("Host", self._place.url.authority), *headers]
+        fields = [("Host", self._place.authority), *headers]
         if method != "GET" and not any(name.lower() == "content-length" for name, _ in headers):
             fields.append(("Content-Length", "0"))
         return h11.Request(method=method, target=target, headers=fields)
@@ -224,18 +240,15 @@ async def _send_contents(wire: Wire, conn: h11.Connection, path: Path) -> None:
 
 
 async def _read_answer(wire: Wire, conn: h11.Connection, response: h11.Response, max_bytes: int) -> Answer:
-    body = b"".join([piece async for piece in _read_pieces(wire, conn, max_bytes)])
-    retry = next((value.decode("ascii", "replace") for name, value in response.headers if name == b"retry-after"), "")
-    return Answer(response.status_code, body, parse_count(retry))
-
-
-async def _read_pieces(wire: Wire, conn: h11.Connection, max_bytes: int) -> AsyncIterator[bytes]:
+    pieces: list[bytes] = []
     size = 0
     while piece := await receive_data(wire.receive_rated, conn):
+        pieces.append(piece)
         size += len(piece)
         if size > max_bytes:
             raise HttpError(f"an answer of more than {max_bytes} bytes")
-        yield piece
+    retry = next((value.decode("ascii", "replace") for name, value in response.headers if name == b"retry-after"), "")
+    return Answer(response.status_code, b"".join(pieces), parse_count(retry))
 
 
 def _phrase_error(error: Exception) -> str:

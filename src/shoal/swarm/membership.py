@@ -4,12 +4,12 @@ from typing import Any
 
 from sqlalchemy import text
 
-from shoal.swarm.callers import refuse_banned, require_member
-from shoal.swarm.delegation import Delegation, check_term, open_delegation, open_revocation, refuse_revoked
+from shoal.swarm.callers import require_member
+from shoal.swarm.delegation import Delegation, check_delegation, open_delegation, open_revocation, refuse_revoked
 from shoal.swarm.ending import end_lease
 from shoal.swarm.event import Kind
 from shoal.swarm.messages import MemberInfo, Standing
-from shoal.swarm.refusal import AuthError
+from shoal.swarm.refusal import AuthError, refuse_banned
 from shoal.swarm.state.leases import list_of_owner
 from shoal.swarm.state.nodes import NodeRow, find_ban, find_node, find_owner, list_limited
 from shoal.swarm.tags import DocumentError
@@ -21,14 +21,15 @@ _LAST_EVENT = text("SELECT time_ms FROM event ORDER BY seq DESC LIMIT 1")
 _LAST_HEAD = text("SELECT time_ms FROM head ORDER BY size DESC LIMIT 1")
 
 
-def record_start(turn: Turn) -> None:
+def record_start(turn: Turn, *, alive_ms: int = 0) -> None:
     """The coordinator is up: what it could not hear while it was away is nobody's fault.
 
-    It was away since it stopped. If it was killed, since the last that it wrote: up to a minute too much, for it signs
-    a head each minute, and never too little.
+    It was away since it stopped. If it was killed, since the last that it wrote, be it only that it was alive: some
+    seconds too much, and never too little.
     """
     times = [turn.connection.execute(statement).scalar() for statement in (_LAST_EVENT, _LAST_HEAD)]
     last_ms = max((int(time_ms) for time_ms in times if time_ms is not None), default=turn.now_ms)
+    last_ms = max(last_ms, min(alive_ms, turn.now_ms))
     turn.setting.mirror.started_ms = turn.now_ms
     turn.append(Kind.COORDINATOR_UP, "", {"shift_ms": max(0, turn.now_ms - last_ms)})
 
@@ -48,6 +49,8 @@ def join_node(turn: Turn, *, node: str, document: bytes) -> MemberInfo:
         raise AuthError(409, "other_owner", "this node belongs to another owner; make a new node key")
     if row is not None and row.gone == "revoked":
         raise refuse_revoked()
+    if row is not None and delegation.grant.not_before_ms < row.not_before_ms:
+        raise AuthError(409, "older", "a newer delegation of this node is known; bring that, or a newer one yet")
     if row is None or row.gone or row.digest != delegation.digest:
         kind = Kind.NODE_JOIN if row is None or row.gone else Kind.NODE_DELEGATE
         turn.append(kind, node, _describe_delegation(delegation, document))
@@ -73,7 +76,7 @@ def describe_member(turn: Turn, node: str) -> MemberInfo:
 
 
 def revoke_node(turn: Turn, *, document: bytes) -> None:
-    """An owner takes back all it delegated to a node; its leases are offered to others."""
+    """An owner takes back all it delegated to a node; its leases are as if returned."""
     try:
         revocation = open_revocation(document)
     except DocumentError as error:
@@ -111,12 +114,7 @@ def _open_delegation(turn: Turn, node: str, document: bytes) -> Delegation:
         delegation = open_delegation(document)
     except DocumentError as error:
         raise AuthError(400, "delegation", f"not a delegation: {error}") from None
-    grant = delegation.grant
-    if grant.node != node:
-        raise AuthError(403, "delegation", "the delegation is for another node key")
-    if grant.run != turn.run:
-        raise AuthError(403, "delegation", f"the delegation is for another run; here is run {turn.run}")
-    check_term(grant.not_before_ms, grant.not_after_ms, turn.now_ms)
+    check_delegation(delegation, node=node, run=turn.run, now_ms=turn.now_ms)
     return delegation
 
 
@@ -134,6 +132,7 @@ def _describe_delegation(delegation: Delegation, document: bytes) -> dict[str, A
 
 
 def _end_leases(turn: Turn, row: NodeRow, state: str, because: str) -> None:
+    """As if it had returned them: or who does not like its tasks would leave and join again."""
     for lease in list_of_owner(turn.connection, row.owner):
         if lease.node == row.node:
-            end_lease(turn, lease, state, because)
+            end_lease(turn, lease, state, because, blame=True, keep=True)

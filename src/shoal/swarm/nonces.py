@@ -7,11 +7,11 @@ Invariants:
   ran ahead for long and was set right, nobody gets in until it passes that time again, or the file is deleted;
 - only signatures that hold reach this book, so forged ids cost it nothing; `max_entries` bounds memory and disk, and
   when it is full new requests are refused rather than old nonces forgotten;
-- after a clean stop nothing is lost. After a kill the nonces since the last `flush` are: call it before a request is
-  acknowledged whose repetition would matter, and on a timer.
+- a nonce is in the file before its request is answered, so kill -9 loses none. Only when the machine itself loses power
+  are those of the last moments lost, for nothing waits for the disk.
 
-Nonces lie in slots by time, so forgetting is dropping a slot. `add_nonce` touches memory alone; `flush` writes a batch
-and may run in another thread.
+Nonces lie in slots by time, so forgetting is dropping a slot: at once in memory, and in the file by `tidy`, which may
+run in another thread.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ from shoal.swarm.refusal import AuthError
 
 SLOT_S = 30
 MARK_BYTES = 16
-MAX_PENDING = 1024
-"""nonces that wait for the disk at most"""
+_AT_ONCE = 500
+"""rows that are removed from the file before others may write again"""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS nonce (slot INTEGER NOT NULL, mark BLOB NOT NULL, PRIMARY KEY (slot, mark)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS floor (id INTEGER PRIMARY KEY CHECK (id = 1), slot INTEGER NOT NULL);
@@ -47,11 +47,8 @@ class NonceBook:
         """first slot that takes nonces"""
         self._swept = 0
         """slot of the time at which old ones were last looked for"""
-        self._pending: list[tuple[int, bytes]] = []
         self._num_entries = 0
         self._lock = threading.Lock()
-        """for what is in memory; never held while the disk works"""
-        self._disk_lock = threading.Lock()
         self._database = self._open_file()
 
     def __len__(self) -> int:
@@ -71,30 +68,22 @@ class NonceBook:
             if marks is not None and mark in marks:
                 raise AuthError(401, "replay", "a request with this nonce was here before; sign again with a new nonce")
             self._make_room(now_ms // 1000)
+            self._write_mark(slot, mark)
             self._slots.setdefault(slot, set()).add(mark)
             self._num_entries += 1
-            self._pending.append((slot, mark))
-            is_due = len(self._pending) >= MAX_PENDING
-        if is_due:
-            self.flush()
 
-    def flush(self) -> None:
-        """Write what is new to the file."""
-        with self._disk_lock:
-            with self._lock:
-                batch, self._pending = self._pending, []
-                floor = self._floor
-            try:
-                self._write_batch(batch, floor)
-            except sqlite3.Error as error:
-                with self._lock:
-                    self._pending = batch + self._pending
-                raise DiskError(f"{self._path}: nonces cannot be written ({error})") from error
+    def tidy(self) -> None:
+        """Remove what was forgotten from the file, a little at a time."""
+        try:
+            while self._remove_some():
+                pass
+        except sqlite3.Error as error:
+            raise DiskError(f"{self._path}: nonces cannot be written ({error})") from error
 
     def close(self) -> None:
-        """Write what is new and close the file."""
-        self.flush()
-        self._database.close()
+        """Close the file, which is free for others then."""
+        with self._lock:
+            self._database.close()
 
     def _sweep_slots(self, now_s: int) -> None:
         """Forget what is old, once in a slot's time."""
@@ -134,9 +123,19 @@ class NonceBook:
             raise ConfigError(f"{self._path}: is no file of nonces ({error}); choose another path") from None
         return database
 
-    def _write_batch(self, batch: list[tuple[int, bytes]], floor: int) -> None:
-        with self._database:  # commits, or rolls back when something is raised
+    def _write_mark(self, slot: int, mark: bytes) -> None:
+        try:
+            self._database.execute("INSERT OR IGNORE INTO nonce VALUES (?, ?)", (slot, mark))
+        except sqlite3.Error as error:  # what is not noted could come again
+            raise AuthError(503, "disk", f"the server cannot note requests now ({error}); try again soon") from error
+
+    def _remove_some(self) -> bool:
+        """Remove a few rows of forgotten slots; whether there may be more."""
+        with self._lock, self._database:  # commits, or rolls back when something is raised
             self._database.execute("BEGIN IMMEDIATE")
-            self._database.executemany("INSERT OR IGNORE INTO nonce VALUES (?, ?)", batch)
-            self._database.execute("DELETE FROM nonce WHERE slot < ?", (floor,))
-            self._database.execute("INSERT OR REPLACE INTO floor VALUES (1, ?)", (floor,))
+            self._database.execute("INSERT OR REPLACE INTO floor VALUES (1, ?)", (self._floor,))
+            removed = self._database.execute(
+                "DELETE FROM nonce WHERE (slot, mark) IN (SELECT slot, mark FROM nonce WHERE slot < ? LIMIT ?)",
+                (self._floor, _AT_ONCE),
+            )
+            return removed.rowcount == _AT_ONCE

@@ -6,11 +6,11 @@ was done already depends.
 
 from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from shoal.config import Settings
 from shoal.errors import ConfigError
-from shoal.swarm.messages import MAX_ROLLOUTS, Standing
+from shoal.swarm.messages import MAX_ROLLOUTS, Digest, Standing
 
 FIXED = frozenset({"steps", "async_level", "groups_per_batch", "max_groups", "group_size", "max_tokens"})
 """Changing breaks: the beacon chain, leases that are out, the order of batches."""
@@ -21,7 +21,6 @@ Natural = Annotated[int, Field(ge=0, le=2**31)]
 Seconds = Annotated[int, Field(ge=1, le=10**8)]
 Share = Annotated[int, Field(ge=0, le=MILLION)]
 """in millionths"""
-PublicKey = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class RunParams(Settings):
@@ -56,6 +55,8 @@ class RunParams(Settings):
     upload_s: Seconds = 120
     """an upload has this long, and its size at `UPLOAD_BYTES_S`"""
     claim_s: Seconds = 120
+    train_s: Seconds = 3600
+    """within which the trainer should cut a batch that is complete, and publish a version; later is an alarm"""
     opinion_s: Seconds = 3600
     """how long another opinion is waited for"""
     max_rounds: Annotated[int, Field(ge=2, le=9)] = 3
@@ -90,7 +91,7 @@ class RunParams(Settings):
     hold_max_s: Seconds = 7 * 86_400
     unbond_s: Seconds = 14 * 86_400
     slash_share: Share = MILLION
-    """of the bond that a hard verdict or an accepted planted submission burns"""
+    """of the bond that a hard verdict, or having accepted the bad work of a canary, burns"""
     redeem_least: Count = 1
     """micro-credits that can be redeemed at once"""
     appeal_s: Seconds = 7 * 86_400
@@ -109,17 +110,19 @@ class RunParams(Settings):
     check_good: Annotated[int, Field(ge=50_000, le=MILLION)] = 250_000
     check_trusted: Annotated[int, Field(ge=50_000, le=MILLION)] = 100_000
     canary_every_s: Natural = 0
-    """alarm if no planted submission was rejected for so long; 0 for runs without"""
+    """alarm if no canary was caught for so long; 0 for runs without"""
 
-    trainers: Annotated[tuple[PublicKey, ...], Field(max_length=64)] = ()
+    trainers: Annotated[tuple[Digest, ...], Field(max_length=64)] = ()
     """nodes or owners that may cut batches and publish versions"""
-    validators: Annotated[tuple[PublicKey, ...], Field(max_length=1024)] = ()
+    validators: Annotated[tuple[Digest, ...], Field(max_length=256)] = ()
     """nodes or owners that may judge"""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunParams":
         if self.groups_per_lease * self.group_size > MAX_ROLLOUTS:
             raise ValueError(f"groups_per_lease times group_size must be at most {MAX_ROLLOUTS}")
+        if self.price * self.max_tokens * MAX_ROLLOUTS >= 2**53:
+            raise ValueError("price times max_tokens is more than can be paid at once")
         if 0 < self.max_groups < self.groups_per_batch:
             raise ValueError("max_groups must be 0 or at least groups_per_batch")
         if not self.lease_min_s <= self.lease_first_s <= self.lease_max_s:

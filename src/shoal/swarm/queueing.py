@@ -4,13 +4,10 @@ A validator that claims and does not judge cannot sink what it claimed: others a
 while when it did so too often in a row.
 """
 
-import json
-
 from shoal.swarm.callers import Rows, require_validator
 from shoal.swarm.event import Kind
-from shoal.swarm.messages import ClaimAnswer, Job, Manifest, Standing
+from shoal.swarm.messages import ClaimAnswer, Job, Manifest, Standing, SubmissionState
 from shoal.swarm.rows import read_event
-from shoal.swarm.state.credit import find_canary
 from shoal.swarm.state.nodes import find_node, find_owner
 from shoal.swarm.state.queue import JobRow, find_claimed, find_job, find_lapse, find_next, list_lapsed
 from shoal.swarm.state.steps import find_step
@@ -23,13 +20,18 @@ _RETRY_S = 2
 
 def claim_job(turn: Turn, *, node: str) -> ClaimAnswer:
     """The submission that a validator judges next; the one it has claimed already, if any."""
-    while expire_claims(turn):  # those whose time is over though nobody has looked since
-        pass
-    caller = require_validator(turn, node)
-    job = find_claimed(turn.connection, node, turn.now_ms) or _claim_next(turn, caller)
+    job = take_job(turn, node=node)
     if job is None:
         return ClaimAnswer(job=None, retry_after_s=_RETRY_S)
     return ClaimAnswer(job=_describe_job(turn, job))
+
+
+def take_job(turn: Turn, *, node: str) -> JobRow | None:
+    """What a validator has claimed, and claims now if it had nothing."""
+    while expire_claims(turn):  # those whose time is over though nobody has looked since
+        pass
+    caller = require_validator(turn, node)
+    return find_claimed(turn.connection, node, turn.now_ms) or _claim_next(turn, caller)
 
 
 def holds_claim(turn: Turn, job: JobRow, caller: Rows) -> bool:
@@ -62,7 +64,7 @@ def _lapse_claim(turn: Turn, job: JobRow) -> None:
 
 def _claim_next(turn: Turn, caller: Rows) -> JobRow | None:
     node, owner = caller.node.node, caller.owner.owner
-    job = find_next(turn.connection, node, owner, turn.now_ms)
+    job = find_next(turn.connection, node, owner, turn.params.max_claims)
     if job is None:
         return None
     deadline_ms = turn.now_ms + 1000 * turn.params.claim_s
@@ -77,7 +79,8 @@ def _describe_job(turn: Turn, job: JobRow) -> Job:
     step = find_step(turn.connection, submission.step)
     assert step is not None, "a submission is of a step that was opened"
     owner = find_owner(turn.connection, submission.owner)
-    standing = Standing.PROBATION if owner is None or job.round > 1 or job.appeal else Standing(owner.standing)
+    assert owner is not None, "a submission has an owner"
+    standing = Standing.PROBATION if job.round > 1 or job.appeal else Standing(owner.standing)
     return Job(
         submission=job.submission,
         round=job.round,
@@ -91,17 +94,19 @@ def _describe_job(turn: Turn, job: JobRow) -> Job:
         manifest=_read_manifest(turn, submission),
         check_ppm=turn.params.check_share(standing),
         check_seed=turn.setting.chain.draw_check(job.submission, submission.blob),
-        duplicates=tuple(row.place for row in list_duplicates(turn.connection, job.submission)),
+        duplicates=_find_copies(turn, job.submission),
         deadline_ms=job.deadline_ms,
     )
 
 
+def _find_copies(turn: Turn, submission: str) -> tuple[int, ...]:
+    """Rollouts that accepted work had before. Who only announced them, or handed in rubbish, has no claim to them."""
+    rows = list_duplicates(turn.connection, submission)
+    return tuple(row.place for row in rows if row.rival_state == SubmissionState.ACCEPTED)
+
+
 def _read_manifest(turn: Turn, submission: SubmissionRow) -> Manifest:
-    """As it was committed; a planted submission gets one that looks like any other."""
+    """As it was committed."""
     event = read_event(turn.connection, int(submission.submission[1:]))
     assert event is not None, "it was committed before it was received"
-    if find_canary(turn.connection, submission.submission) is None:
-        return Manifest.model_validate_json(event.body)
-    plan = event.content["canary"]
-    shown = {name: plan[name] for name in ("blob", "size", "version", "rollouts")}
-    return Manifest.model_validate_json(json.dumps({**shown, "lease": f"l{max(0, event.seq - 1)}", "fence": 1}))
+    return Manifest.model_validate_json(event.body)

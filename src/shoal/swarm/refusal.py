@@ -54,5 +54,10 @@ class AuthError(Exception):
         )
 
 
+def refuse_banned() -> AuthError:
+    """What a banned caller hears."""
+    return AuthError(403, "banned", "this node or its owner is banned from this run; the ledger says why")
+
+
 def _take_count(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

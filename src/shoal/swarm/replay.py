@@ -1,6 +1,6 @@
 """Projections made again from the events, in an empty database, and compared with those that are there."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,9 +10,9 @@ from sqlalchemy import Connection, Table, collate, create_engine, literal_column
 from sqlalchemy.exc import SQLAlchemyError
 
 from shoal.swarm.db import is_sqlite
+from shoal.swarm.event import Event
 from shoal.swarm.postings import PostingError
 from shoal.swarm.projection import Projection
-from shoal.swarm.rows import MAX_SEQ, read_events
 
 _BLOCK = 1024
 _RANKS = {type(None): 0, int: 1, float: 1, str: 2, bytes: 3}
@@ -39,13 +39,13 @@ def open_scratch(tables: Sequence[Table]) -> Iterator[Connection]:
             engine.dispose()
 
 
-def replay_events(source: Connection, target: Connection, projections: Sequence[Projection]) -> None:
-    """Apply all events of one database to the projections in another."""
-    for event in read_events(source, 0, MAX_SEQ):
+def replay_events(events: Iterable[Event], target: Connection, projections: Sequence[Projection]) -> None:
+    """Apply all events of a ledger to the projections in an empty database."""
+    for event in events:
         for projection in projections:
             try:
                 projection.apply(event, target)
-            except (PostingError, LookupError, TypeError, ValueError, SQLAlchemyError) as error:
+            except (PostingError, ArithmeticError, LookupError, TypeError, ValueError, SQLAlchemyError) as error:
                 # What an event says is checked by those who append it; a forged ledger may say anything.
                 raise ReplayError(f"event {event.seq}: refused by {projection.name} ({error!r:.200})") from error
 

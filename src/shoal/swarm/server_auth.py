@@ -3,7 +3,7 @@
     format and sizes -> clock -> node known, in good standing -> rates -> signature -> nonce -> body, as it arrives
 
 Invariants:
-- the identity comes from the signature; a body that names another node is refused (`Caller.check_claim`);
+- the identity comes from the signature: no body says who sends it;
 - no signature is checked for an id that is not known or an address that is over its rate, and no nonce is stored for a
   signature that does not hold: a flood of forged requests costs microseconds each, and no memory;
 - an owner's tokens are taken only by requests that it signed: nobody can use up another's rate by forging its id;
@@ -30,7 +30,7 @@ from shoal.swarm.buckets import Buckets
 from shoal.swarm.delegation import Scope, check_term, refuse_revoked
 from shoal.swarm.digest import BodyChecker
 from shoal.swarm.nonces import NonceBook
-from shoal.swarm.refusal import AuthError
+from shoal.swarm.refusal import AuthError, refuse_banned
 from shoal.swarm.request_head import RawHeaders, RequestHead, read_head
 
 FORGERY_TOKENS = 8
@@ -89,11 +89,6 @@ class Caller:
     def open_body(self) -> BodyChecker:
         """To feed the body to as it arrives."""
         return BodyChecker(self.length, self.digest)
-
-    def check_claim(self, node: str) -> None:
-        """Refuse a body that speaks for another node than signed it."""
-        if node != self.node:
-            raise AuthError(403, "other_node", "the body names another node than the one that signed the request")
 
     def check_scope(self, scope: Scope) -> None:
         """Refuse what the owner did not allow this node."""
@@ -157,7 +152,7 @@ class Authenticator:
         if member is None:
             raise AuthError(401, "unknown_node", "this node is not known to this run; join it first")
         _check_member(member, now_ms)
-        address, now_s = _name_address(peer_ip), now_ms / 1000
+        address, now_s = name_address(peer_ip), now_ms / 1000
         self._check_rates(address, member.owner, now_s)
         self._check_signature(head, address, now_ms)
         self._owners.take_tokens(member.owner, now_s)
@@ -169,8 +164,8 @@ class Authenticator:
         head = self._read_head(method, target, headers, now_ms, None)
         member = self._find_member(head.node)
         if member is not None and member.is_banned:
-            raise _refuse_banned()
-        address, now_s = _name_address(peer_ip), now_ms / 1000
+            raise refuse_banned()
+        address, now_s = name_address(peer_ip), now_ms / 1000
         self._check_rates(address, None, now_s)
         self._gate.check_stamp(head.work, head.node, now_ms)
         self._check_signature(head, address, now_ms)
@@ -221,7 +216,7 @@ class Authenticator:
 
 def _check_member(member: Member, now_ms: int) -> None:
     if member.is_banned:
-        raise _refuse_banned()
+        raise refuse_banned()
     if member.is_revoked:
         raise refuse_revoked()
     check_term(member.not_before_ms, member.not_after_ms, now_ms)
@@ -229,10 +224,6 @@ def _check_member(member: Member, now_ms: int) -> None:
 
 def _make_caller(head: RequestHead, member: Member | None) -> Caller:
     return Caller(head.node, member, head.created_s, head.nonce, head.length, head.digest)
-
-
-def _refuse_banned() -> AuthError:
-    return AuthError(403, "banned", "this node or its owner is banned from this run; the ledger says why")
 
 
 def _refuse_clock(skew_ms: int, window_s: int, now_ms: int) -> AuthError:
@@ -263,9 +254,9 @@ def _load_public(public: str) -> Ed25519PublicKey | None:
 
 
 @lru_cache(maxsize=4096)
-def _name_address(peer_ip: str) -> str:
+def name_address(peer_ip: str) -> str:
     """What counts as one address; a peer without one (a local socket) goes by what the server calls it."""
     try:
         return name_peer(peer_ip)[0]
     except ValueError:
-        return peer_ip
+        return peer_ip[:64]

@@ -35,10 +35,13 @@ from shoal.swarm.api.app import build_app
 from shoal.swarm.api.desk import ApiLimits, Desk
 from shoal.swarm.beacon import SECRET_BYTES
 from shoal.swarm.blobs import open_blobs
+from shoal.swarm.blobs.base import BlobStore
+from shoal.swarm.blobs.direct import DirectStore
 from shoal.swarm.blobs.disk import DiskLimits
+from shoal.swarm.clock import LifeSign, SteadyClock, read_clock
 from shoal.swarm.coordinator import Coordinator, open_run
 from shoal.swarm.db import parse_url
-from shoal.swarm.descriptor import Descriptor, open_descriptor, sign_descriptor
+from shoal.swarm.descriptor import Descriptor, is_store, open_descriptor, sign_descriptor
 from shoal.swarm.exchange import HttpLimits
 from shoal.swarm.ledger import Ledger
 from shoal.swarm.nonces import NonceBook
@@ -47,10 +50,13 @@ from shoal.swarm.params import RunParams, dump_params
 from shoal.swarm.rows import read_event
 from shoal.swarm.serve import Server, load_tls
 from shoal.swarm.server_auth import AuthLimits
+from shoal.swarm.state.nodes import list_joins
 from shoal.swarm.tags import DocumentError
 from shoal.swarm.work import JoinRate, WorkGate
 from shoal.swarm.writer import WriterStoppedError
 
+RECALL_S = 1800
+"""how far back joins are looked up at a start; what came before counts for nothing by then"""
 WATCH_S = 5.0
 """between two looks of the watchdog"""
 
@@ -155,20 +161,33 @@ async def open_service(config: ServiceConfig, data: Path) -> AsyncIterator[Servi
     if config.database:
         parse_url(config.database)  # a mistake there leaves nothing behind
     papers = load_papers(config.recipe, config.calibration, config.params)
+    if not (data / "ledger.db").exists() and not config.database:
+        _check_sizes(config, config.params)
     key, secret, operator = _load_secrets(data, config)
     async with AsyncExitStack() as stack:
-        ledger = _open_ledger(config, data, key, secret, operator, papers)
+        clock = SteadyClock()
+        ledger = _open_ledger(config, data, key, secret, operator, papers, clock)
         stack.callback(ledger.close)
         blobs = open_blobs(config.blob_store, data / "blobs", config.blobs)
         stack.push_async_callback(blobs.close)
         nonces = NonceBook(data / "nonces.db", window_s=config.auth.window_s, keep_s=5 * config.auth.window_s)
         stack.callback(nonces.close)
-        coordinator = Coordinator(ledger, run=config.run, key=key, secret=secret, blobs=blobs)
+        coordinator = Coordinator(
+            ledger,
+            run=config.run,
+            key=key,
+            secret=secret,
+            blobs=blobs,
+            clock=clock,
+            wall=read_clock,
+            life=LifeSign(data / "alive"),
+        )
+        _check_sizes(config, coordinator.params)
         await coordinator.start()
         stack.push_async_callback(_stop_coordinator, coordinator)
         registry = Registry()
         # A challenge of before a restart is refused, and a new one asked for: its secret need not be kept.
-        gate = WorkGate(os.urandom(32), config.run, JoinRate(base_work=config.join_work))
+        gate = WorkGate(os.urandom(32), config.run, _recall_joins(coordinator, config.join_work, clock()))
         desk = Desk(
             coordinator,
             gate=gate,
@@ -181,10 +200,26 @@ async def open_service(config: ServiceConfig, data: Path) -> AsyncIterator[Servi
         server = Server(build_app(desk), limits=config.http, registry=registry, tls=tls)
         await server.start(config.host, config.port)
         stack.push_async_callback(server.close)
-        descriptor = _describe_run(config, server, ledger, key)
+        descriptor = _describe_run(config, server, ledger, key, _list_stores(blobs))
         desk.descriptor = sign_descriptor(key, descriptor)
         write_atomic(data / "descriptor.json", desk.descriptor)
         yield Service(coordinator, desk, server, descriptor)
+
+
+def _check_sizes(config: ServiceConfig, params: RunParams) -> None:
+    """Refuse a store that does not take the files for which leases are given."""
+    if params.blob_max_bytes > config.blobs.max_blob_bytes:
+        least = f"params.blob_max_bytes={params.blob_max_bytes}"
+        raise ConfigError(f"{least}: more than the store takes, blobs.max_blob_bytes={config.blobs.max_blob_bytes}")
+
+
+def _recall_joins(coordinator: Coordinator, base_work: int, now_ms: int) -> JoinRate:
+    """What joining costs now: a restart makes it no cheaper in the middle of a flood."""
+    rate = JoinRate(base_work=base_work)
+    with coordinator.ledger.read() as connection:
+        for joined_ms in list_joins(connection, now_ms - 1000 * RECALL_S):
+            rate.note_join(joined_ms / 1000)
+    return rate
 
 
 async def _stop_coordinator(coordinator: Coordinator) -> None:
@@ -206,7 +241,9 @@ def hash_params(params: RunParams | dict[str, object]) -> str:
     return hashlib.sha256(encode_canonical(content)).hexdigest()
 
 
-def _open_ledger(config: ServiceConfig, data: Path, key: Key, secret: bytes, operator: str, papers: Papers) -> Ledger:
+def _open_ledger(
+    config: ServiceConfig, data: Path, key: Key, secret: bytes, operator: str, papers: Papers, clock: Callable[[], int]
+) -> Ledger:
     try:
         ledger = open_run(
             config.database or f"sqlite:///{data}/ledger.db",
@@ -216,6 +253,7 @@ def _open_ledger(config: ServiceConfig, data: Path, key: Key, secret: bytes, ope
             secret=secret,
             params=config.params,
             recipe=papers.recipe_hash,
+            clock=clock,
         )
     except OperationalError as error:
         raise ConfigError(f"the ledger's database cannot be opened ({str(error.orig).splitlines()[0]})") from None
@@ -240,7 +278,9 @@ def _check_genesis(ledger: Ledger, given: str, papers: Papers) -> None:
         raise ConfigError("recipe: this run was begun with another one, for good; its hash is in the first event")
 
 
-def _describe_run(config: ServiceConfig, server: Server, ledger: Ledger, key: Key) -> Descriptor:
+def _describe_run(
+    config: ServiceConfig, server: Server, ledger: Ledger, key: Key, stores: tuple[str, ...]
+) -> Descriptor:
     host, port = server.address
     scheme = "https" if config.tls_certificate else "http"
     shown = f"[{host}]" if ":" in host else host
@@ -258,7 +298,13 @@ def _describe_run(config: ServiceConfig, server: Server, ledger: Ledger, key: Ke
         publisher=config.publisher,
         relays=config.relays,
         tasks=str(genesis.content.get("recipe", "")),
+        stores=stores,
     )
+
+
+def _list_stores(blobs: BlobStore) -> tuple[str, ...]:
+    """Stores that nodes may use themselves; one that they would reach without TLS is used through us alone."""
+    return (blobs.address,) if isinstance(blobs, DirectStore) and is_store(blobs.address) else ()
 
 
 def _load_tls(config: ServiceConfig) -> ssl.SSLContext | None:

@@ -15,10 +15,12 @@ from shoal.swarm.ending import empty_outcome, void_work
 from shoal.swarm.event import Kind
 from shoal.swarm.messages import Standing, SubmissionState, Verdict
 from shoal.swarm.postings import MINT, TREASURY, Posting, name_account
+from shoal.swarm.rules.outcome import agrees
 from shoal.swarm.rules.pay import Payment, count_loss, pay_tokens, pay_verdicts, post_loss, post_payments
 from shoal.swarm.rules.standing import count_soft, next_standing
 from shoal.swarm.rules.width import Width, halve_width, raise_width
-from shoal.swarm.state.credit import find_appeal, find_canary, find_loss, list_bonds
+from shoal.swarm.state.credit import find_appeal, find_loss, list_bonds
+from shoal.swarm.state.leases import LeaseRow, find_lease
 from shoal.swarm.state.nodes import OwnerRow, find_ban, find_node, find_owner
 from shoal.swarm.state.queue import VerdictRow
 from shoal.swarm.state.submissions import SubmissionRow, list_duplicates
@@ -42,9 +44,6 @@ class Finding:
 
 def settle_submission(turn: Turn, submission: SubmissionRow, finding: Finding) -> None:
     """Record the outcome with all its consequences."""
-    if find_canary(turn.connection, submission.submission) is not None:
-        _settle_canary(turn, submission, finding)
-        return
     finding = _check_duplicates(turn, submission, finding)
     owner = find_owner(turn.connection, submission.owner)
     assert owner is not None, "a submission has an owner"
@@ -66,24 +65,27 @@ def settle_appeal(turn: Turn, submission: SubmissionRow, finding: Finding) -> No
     owner = find_owner(turn.connection, submission.owner)
     assert owner is not None, "a submission has an owner"
     body |= {"appeal": 1, "fills": 0, "round": finding.round}
-    postings: list[Posting] = []
-    if reverses and find_ban(turn.connection, submission.node, submission.owner) is None:
+    payments: list[Payment] = []
+    if reverses and find_ban(turn.connection, submission.node, submission.owner) is not None:
+        body["because"] = f"{finding.because}; its owner is banned for another reason, so only the fee is given back"
+    elif reverses:
         payments = _repay_owner(turn, submission, finding.tokens)
-        paid = sum(payment.amount for payment in payments)
-        body |= {"paid": paid, "purse": "pending", "tokens": finding.tokens, "holds": _list_holds(payments, owner)}
-        postings = _post_appeal(turn, submission, payments)
+        paid, earned = sum(payment.amount for payment in payments), _find_lease(turn, submission).price * finding.tokens
+        body |= {"earned": earned, "paid": paid, "purse": "pending", "tokens": finding.tokens}
+        body["holds"] = _list_holds(payments, owner)
+    postings = _post_appeal(turn, submission, payments) if reverses else []
     turn.append(Kind.SUB_OUTCOME, submission.submission, body, postings)
 
 
 def convict_owner(turn: Turn, submission: SubmissionRow) -> None:
     """Two validators found that a submission was faked: burn what its owner holds, and ban it."""
     owner = submission.owner
-    _burn_credit(turn, submission, owner, ("pending", "stake", "unbond"))
+    burn_credit(turn, submission, owner, ("pending", "stake", "unbond"))
     turn.append(Kind.BAN, owner, {"reason": name_conviction(submission.submission), "target": owner})
     void_work(turn, owner)
 
 
-def _burn_credit(turn: Turn, submission: SubmissionRow, owner: str, purses: Sequence[str]) -> None:
+def burn_credit(turn: Turn, submission: SubmissionRow, owner: str, purses: Sequence[str]) -> None:
     """Burn what an owner has in some purses, for what it did to a submission."""
     accounts = {purse: name_account(purse, owner) for purse in purses}
     balances = read_balances(turn.connection, list(accounts.values()))
@@ -119,13 +121,15 @@ def _describe_outcome(
     width = _change_width(turn, submission.node, finding.state)
     body: dict[str, Any] = empty_outcome(turn, submission, finding.state, finding.because)
     body |= {"progress": width.progress, "soft_row": count_soft(owner.soft_row, finding.state), "width": width.width}
-    judges = _list_judges(turn, finding.votes)
+    judges = _list_judges(turn, finding)
     payments = pay_verdicts(turn.params, {judge.owner: judge.staked for judge in judges})
     if finding.state is SubmissionState.ACCEPTED:
-        pay = pay_tokens(turn.params, submission.owner, finding.tokens, owner.staked)
-        body |= {"signals": list(finding.signals), "tokens": finding.tokens}
+        lease = _find_lease(turn, submission)
+        pay = pay_tokens(turn.params, lease.price, submission.owner, finding.tokens, owner.staked)
+        group_ms = (lease.ended_ms - lease.granted_ms) // lease.count
+        body |= {"group_ms": group_ms, "signals": list(finding.signals), "tokens": finding.tokens}
         if pay is not None:
-            body |= {"paid": pay.amount, "purse": pay.purse}
+            body |= {"earned": pay.amount, "paid": pay.amount, "purse": pay.purse}
             payments.append(pay)
     body |= {"holds": _list_holds(payments, owner), "round": finding.round}
     body["staked"] = [payment.owner for payment in payments if payment.purse == "stake"]
@@ -145,9 +149,10 @@ def _list_holds(payments: Sequence[Payment], owner: OwnerRow) -> list[dict[str, 
     ]
 
 
-def _list_judges(turn: Turn, votes: Sequence[VerdictRow]) -> list[OwnerRow]:
-    """Owners of the validators whose verdict was clear; an owner judges a submission once."""
-    nodes = [find_node(turn.connection, vote.validator) for vote in votes if vote.verdict != Verdict.INCONCLUSIVE]
+def _list_judges(turn: Turn, finding: Finding) -> list[OwnerRow]:
+    """Owners of the validators that said what the outcome says; an owner judges a submission once."""
+    said = [vote for vote in finding.votes if agrees(Verdict(vote.verdict), finding.state)]
+    nodes = [find_node(turn.connection, vote.validator) for vote in said]
     owners = [find_owner(turn.connection, node.owner) for node in nodes if node is not None]
     return [owner for owner in owners if owner is not None and owner.standing != Standing.BANNED]
 
@@ -164,24 +169,27 @@ def _change_standing(turn: Turn, old: OwnerRow, state: SubmissionState) -> None:
     owner = find_owner(turn.connection, old.owner)
     assert owner is not None, "it was there before"
     standing = next_standing(
-        turn.params, Standing(owner.standing), state, accepted=owner.accepted, soft_row=owner.soft_row
+        turn.params,
+        Standing(owner.standing),
+        state,
+        accepted=owner.accepted,
+        soft_row=owner.soft_row,
+        judges=owner.standing == Standing.LIMITED and _is_judge(turn, owner.owner),
     )
     if standing != owner.standing:
         turn.append(Kind.NODE_STANDING, owner.owner, {"reason": state.value, "standing": standing.value})
 
 
-def _settle_canary(turn: Turn, submission: SubmissionRow, finding: Finding) -> None:
-    """A planted submission: who accepted it loses its bond, and may not judge for a while. None is ever paid."""
-    body = empty_outcome(turn, submission, finding.state, finding.because)
-    turn.append(Kind.SUB_OUTCOME, submission.submission, {**body, "fills": 0, "round": finding.round})
-    if finding.state is not SubmissionState.ACCEPTED:
-        return
-    for vote in finding.votes:
-        judge = find_node(turn.connection, vote.validator)
-        if vote.verdict == Verdict.ACCEPTED and judge is not None:
-            _burn_credit(turn, submission, judge.owner, ("stake", "unbond"))
-            reason = {"reason": f"accepted the planted {submission.submission}", "standing": Standing.LIMITED.value}
-            turn.append(Kind.NODE_STANDING, judge.owner, reason)
+def _is_judge(turn: Turn, owner: str) -> bool:
+    """Whether any node of an owner may judge."""
+    nodes = [find_node(turn.connection, key) for key in turn.params.validators]
+    return owner in turn.params.validators or any(node is not None and node.owner == owner for node in nodes)
+
+
+def _find_lease(turn: Turn, submission: SubmissionRow) -> LeaseRow:
+    lease = find_lease(turn.connection, submission.lease)
+    assert lease is not None, "a submission has a lease"
+    return lease
 
 
 def _lift_conviction(turn: Turn, submission: SubmissionRow) -> None:
@@ -193,7 +201,8 @@ def _lift_conviction(turn: Turn, submission: SubmissionRow) -> None:
 
 def _repay_owner(turn: Turn, submission: SubmissionRow, tokens: int) -> list[Payment]:
     """The pay that was due, and what the conviction took."""
-    amounts = (turn.params.price * tokens, find_loss(turn.connection, submission.submission, submission.owner))
+    price = _find_lease(turn, submission).price
+    amounts = (price * tokens, find_loss(turn.connection, submission.submission, submission.owner))
     return [Payment(submission.owner, "pending", amount) for amount in amounts if amount]
 
 

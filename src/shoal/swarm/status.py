@@ -1,33 +1,54 @@
 """The run at a glance: open steps, the queue, who waits for whom in words, and what is wrong."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from sqlalchemy import Connection
 
 from shoal.swarm.messages import LeaderLine, Standing, Status, StepInfo
-from shoal.swarm.mirror import Mirror
+from shoal.swarm.mirror import MAX_TOLD, Mirror
 from shoal.swarm.params import RunParams
 from shoal.swarm.rules.batch import is_exhausted
-from shoal.swarm.state.credit import last_caught, list_missed
-from shoal.swarm.state.leases import LeaseRow, list_on_step
-from shoal.swarm.state.nodes import list_owners
-from shoal.swarm.state.queue import count_queued, oldest_queued
+from shoal.swarm.rules.deadline import progress_time
+from shoal.swarm.state.canaries import CanaryRow, last_caught, list_missed
+from shoal.swarm.state.leases import LeaseRow, list_oldest
+from shoal.swarm.state.nodes import list_leaders
+from shoal.swarm.state.queue import count_doubted, count_queued, oldest_queued
+from shoal.swarm.state.redeems import count_redeems, list_redeems
 from shoal.swarm.state.run import read_run
 from shoal.swarm.state.spans import count_groups, oldest_offer
 from shoal.swarm.state.steps import StepRow, find_version, list_steps, newest_version
+from shoal.swarm.state.submissions import count_awaited
 from shoal.swarm.turn import Setting
 from shoal.swarm.waits import Wait, WaitBook
 
+_MAX_SKEW_MS = 5000
+_MAX_COUNTED = 1000
+_GRACE_MS = 10_000
+"""after a deadline at which the coordinator itself does something, for it looks each second"""
+_BRIEF_MS = 5000
+"""waits of this process that are too short to be told"""
 _MAX_NAMED = 8
-"""leases that are named in a sentence"""
+"""leases that are named in a sentence; canaries and requests to redeem that are told one by one"""
 
 
-def build_status(connection: Connection, setting: Setting, book: WaitBook, now_ms: int) -> Status:
-    """The run as it is on disk."""
+class Stage(NamedTuple):
+    """Where a step that is open stands among the others."""
+
+    is_first: bool
+    """it should see work arrive; those after it are served when it has all"""
+    is_next: bool
+    """the trainer has nothing else to do"""
+
+
+def build_status(connection: Connection, setting: Setting, book: WaitBook, now_ms: int, ahead_ms: int = 0) -> Status:
+    """The run as it is on disk; its time is `ahead_ms` later than the machine's clock."""
     state, mirror = read_run(connection), setting.mirror
     params, newest = state.params, newest_version(connection)
     live, stale, gone = mirror.count_alive(now_ms)
-    waits = [*find_waits(connection, mirror, params, now_ms), *mirror.list_waits(now_ms), *book.list_waits()]
+    waits = [*find_waits(connection, mirror, params, now_ms), *mirror.list_waits(now_ms)]
+    own = [wait for wait in book.list_waits() if wait.is_overdue(now_ms) or wait.lasts(now_ms) > _BRIEF_MS]
+    waits += own[:MAX_TOLD]
     described = [wait.describe(now_ms) for wait in waits]
     overdue = [f"overdue: {info.text}" for info in described if info.overdue]
     return Status(
@@ -44,23 +65,29 @@ def build_status(connection: Connection, setting: Setting, book: WaitBook, now_m
         nodes_stale=stale,
         nodes_gone=gone,
         waits=tuple(described),
-        alarms=(*find_alarms(connection, params, now_ms, mirror.started_ms), *overdue),
+        alarms=(*find_alarms(connection, params, now_ms, mirror.started_ms), *_describe_clock(ahead_ms), *overdue),
     )
 
 
 def find_waits(connection: Connection, mirror: Mirror, params: RunParams, now_ms: int) -> Iterator[Wait]:
     """What the run waits for."""
-    newest = newest_version(connection)
+    yield from _find_redeems(connection)
+    yield from _find_opinions(connection, params)
+    newest, train_ms = newest_version(connection), 1000 * params.train_s
     if newest >= params.steps:
         return
     if newest < 0:
-        yield Wait("first version", "the run", "its trainer to publish v0", mirror.started_ms or now_ms)
+        since_ms = mirror.started_ms or now_ms
+        yield Wait("first version", "the run", "its trainer to publish v0", since_ms, since_ms + train_ms)
         return
-    for step in list_steps(connection, "open"):
-        yield from _find_step_waits(connection, mirror, params, step, now_ms)
+    for place, step in enumerate(list_steps(connection, "open")):
+        stage = Stage(is_first=not place, is_next=step.step == newest + 1)
+        yield from _find_step_waits(connection, mirror, params, step, now_ms, stage)
     for step in list_steps(connection, "cut"):
         if step.step == newest + 1:
-            yield Wait("training", f"step {step.step}", f"its trainer to publish v{step.step}", step.cut_ms)
+            goal, since_ms = f"its trainer to publish v{step.step}", step.cut_ms
+            yield Wait("training", f"step {step.step}", goal, since_ms, max(since_ms, mirror.started_ms) + train_ms)
+    yield from _find_files(connection)
     if queued := count_queued(connection):
         since_ms, number = oldest_queued(connection), "1 submission" if queued == 1 else f"{queued} submissions"
         deadline_ms = since_ms + 1000 * params.opinion_s
@@ -69,16 +96,21 @@ def find_waits(connection: Connection, mirror: Mirror, params: RunParams, now_ms
 
 def find_alarms(connection: Connection, params: RunParams, now_ms: int, started_ms: int) -> Iterator[str]:
     """What an operator must look at."""
-    for canary in list_missed(connection):
-        yield f"the planted submission {canary.submission} was accepted: punishment does not work, or a validator lies"
+    yield from (_describe_missed(canary) for canary in list_missed(connection, _MAX_NAMED))
     quiet_ms = now_ms - max(last_caught(connection), started_ms)
     if params.canary_every_s and quiet_ms > 1000 * params.canary_every_s:
-        yield f"no planted submission was rejected for {quiet_ms // 1000} s"
+        yield f"no canary was caught for {quiet_ms // 1000} s; plant one: shoal canary plant"
+
+
+def _describe_clock(ahead_ms: int) -> list[str]:
+    if abs(ahead_ms) <= _MAX_SKEW_MS:
+        return []
+    way = "ahead of" if ahead_ms > 0 else "behind"
+    return [f"the run's time is {abs(ahead_ms) // 1000} s {way} this machine's clock, which was wrong once, or is"]
 
 
 def read_leaders(connection: Connection, limit: int) -> list[LeaderLine]:
     """Owners by accepted tokens."""
-    owners = sorted(list_owners(connection), key=lambda row: (-row.tokens, row.owner))[:limit]
     return [
         LeaderLine(
             owner=row.owner,
@@ -88,8 +120,46 @@ def read_leaders(connection: Connection, limit: int) -> list[LeaderLine]:
             tokens=row.tokens,
             earned=row.earned,
         )
-        for row in owners
+        for row in list_leaders(connection, limit)
     ]
+
+
+def _describe_missed(canary: CanaryRow) -> str:
+    names = ", ".join(f"validator {name[:8]}" for name in canary.validators)
+    trained = f"; step {canary.trained} was trained on it" if canary.trained else ""
+    return f"{canary.submission} of a canary was accepted by {names}: it lies, or its checks do not work{trained}"
+
+
+def _find_redeems(connection: Connection) -> Iterator[Wait]:
+    """Credit that its owners wait for, which is for the operator to pay out."""
+    rows = list_redeems(connection, _MAX_NAMED)
+    for row in rows:
+        goal = f"the operator to pay out {row.amount} micro-credits"
+        how = f"shoal admin redeemed or unredeemed, request {row.request}"
+        yield Wait("redeem", f"owner {row.owner[:8]}", goal, row.asked_ms, detail=how)
+    if (more := count_redeems(connection) - len(rows)) > 0:
+        since_ms = rows[-1].asked_ms
+        yield Wait("redeem", f"{more} more", "the operator to pay out what they redeem", since_ms)
+
+
+def _find_files(connection: Connection) -> Iterator[Wait]:
+    """Files that were announced; the first that does not come in time is given up."""
+    count, since_ms, due_ms = count_awaited(connection, _MAX_COUNTED)
+    if count:
+        yield Wait("files", "the run", "files that nodes announced", since_ms, due_ms + _GRACE_MS, _count(count))
+
+
+def _find_opinions(connection: Connection, params: RunParams) -> Iterator[Wait]:
+    """What is judged again: in doubt, or because its owner appealed."""
+    for is_appeal, goal in ((False, "another opinion on what was doubted"), (True, "validators to judge appeals")):
+        count, since_ms = count_doubted(connection, is_appeal=is_appeal, most=_MAX_COUNTED)
+        if count:
+            deadline_ms = since_ms + 1000 * params.opinion_s + _GRACE_MS
+            yield Wait("appeal" if is_appeal else "opinion", "the queue", goal, since_ms, deadline_ms, _count(count))
+
+
+def _count(number: int) -> str:
+    return f"{number} or more" if number == _MAX_COUNTED else f"{number} of them"
 
 
 def _describe_step(connection: Connection, params: RunParams, step: StepRow) -> StepInfo:
@@ -107,23 +177,28 @@ def _describe_step(connection: Connection, params: RunParams, step: StepRow) -> 
 
 
 def _find_step_waits(
-    connection: Connection, mirror: Mirror, params: RunParams, step: StepRow, now_ms: int
+    connection: Connection, mirror: Mirror, params: RunParams, step: StepRow, now_ms: int, stage: Stage
 ) -> Iterator[Wait]:
+    """What a step waits for."""
     groups = count_groups(connection, step.step)
     lacking = params.groups_per_batch - groups.signal
     name = f"step {step.step}"
     version = find_version(connection, max(0, step.step - 1 - params.async_level))
     since_ms = step.opened_ms if version is None else max(step.opened_ms, version.published_ms)
     if lacking == 0 or is_exhausted(params, groups.on_their_way, groups.next_index):
-        yield Wait("cut", name, "its trainer to cut the batch", since_ms)
+        whole_ms = max(since_ms, groups.delivered_ms, mirror.started_ms)
+        deadline_ms = whole_ms + 1000 * params.train_s if stage.is_next else 0
+        yield Wait("cut", name, "its trainer to cut the batch", since_ms, deadline_ms)
         return
-    leases = list_on_step(connection, step.step)
-    holders = "; ".join(_describe_holder(mirror, params, lease, now_ms) for lease in leases[:_MAX_NAMED])
-    yield Wait("groups", name, f"{lacking} of {params.groups_per_batch} groups", since_ms, detail=holders)
+    leases = list_oldest(connection, step.step, _MAX_NAMED)
+    holders = "; ".join(_describe_holder(mirror, params, lease, now_ms) for lease in leases)
+    patience_ms = progress_time(params, mirror.group_ms)
+    deadline_ms = max(since_ms, groups.delivered_ms) + patience_ms if stage.is_first else 0
+    yield Wait("groups", name, f"{lacking} of {params.groups_per_batch} groups", since_ms, deadline_ms, holders)
     if groups.offered:
-        yield Wait(
-            "offer", name, f"a worker to take {groups.offered} offered groups", oldest_offer(connection, step.step)
-        )
+        offered_ms = oldest_offer(connection, step.step)
+        deadline_ms = max(offered_ms, mirror.started_ms) + patience_ms if stage.is_first else 0
+        yield Wait("offer", name, f"a worker to take {groups.offered} offered groups", offered_ms, deadline_ms)
 
 
 def _describe_holder(mirror: Mirror, params: RunParams, lease: LeaseRow, now_ms: int) -> str:

@@ -17,7 +17,6 @@ from shoal.swarm.messages import (
     ReceiptAnswer,
     SignedManifest,
     SubmissionState,
-    open_message,
 )
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.rows import read_event
@@ -50,7 +49,7 @@ def commit_manifest(turn: Turn, *, node: str, signed: SignedManifest) -> CommitA
     earlier = find_of_lease(turn.connection, lease.lease)
     if earlier is not None:
         return _repeat_commit(turn, earlier, manifest)
-    statement = open_message(turn.run, node, manifest, signed.signature)
+    statement = turn.open_message(node, manifest, signed.signature)
     _check_lease(turn, lease, manifest.fence)
     _check_manifest(turn, lease, manifest)
     event = turn.record(statement)
@@ -144,6 +143,9 @@ def _check_manifest(turn: Turn, lease: LeaseRow, manifest: Manifest) -> None:
         )
     if any(not 1 <= rollout.tokens <= params.max_tokens for rollout in manifest.rollouts):
         raise AuthError(400, "tokens", f"a rollout has 1 to {params.max_tokens} tokens")
+    long = [rollout.hash for rollout in manifest.rollouts if rollout.tokens >= params.duplicate_tokens > 0]
+    if len(set(long)) < len(long):
+        raise AuthError(400, "copies", "the same rollout twice; each is sampled with a seed of its own")
     if not 1 <= manifest.size <= params.blob_max_bytes:
         raise AuthError(413, "too_large", f"a file has 1 to {params.blob_max_bytes} bytes")
     newest = newest_version(turn.connection)
@@ -175,7 +177,7 @@ def _answer_commit(turn: Turn, row: SubmissionRow) -> CommitAnswer:
     """As it was the first time; what became of it since, the upload will tell."""
     lease = find_lease(turn.connection, row.lease)
     assert lease is not None, "a submission that a node committed has a lease"
-    deadline_ms = row.committed_ms + upload_time(lease.upload_s, row.size)
+    deadline_ms = row.committed_ms + upload_time(lease.upload_s, row.size, row.count * turn.params.group_size)
     return CommitAnswer(
         submission=row.submission, state=SubmissionState.COMMITTED, size=row.size, deadline_ms=deadline_ms
     )

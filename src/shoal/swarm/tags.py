@@ -34,6 +34,7 @@ class Tag(StrEnum):
     BATCH = "shoal-batch-1"
     HEAD = "shoal-head-1"
     COMMAND = "shoal-command-1"
+    CANARY = "shoal-canary-1"
 
 
 class DocumentError(ValueError):

@@ -13,10 +13,12 @@ from shoal.keys import Key
 from shoal.swarm.beacon import BeaconChain
 from shoal.swarm.event import Event, Kind, Statement
 from shoal.swarm.ledger import Draft
-from shoal.swarm.messages import Message
+from shoal.swarm.messages import Message, open_message
+from shoal.swarm.messages.signing import Signable
 from shoal.swarm.mirror import Mirror
 from shoal.swarm.params import RunParams
 from shoal.swarm.postings import Posting
+from shoal.swarm.state.run import RunReader, RunRow
 from shoal.swarm.tags import Tag, sign_document
 
 
@@ -28,6 +30,7 @@ class Setting:
     key: Key
     chain: BeaconChain
     mirror: Mirror
+    reader: RunReader = field(default_factory=RunReader)
 
 
 @dataclass(slots=True)
@@ -37,14 +40,22 @@ class Turn:
     draft: Draft
     setting: Setting
     events: list[Event] = field(default_factory=list)
+    _state: RunRow | None = None
 
     @property
     def connection(self) -> Connection:
         return self.draft.connection
 
     @property
+    def state(self) -> RunRow:
+        """The run as it was when the decision began; the mirror may be a group of decisions behind."""
+        if self._state is None:
+            self._state = self.setting.reader.read(self.connection)
+        return self._state
+
+    @property
     def params(self) -> RunParams:
-        return self.setting.mirror.params
+        return self.state.params
 
     @property
     def run(self) -> str:
@@ -70,6 +81,10 @@ class Turn:
         event = self.draft.record(statement, postings=postings)
         self.events.append(event)
         return event
+
+    def open_message(self, actor: str, message: Signable, signature: str) -> Statement:
+        """What somebody stated, to be recorded; `AuthError` if it was not signed so."""
+        return open_message(self.run, actor, message, signature)
 
     def sign(self, tag: Tag, message: Message) -> str:
         """A document to keep."""

@@ -1,8 +1,9 @@
 """Verification: everything that a ledger claims, recomputed from its rows.
 
 Checked, in one snapshot: the form of each event, its number, its place in the chain, its hash, its time, the signature
-of its actor; its postings and their sum; the tree, the stored nodes of it, each signed head; balances and all other
-projections, made again from the events in an empty database and compared row by row.
+of its actor; its postings and their sum; the tree, the stored nodes of it, each signed head; of the ledger of a run
+each decision, taken again by the rules (see `law`); balances and all other projections, made again from the events in
+an empty database and compared row by row.
 
 A ledger whose end was cut off together with its heads is a valid shorter ledger: only who holds a later head can tell.
 `held` is such a head, of a node's keeper. A ledger that was written anew as a whole is another coordinator's: compare
@@ -16,14 +17,17 @@ from sqlalchemy import Connection, Engine, text
 
 from shoal.runname import check_run
 from shoal.swarm.balances import BALANCES
-from shoal.swarm.db import read_snapshot
+from shoal.swarm.db import EVENT, POSTING, read_snapshot
 from shoal.swarm.event import GENESIS_PREV, Event, EventError, Kind
 from shoal.swarm.head import HeadError, SignedHead
+from shoal.swarm.law.court import hear_events
+from shoal.swarm.law.docket import LawError
 from shoal.swarm.merkle import Frontier, hash_leaf
 from shoal.swarm.migrate import check_schema
 from shoal.swarm.projection import Projection
 from shoal.swarm.replay import ReplayError, compare_table, open_scratch, replay_events
 from shoal.swarm.rows import MAX_SEQ, TILE_LEVEL, RowError, read_events, read_heads, read_nodes
+from shoal.swarm.state import PROJECTIONS
 
 MAX_FINDINGS = 100
 """A ledger that is wrong from some event on is wrong in all that follow; the first ones say where."""
@@ -36,7 +40,7 @@ class Finding:
     """One thing that is not as it must be."""
 
     check: str
-    """rows, form, chain, signature, tree, head, projection"""
+    """rows, form, chain, signature, tree, head, law, projection"""
     text: str
 
 
@@ -191,9 +195,14 @@ class _Scan:
 
 def _check_projections(connection: Connection, report: Report, projections: Sequence[Projection]) -> None:
     tables = [table for projection in projections for table in projection.tables]
-    with open_scratch(tables) as scratch:
+    is_run = set(PROJECTIONS) <= set(projections)
+    with open_scratch([*tables, EVENT, POSTING] if is_run else tables) as scratch:
         try:
-            replay_events(connection, scratch, projections)
+            events = read_events(connection, 0, MAX_SEQ)
+            (hear_events if is_run else replay_events)(events, scratch, projections)
+        except LawError as error:
+            report.add("law", str(error))
+            return
         except ReplayError as error:
             report.add("projection", str(error))
             return

@@ -1,14 +1,15 @@
 """Everything that waits, by name: who waits, for whom, since when, until when. No silent hang.
 
 Waits of the run (a step for its groups, the queue for validators) are read from its tables by `status`; those of the
-processes around it (an upload, a child, a relay) are entered here while they last.
+coordinator itself (a decision for the ledger, a file for the store), and those of a node, are entered here while they
+last.
 """
 
 import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.swarm.messages import WaitInfo
 
@@ -28,10 +29,18 @@ class Wait:
     """0 for what ends by itself"""
     detail: str = ""
 
+    def lasts(self, now_ms: int) -> int:
+        """How long it has lasted, in milliseconds."""
+        return max(0, now_ms - self.since_ms)
+
+    def is_overdue(self, now_ms: int) -> bool:
+        """Whether it passed its deadline."""
+        return bool(self.deadline_ms) and now_ms > self.deadline_ms
+
     def describe(self, now_ms: int) -> WaitInfo:
         """The wait in words."""
-        overdue = bool(self.deadline_ms) and now_ms > self.deadline_ms
-        lasted = f"for {max(0, now_ms - self.since_ms) // 1000} s"
+        overdue = self.is_overdue(now_ms)
+        lasted = f"for {self.lasts(now_ms) // 1000} s"
         end = ""
         if self.deadline_ms:
             left_s = (self.deadline_ms - now_ms) // 1000
@@ -59,13 +68,15 @@ class WaitBook:
         self.num_dropped = 0
 
     @contextmanager
-    def wait(self, name: str, *, owner: str, for_whom: str, timeout_s: float = 0.0) -> Iterator[None]:
-        """Enter a wait while the block runs."""
+    def wait(
+        self, name: str, *, owner: str, for_whom: str, timeout_s: float = 0.0, detail: str = ""
+    ) -> Iterator[Callable[[str], None]]:
+        """Enter a wait while the block runs, which may say in the meantime what it knows of the reason."""
         now_ms = self._clock()
         deadline_ms = now_ms + round(1000 * timeout_s) if timeout_s else 0
-        number = self._enter_wait(Wait(name, owner, for_whom, now_ms, deadline_ms))
+        number = self._enter_wait(Wait(name, owner, for_whom, now_ms, deadline_ms, detail))
         try:
-            yield
+            yield lambda text: self._change_detail(number, text)
         finally:
             with self._lock:
                 self._waits.pop(number, None)
@@ -75,11 +86,10 @@ class WaitBook:
         with self._lock:
             return sorted(self._waits.values(), key=lambda wait: wait.since_ms)
 
-    def list_overdue(self) -> list[WaitInfo]:
-        """What a watchdog raises: waits that passed their deadline."""
-        now_ms = self._clock()
-        described = [wait.describe(now_ms) for wait in self.list_waits()]
-        return [info for info in described if info.overdue]
+    def _change_detail(self, number: int, text: str) -> None:
+        with self._lock:
+            if number in self._waits:
+                self._waits[number] = replace(self._waits[number], detail=text)
 
     def _enter_wait(self, wait: Wait) -> int:
         with self._lock:

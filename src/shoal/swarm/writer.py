@@ -92,6 +92,10 @@ class GroupWriter:
             self._queue.put(job)
         return job.future
 
+    def stop(self, reason: str) -> None:
+        """Take no more decisions; those that were submitted are done."""
+        self._stop(reason)
+
     def close(self) -> None:
         """Finish what was submitted, and end the thread."""
         self._stop("the ledger was closed")

@@ -25,16 +25,18 @@ after 100 honest rollouts and 14 after 10,000.
 
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 
 import numpy as np
 from pydantic import Field
 
 from shoal.config import Settings
 from shoal.engine.base import CHUNK
-from shoal.toploc.chunks import ChunkStats, stack_stats
+from shoal.toploc.chunks import ChunkStats
 from shoal.toploc.finding import Check, Finding
 from shoal.toploc.wealth import average_wealth
 
@@ -60,6 +62,8 @@ class Stream(StrEnum):
 
 EXACT = (Stream.HAZARD, Stream.SHAPE, Stream.TAIL)
 CALIBRATED: tuple[Stream, ...] = tuple(stream for stream in Stream if stream not in EXACT)
+_STATISTIC = {Stream.ABOVE: "bias", Stream.BELOW: "bias"}
+"""statistics of chunks that are not called as their streams are"""
 
 
 class Level(Settings):
@@ -74,11 +78,6 @@ class Bet(Settings):
     """The levels of one stream."""
 
     levels: tuple[Level, ...] = Field(min_length=NUM_LEVELS, max_length=NUM_LEVELS)
-
-    def odds(self, values: np.ndarray) -> np.ndarray:
-        """y / m, (chunks, levels); what is not a number counts as the worst."""
-        exceeds = ~(values[:, None] <= np.array([level.value for level in self.levels]))
-        return exceeds / np.array([level.chance for level in self.levels])
 
 
 BetTable = Mapping[bool, Mapping[Stream, Bet]]
@@ -101,21 +100,19 @@ class Evidence:
     ) -> "Evidence":
         """The evidence after one more rollout: its chunks, and paths (tokens, bets) of log wealth of exact odds."""
         assert chunks, "a rollout has at least one chunk"
-        stats = stack_stats(chunks)
-        full = np.array([chunk.is_full for chunk in chunks])
-        gains: dict[Stream, np.ndarray] = {
-            stream: _trace_bet(read_stream(stats, stream), full, bets, stream) for stream in CALIBRATED
-        }
-        for stream, path in (odds or {}).items():
-            ends = np.minimum(np.arange(1, len(chunks) + 1) * CHUNK, len(path)) - 1
-            gains[stream] = path[ends]
         stake = _log_stake(self.rollouts + 1)
-        paths = {stream: np.logaddexp(self._logs(stream), stake) + path for stream, path in gains.items()}
-        # a stream without bets this time stands still
-        means = [average_wealth(paths.get(stream, self._logs(stream)[None])) for stream in Stream]
-        totals = average_wealth(np.stack([np.broadcast_to(mean, len(chunks)) for mean in means], axis=1))
-        wealth = dict(self.wealth) | {stream: tuple(path[-1].tolist()) for stream, path in paths.items()}
-        peak = max(self.peak, float(totals.max()))
+        paths = np.logaddexp(self._stack_logs(), stake) + _trace_bets(chunks, bets)
+        wealth = dict(self.wealth) | dict(zip(CALIBRATED, map(tuple, paths[-1].tolist()), strict=True))
+        means = np.empty((len(chunks), len(Stream)))
+        means[:, : len(CALIBRATED)] = average_wealth(paths)
+        ends = np.arange(1, len(chunks) + 1) * CHUNK
+        for place, stream in enumerate(EXACT, start=len(CALIBRATED)):
+            path = self._logs(stream)[None]  # a stream without bets this time stands still
+            if odds is not None and stream in odds:
+                path = np.logaddexp(path, stake) + odds[stream][np.minimum(ends, len(odds[stream])) - 1]
+                wealth[stream] = tuple(path[-1].tolist())
+            means[:, place] = average_wealth(path)
+        peak = max(self.peak, float(average_wealth(means).max()))
         return Evidence(self.rollouts + 1, self.chunks + len(chunks), wealth, peak)
 
     @property
@@ -150,6 +147,10 @@ class Evidence:
     def _logs(self, stream: Stream) -> np.ndarray:
         return np.array(self.wealth.get(stream, (-math.inf,)))
 
+    def _stack_logs(self) -> np.ndarray:
+        """Log wealth (streams, bets) of the calibrated streams."""
+        return np.array([self.wealth.get(stream, _NOTHING) for stream in CALIBRATED])
+
 
 def read_stream(stats: Mapping[str, np.ndarray], stream: Stream) -> np.ndarray:
     """The values of a calibrated stream from stacked statistics."""
@@ -160,12 +161,42 @@ def read_stream(stats: Mapping[str, np.ndarray], stream: Stream) -> np.ndarray:
     return stats[stream.value]
 
 
-def _trace_bet(values: np.ndarray, full: np.ndarray, bets: BetTable, stream: Stream) -> np.ndarray:
-    """Log wealth (chunks, levels x fractions) of one unit staked before the first chunk."""
-    long, short = (bets[kind][stream].odds(values) for kind in (True, False))
-    odds = np.where(full[:, None], long, short)[:, :, None]
-    gains = np.log1p(np.array(FRACTIONS) * (odds - 1.0)).cumsum(axis=0)
-    return gains.reshape(len(values), -1)
+def _trace_bets(chunks: Sequence[ChunkStats], bets: BetTable) -> np.ndarray:
+    """Log wealth (chunks, streams, levels x fractions) of one unit staked before the first chunk.
+
+    All streams at once: for the short rollouts of a small task the calls would cost more than the arithmetic.
+    """
+    values, chances = _stack_bets(bets)
+    kinds = [int(chunk.is_full) for chunk in chunks]
+    found = np.array([_read_values(chunk) for chunk in chunks], dtype=np.float64)
+    found[:, -1] *= -1.0  # BELOW, the last, is the bias the other way round
+    exceeds = ~(found[:, :, None] <= values[kinds])  # what is not a number counts as the worst
+    odds = (exceeds / chances[kinds])[..., None]
+    gains = np.log1p(_FRACTIONS * (odds - 1.0)).cumsum(axis=0)
+    return gains.reshape(len(chunks), len(CALIBRATED), -1)
+
+
+_FRACTIONS = np.array(FRACTIONS)
+_NOTHING = (-math.inf,) * (NUM_LEVELS * len(FRACTIONS))
+_read_values = attrgetter(*(_STATISTIC.get(stream, stream.value) for stream in CALIBRATED))
+_tables: OrderedDict[tuple[int, int], tuple[BetTable, np.ndarray, np.ndarray]] = OrderedDict()
+_MAX_TABLES = 8
+
+
+def _stack_bets(bets: BetTable) -> tuple[np.ndarray, np.ndarray]:
+    """Values and chances (short or full, streams, levels) of a table, which is stacked once and not changed after."""
+    kinds = bets[False], bets[True]
+    key = id(kinds[0]), id(kinds[1])
+    if key not in _tables:
+        levels = [[kind[stream].levels for stream in CALIBRATED] for kind in kinds]
+        values, chances = (
+            np.array([[[getattr(level, name) for level in bet] for bet in kind] for kind in levels])
+            for name in ("value", "chance")
+        )
+        _tables[key] = {False: kinds[0], True: kinds[1]}, values, chances  # kept with it, so that ids stay theirs
+        while len(_tables) > _MAX_TABLES:
+            _tables.popitem(last=False)
+    return _tables[key][1:]
 
 
 def _log_stake(rollout: int) -> float:

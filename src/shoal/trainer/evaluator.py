@@ -21,6 +21,7 @@ from shoal.disk import guard_disk
 from shoal.engine.torch import TorchEngine
 from shoal.eval import EvalResult, evaluate
 from shoal.files import repair_jsonl
+from shoal.node.room import outlast_disk
 from shoal.node.spans import SpanLog
 from shoal.node.stop import catch_signals
 from shoal.node.waits import Note, RoleWaits, WaitError
@@ -49,7 +50,7 @@ async def run_evaluator(
         spans = SpanLog(run / "evaluator" / "spans.jsonl", "evaluator")
         stack.callback(spans.close)
         stack.enter_context(catch_signals(stopping, note))
-        waits = RoleWaits("evaluator", spans=spans)
+        waits = RoleWaits("evaluator", spans=spans, note=note)
         evaluator = Evaluator(config, run, spans)
         while not evaluator.is_done and not stopping.is_set():
             try:
@@ -59,7 +60,7 @@ async def run_evaluator(
             except WaitError as error:
                 note(str(error))
                 continue
-            done = await run_blocking(None, evaluator.evaluate_next)
+            done = await outlast_disk(evaluator.evaluate_beside, run, waits, stopping=stopping)
             if done is not None:
                 report(*done)
     return 0
@@ -88,6 +89,10 @@ class Evaluator:
             result = self._evaluate(version)
         append_metrics(self._run / NAME, version, result.metrics())
         return version, result
+
+    async def evaluate_beside(self) -> tuple[int, EvalResult] | None:
+        """The same beside the event loop."""
+        return await run_blocking(None, self.evaluate_next)
 
     @property
     def is_done(self) -> bool:

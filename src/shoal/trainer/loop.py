@@ -8,7 +8,8 @@ Invariants:
 - a step's result is a function of the checkpoint before it and the batches since: killed at any point, the trainer goes
   on from its newest checkpoint and computes the same versions again, bit for bit, and checks that they are;
 - v0 is published before the first batch is asked for; the last step publishes its version and ends;
-- the loop waits for a batch and for nothing else. Who fetches a version, and how slowly, it does not know.
+- the loop waits for a batch and for nothing else. Who fetches a version, and how slowly, it does not know;
+- a trainer that is asked to stop leaves a checkpoint of its newest step, wherever the signal met it.
 """
 
 import asyncio
@@ -70,6 +71,8 @@ class Trainer:
         self._versions, self._waits, self._stopping, self._state = versions, waits, stopping, state
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-train")
         self._ahead: tuple[int, asyncio.Task[TrainBatch]] | None = None
+        self._saved = -1
+        """step of the newest checkpoint"""
 
     @property
     def step(self) -> int:
@@ -94,12 +97,15 @@ class Trainer:
             if batch is None:
                 break
             await self._train_step(batch, time.perf_counter() - started)
-        await self._publisher.drain(patient=not self._stopping.is_set())
+        if self._saved < self.step:
+            await self._run_thread(self._save)
+        await self._drain()
 
     async def _publish_start(self) -> None:
         """Enqueue what is on disk and not in the ledger yet, and the version to start with in any case."""
         if find_newest(self._desk.run.checkpoints_path) is None:
             await self._run_thread(self._save)
+        self._saved = self.step
         newest = self._publisher.newest
         if self.step >= newest:
             await self._run_thread(self._versions.write, self.step, self._state.policy)
@@ -132,6 +138,21 @@ class Trainer:
             assert self._ahead is None or self._ahead[1].done(), "batches are read in order"
             self._ahead = step, asyncio.create_task(self._batches.read_batch(step))
         return self._ahead[1]
+
+    async def _drain(self) -> None:
+        """Until all versions are out; once the trainer is asked to stop, for a moment only."""
+        patient = asyncio.create_task(self._publisher.drain(patient=True))
+        stop = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait((patient, stop), return_when=asyncio.FIRST_COMPLETED)
+            if patient.done():
+                patient.result()
+                return
+        finally:
+            for task in (patient, stop):
+                task.cancel()
+            await asyncio.gather(patient, stop, return_exceptions=True)
+        await self._publisher.drain(patient=False)
 
     async def _drop_ahead(self) -> None:
         if self._ahead is not None:
@@ -176,6 +197,7 @@ class Trainer:
 
     def _save(self) -> None:
         save_state(self._desk.run.checkpoints_path, self._state, self._config.checkpoint.keep)
+        self._saved = self.step
 
     async def _run_thread(self, call: Callable[..., T], *args: object) -> T:
         """One thread for all that touches the weights: in order, and beside the event loop."""

@@ -1,6 +1,7 @@
 """`shoal trainer`: the parts put together, from the settings and the run's own parameters."""
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,12 @@ from shoal.disk import guard_disk
 from shoal.errors import ConfigError
 from shoal.learner.checkpoint import find_newest
 from shoal.node.recipe import fetch_recipe
+from shoal.node.room import outlast_disk
 from shoal.node.session import Role, Session, State, open_session
+from shoal.node.waits import Note, RoleWaits
 from shoal.policy.model import Policy
 from shoal.resume import TrainState, open_state
-from shoal.rundir import RunDir
+from shoal.rundir import RunDir, run_path
 from shoal.runtime import tune_process
 from shoal.shardcast.pool import run_blocking
 from shoal.submission.jail import Jail
@@ -45,6 +48,8 @@ class TrainerPlace:
     """of the node's keys and receipts; None: `node` in the run directory"""
     owner: Path | None = None
     """file of the owner's key; None: one is made in the folder"""
+    authority: Path | None = None
+    """file of certificates to trust; None: the system's"""
 
 
 async def run_trainer(config: RunConfig, place: TrainerPlace, *, fresh: bool = False) -> int:
@@ -60,12 +65,21 @@ async def run_trainer(config: RunConfig, place: TrainerPlace, *, fresh: bool = F
         stack.callback(tracker.close)
         session = await stack.enter_async_context(
             open_session(
-                place.coordinator, find_folder(place, run), role=Role.TRAINER, owner=place.owner, note=console.note
+                place.coordinator,
+                find_folder(place, run),
+                role=Role.TRAINER,
+                owner=place.owner,
+                authority=place.authority,
+                note=console.note,
             )
         )
         check_params(config, session.params)
         desk = Desk(run=run, console=console, tracker=tracker, spans=session.spans)
-        await session.run(_train(config, desk, session, place))
+
+        def train() -> Coroutine[None, None, None]:
+            return _train(config, desk, session, place)
+
+        await session.run(outlast_disk(train, run.path, session.waits, stopping=session.stopping))
     return 0
 
 
@@ -184,6 +198,10 @@ def _open_state(config: RunConfig, desk: Desk) -> TrainState:
     return state
 
 
-def start_trainer(config: RunConfig, place: TrainerPlace, *, fresh: bool = False) -> int:
-    """The same as a process of its own."""
-    return asyncio.run(run_trainer(config, place, fresh=fresh))
+def start_trainer(config: RunConfig, place: TrainerPlace, *, fresh: bool = False, note: Note = lambda _: None) -> int:
+    """The same as a process of its own; `note` hears of a disk that is full before there is a console."""
+
+    def work() -> Coroutine[None, None, int]:
+        return run_trainer(config, place, fresh=fresh)
+
+    return asyncio.run(outlast_disk(work, run_path(config), RoleWaits("trainer", note=note)))

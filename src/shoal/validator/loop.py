@@ -9,10 +9,9 @@ Invariants:
 import asyncio
 from pathlib import Path
 
-from shoal.node.session import ASK_S, Session, SessionError, State
-from shoal.node.waits import WaitError
-from shoal.swarm.asking import RefusedError, UnreachableError
-from shoal.swarm.client_auth import read_clock_ms
+from shoal.node.session import ASK_S, Session, SessionError, State, end_session
+from shoal.swarm.asking import RefusedError
+from shoal.swarm.clock import read_clock
 from shoal.swarm.head import ForkError
 from shoal.swarm.keepsakes import KeepError
 from shoal.swarm.messages import ClaimAnswer, HeartbeatAnswer, Job, Verdict
@@ -60,8 +59,10 @@ class Validator:
         said = ", ".join(f"{count} {verdict.value}" for verdict, count in self.verdicts.items() if count)
         wait = self._session.waits.longest()
         parts = [f"v{self._version}" if self._version >= 0 else "no weights yet", said or "no verdicts yet"]
-        if wait is not None:
-            parts.append(f"waits for {wait.for_whom}: {wait.name}")
+        if self._session.problem:
+            parts.append(self._session.problem)
+        elif wait is not None:
+            parts.append(f"waits for {wait.for_whom}: {wait.detail or wait.name}")
         return "  ".join(parts)
 
     async def _claim(self) -> ClaimAnswer:
@@ -72,6 +73,8 @@ class Validator:
             )
         except RefusedError as error:
             raise SessionError(f"no more jobs: {error}") from None
+        except (ForkError, KeepError) as error:
+            raise end_session(error) from None
 
     async def _take_answer(self, answer: ClaimAnswer) -> None:
         if answer.job is not None:
@@ -86,7 +89,7 @@ class Validator:
 
     async def _settle(self, job: Job) -> None:
         """Judge one job within its time, and say what was found."""
-        left_s = (job.deadline_ms - read_clock_ms() - self._session.client.clock_offset_ms) / 1000
+        left_s = (job.deadline_ms - read_clock() - self._session.client.clock_offset_ms) / 1000
         path = self._folder / f"{job.submission}.parquet"
         try:
             async with asyncio.timeout(max(left_s, _PAUSE_S)):
@@ -103,13 +106,14 @@ class Validator:
             return reject(Verdict.INCONCLUSIVE, [note_breach("weights", f"v{job.version} is not at hand")])
         self._version = max(self._version, job.version)
         try:
-            await self._session.waits.bound(
+            # A coordinator that is away says nothing of the file: it is asked for until the claim ends.
+            await self._session.waits.insist(
                 "file",
-                self._session.client.fetch_blob(job.submission, job.manifest.blob, job.manifest.size, path),
+                lambda: self._session.client.fetch_blob(job.submission, job.manifest.blob, job.manifest.size, path),
                 for_whom="the coordinator",
                 timeout_s=ASK_S,
             )
-        except (UnreachableError, WaitError, KeepError) as error:
+        except KeepError as error:
             return reject(Verdict.INCONCLUSIVE, [note_breach("file", str(error))])
         except RefusedError as error:
             self._session.note(f"{job.submission}: {error}")
@@ -128,7 +132,7 @@ class Validator:
             self._session.note(f"{job.submission}: the verdict is not wanted any more: {error}")
             return
         except (ForkError, KeepError) as error:
-            raise SessionError(str(error)) from None
+            raise end_session(error) from None
         self.verdicts[opinion.verdict] += 1
 
     def _describe_state(self) -> State:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 from shoal.node.session import Session
 from shoal.node.waits import WaitError
-from shoal.node.weights import open_version
+from shoal.node.weights import Opener
 from shoal.policy.model import Policy
 from shoal.recipe import Recipe
 from shoal.shardcast.client import Client
@@ -22,7 +22,8 @@ class Shelf:
     """The policies of a run."""
 
     def __init__(self, session: Session, client: Client, recipe: Recipe, *, in_memory: int = IN_MEMORY) -> None:
-        self._session, self._client, self._recipe, self._in_memory = session, client, recipe, in_memory
+        self._session, self._client, self._in_memory = session, client, in_memory
+        self._opener = Opener(recipe)
         self._policies: OrderedDict[int, Policy] = OrderedDict()
 
     async def find(self, version: int) -> Policy | None:
@@ -35,7 +36,7 @@ class Shelf:
             except (GoneError, WaitError) as error:
                 self._session.note(f"v{version} is not at hand: {error}")
                 return None
-            self._policies[version] = await asyncio.to_thread(open_version, version, folder, self._recipe)
+            self._policies[version] = await asyncio.to_thread(self._opener.open, version, folder)
         self._policies.move_to_end(version)
         while len(self._policies) > self._in_memory:
             self._policies.popitem(last=False)

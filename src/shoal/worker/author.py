@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from shoal.errors import ConfigError
 from shoal.group import GroupShape, Plan, plan_groups
-from shoal.node.weights import open_version
+from shoal.node.weights import Opener
 from shoal.policy.model import Policy
 from shoal.recipe import Recipe
 from shoal.rollout import Group
@@ -46,10 +46,11 @@ class Author:
         self.recipe = recipe
         self.family = recipe.open_family()
         self.shape = GroupShape(size=recipe.group_size, max_tokens=recipe.max_tokens, temperature=recipe.temperature)
+        self._opener = Opener(recipe)
 
     def open_policy(self, version: int, folder: Path) -> Policy:
         """The policy of a version that was pulled into a folder; ConfigError if it is not one of this run."""
-        return open_version(version, folder, self.recipe)
+        return self._opener.open(version, folder)
 
     def plan(self, order: Order, tokenizer: PreTrainedTokenizerBase) -> list[Plan]:
         """The groups of an order, before they are generated."""

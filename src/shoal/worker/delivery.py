@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from shoal.node.session import Session, SessionError
+from shoal.node.session import Session, end_session
 from shoal.node.waits import WaitError
 from shoal.swarm.asking import RefusedError, UnreachableError
-from shoal.swarm.client_auth import read_clock_ms
+from shoal.swarm.clock import read_clock
 from shoal.swarm.head import ForkError
 from shoal.swarm.keepsakes import KeepError
 from shoal.swarm.messages import CommitAnswer, Manifest
@@ -73,7 +73,7 @@ class Delivery:
             self._session.note(f"lease {manifest.lease} is not wanted: {error}")
             self.tally.dropped += 1
         except (ForkError, KeepError) as error:
-            raise SessionError(str(error)) from None
+            raise end_session(error) from None
         else:
             self.tally.delivered += 1
             self.tally.tokens += sum(entry.tokens for entry in manifest.rollouts)
@@ -94,7 +94,7 @@ class Delivery:
             except RefusedError as error:
                 # Weights travel beside the announcement, and may be faster.
                 is_early = error.refusal.code == "version" and manifest.version > self._session.answer.newest_version
-                if not is_early or read_clock_ms() + client.clock_offset_ms > deadline_ms:
+                if not is_early or read_clock() + client.clock_offset_ms > deadline_ms:
                     raise
             self._session.beat_soon()
             await asyncio.sleep(_ANNOUNCED_S)
@@ -106,7 +106,7 @@ class Delivery:
             try:
                 await self._session.waits.bound(
                     "upload",
-                    client.upload(committed.submission, manifest, parcel.path),
+                    client.upload(committed, manifest, parcel.path),
                     for_whom="the coordinator",
                     timeout_s=seconds + manifest.size / rate,
                     told=False,

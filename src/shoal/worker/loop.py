@@ -20,9 +20,10 @@ from pathlib import Path
 
 from shoal.node.session import Session, State
 from shoal.node.tasks import run_together
-from shoal.node.weights import LOOK_S, number_version
+from shoal.node.weights import LOOK_S, describe_relays, number_version
 from shoal.shardcast.client import Client
-from shoal.swarm.client_auth import read_clock_ms
+from shoal.swarm.clock import read_clock
+from shoal.swarm.postings import MICRO
 from shoal.worker.author import Author, Work
 from shoal.worker.delivery import AT_ONCE, Delivery
 from shoal.worker.intake import WorkLimits
@@ -30,6 +31,8 @@ from shoal.worker.mill import Mill
 from shoal.worker.outbox import Outbox
 from shoal.worker.supply import Supply
 
+HUNGER_S = 1.0
+"""between two looks whether the mill has leases and no weights for them"""
 FAREWELL_S = 30.0
 """how long a worker that stops goes on delivering"""
 
@@ -54,7 +57,8 @@ class Worker:
     async def run(self) -> None:
         """Work until the run is finished or the session stops."""
         deliveries = [self._delivery.run() for _ in range(AT_ONCE)]
-        await run_together(self._work(), self._turn_mill(), self._follow_weights(), self._collect_work(), *deliveries)
+        beside = [self._turn_mill(), self._follow_weights(), self._tell_hunger(), self._collect_work()]
+        await run_together(self._work(), *beside, *deliveries)
         if not self._supply.finished:
             await self._session.leave()
 
@@ -66,11 +70,17 @@ class Worker:
             f"{self._count_rate()} tokens/s",
             f"{len(self._supply.leases)} leases",
             f"{self._delivery.tally.delivered} delivered",
+            f"{self._session.answer.accepted} accepted",
+            f"credit {self._session.answer.earned / MICRO:.3f}",
             f"standing {self._session.answer.standing.value}",
         ]
         wait = self._session.waits.longest()
-        if wait is not None and not self._mill.count_done():
-            parts.append(f"waits for {wait.for_whom}: {self._supply.reason or wait.name}")
+        if self._session.problem:
+            parts.append(self._session.problem)
+        elif wait is not None and (self._mill.is_starved or not self._mill.count_done()):
+            parts.append(f"waits for {wait.for_whom}: {wait.detail or self._supply.reason or wait.name}")
+        elif not self._supply.leases and self._supply.reason:
+            parts.append(self._supply.reason)
         return "  ".join(parts)
 
     async def _work(self) -> None:
@@ -114,6 +124,20 @@ class Worker:
             self._mill.offer(self._held, folder)
             self._session.beat_soon()
 
+    async def _tell_hunger(self) -> None:
+        """Say so while there are leases and no version that may write them."""
+        while True:
+            await asyncio.sleep(HUNGER_S)
+            if self._mill.is_starved:
+                reason = describe_relays(self._weights)
+                await self._session.waits.insist(
+                    "weights", self._await_food, for_whom="the relays", timeout_s=LOOK_S, reason=reason
+                )
+
+    async def _await_food(self) -> None:
+        while self._mill.is_starved:
+            await asyncio.sleep(HUNGER_S)
+
     async def _find_newer(self) -> Path:
         async with aclosing(self._weights.follow()) as folders:
             async for folder in folders:
@@ -139,4 +163,4 @@ class Worker:
         return round(self._mill.num_tokens / max(time.monotonic() - self._begun, 1e-9))
 
     def _read_ms(self) -> int:
-        return read_clock_ms() + self._session.client.clock_offset_ms
+        return read_clock() + self._session.client.clock_offset_ms

@@ -111,6 +111,12 @@ class Mill:
         with self._news:
             return self._count_under_way() >= self._slots and bool(self._waiting)
 
+    @property
+    def is_starved(self) -> bool:
+        """Whether there are orders and no version that may write them: asking for more would only hoard."""
+        with self._news:
+            return bool(self._waiting) and not (self._drafts or self._is_newer() or self._list_ready())
+
     def count_done(self) -> dict[str, int]:
         """Rollouts finished of each lease that is waiting or under way."""
         with self._news:

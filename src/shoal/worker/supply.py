@@ -2,17 +2,17 @@
 
 Invariants:
 - a lease is on disk before it is begun, and the key it is asked under before it is asked for;
-- there is one request at a time, and none while the engine is full and more is waiting;
+- there is one request at a time, and none while the engine is full and more is waiting, or waits for weights;
 - a lease whose work is written is the delivery's: heartbeats tell nothing more of it, and hear nothing. To the
   coordinator a lease is over once its manifest is there, and the file must not be dropped for that.
 """
 
 import asyncio
 
-from shoal.node.session import ASK_S, Session, SessionError
+from shoal.node.session import ASK_S, Session, SessionError, end_session
 from shoal.recipe import Recipe
 from shoal.swarm.asking import RefusedError
-from shoal.swarm.client_auth import read_clock_ms
+from shoal.swarm.clock import read_clock
 from shoal.swarm.head import ForkError
 from shoal.swarm.keepsakes import KeepError
 from shoal.swarm.messages import HeartbeatAnswer, Lease, LeaseAnswer, Progress
@@ -46,7 +46,7 @@ class Supply:
     async def resume(self) -> None:
         """Take up leases that an earlier process left, if they still have time."""
         for lease in await asyncio.to_thread(self._outbox.list_leases):
-            if lease.deadline_ms > read_clock_ms() + self._session.client.clock_offset_ms:
+            if lease.deadline_ms > read_clock() + self._session.client.clock_offset_ms:
                 self._take(lease)
             else:
                 await asyncio.to_thread(self._outbox.forget, lease.lease)
@@ -54,7 +54,7 @@ class Supply:
     async def run(self) -> None:
         """Ask for leases until the run is finished."""
         while not self.finished:
-            if self._mill.has_enough or self._mill.version < 0:
+            if self._mill.has_enough or self._mill.is_starved or self._mill.version < 0:
                 await self._pause(PAUSE_S)
                 continue
             answer = await self._ask()
@@ -103,7 +103,7 @@ class Supply:
         except RefusedError as error:
             raise SessionError(f"no more leases: {error}") from None
         except (ForkError, KeepError) as error:
-            raise SessionError(str(error)) from None
+            raise end_session(error) from None
 
     def _take(self, lease: Lease) -> None:
         try:

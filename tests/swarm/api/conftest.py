@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from shoal.swarm.api.desk import ApiLimits, Desk
 from shoal.swarm.asking import Asker, Patience
 from shoal.swarm.blobs.disk import DiskLimits, DiskStore
 from shoal.swarm.client import NodeClient
-from shoal.swarm.client_auth import RequestSigner, read_clock_ms
+from shoal.swarm.client_auth import RequestSigner
+from shoal.swarm.clock import read_clock
 from shoal.swarm.delegation import Scope
 from shoal.swarm.exchange import HttpLimits
 from shoal.swarm.ledger import Ledger
@@ -49,11 +51,13 @@ from shoal.swarm.messages import (
     SignedCommand,
     SignedManifest,
     SignedRedeem,
+    SignedUnbond,
     SignedVerdict,
     SignedVersion,
     Standing,
     Status,
     SubmissionState,
+    UnbondAnswer,
     VerdictAnswer,
     VerdictRecord,
     VersionAnswer,
@@ -76,13 +80,14 @@ class StandIn:
     def __init__(self, ledger: Ledger, key: Key, blobs: DiskStore) -> None:
         self.run, self.key, self.public, self.ledger, self.blobs = RUN, key, key.public, ledger, blobs
         self.params = RunParams()
+        self.mirror = SimpleNamespace(canaries={"caught": 2, "missed": 1})
         self.members: dict[str, Member] = {}
         self.manifests: dict[str, SignedManifest] = {}
         self.calls: list[str] = []
         self.num_ticks = 0
 
     def admit(self, node: str, **fields: Any) -> None:
-        scopes = frozenset({Scope.WORK, Scope.VALIDATE})
+        scopes = frozenset({Scope.WORK, Scope.VALIDATE, Scope.TRAIN})
         self.members[node] = Member(**{"owner": node, "scopes": scopes, **fields})
 
     def listen(self, listener: Callable[..., None]) -> None:
@@ -105,7 +110,7 @@ class StandIn:
             scopes=("work",),
             width=1,
             heartbeat_s=10,
-            server_time_ms=read_clock_ms(),
+            server_time_ms=read_clock(),
         )
 
     async def leave(self, node: str) -> None:
@@ -119,7 +124,7 @@ class StandIn:
             newest_version=0,
             oldest_version=0,
             head=None if head is None else head.to_bytes().decode(),
-            server_time_ms=read_clock_ms(),
+            server_time_ms=read_clock(),
             next_s=10,
             standing=Standing.PROBATION,
             finished=False,
@@ -226,9 +231,9 @@ class StandIn:
         self.calls.append("version")
         return VersionAnswer(version=signed.version.version, open_steps=(1,), finished=False)
 
-    async def unbond(self, node: str) -> int:
+    async def unbond(self, signed: SignedUnbond) -> UnbondAnswer:
         self.calls.append("unbond")
-        return 7
+        return UnbondAnswer(request=signed.unbond.request, amount=5, free_ms=7)
 
     async def redeem(self, signed: SignedRedeem) -> RedeemAnswer:
         self.calls.append("redeem")
@@ -263,6 +268,9 @@ class StandIn:
 
     def explain(self, submission: str) -> str:
         return f"all about {submission}"
+
+    def read_state(self, submission: str) -> SubmissionState:
+        return SubmissionState.RECEIVED
 
     def read_leaders(self, limit: int = 100) -> list[LeaderLine]:
         return [LeaderLine(owner=ZERO, standing=Standing.GOOD, accepted=1, rejected=0, tokens=5, earned=5)]

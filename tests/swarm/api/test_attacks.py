@@ -16,9 +16,18 @@ from shoal.keys import Key
 from shoal.swarm.api.desk import ApiLimits
 from shoal.swarm.asking import Asker, Patience, RefusedError
 from shoal.swarm.blobs.disk import DiskLimits
-from shoal.swarm.client_auth import read_clock_ms
+from shoal.swarm.clock import read_clock
 from shoal.swarm.delegation import Scope
-from shoal.swarm.messages import Heartbeat, Manifest, RolloutEntry, SignedManifest, sign_message
+from shoal.swarm.messages import (
+    CommitAnswer,
+    Heartbeat,
+    Manifest,
+    RolloutEntry,
+    SignedManifest,
+    SubmissionState,
+    sign_message,
+)
+from shoal.swarm.refusal import AuthError
 from shoal.swarm.work import read_challenge, solve_challenge
 
 BEAT = b'{"version":0}'
@@ -53,7 +62,7 @@ def test_each_forgery_is_refused_with_its_reason_and_reaches_nobody(open_stand: 
             assert await ask(["PUT /v1/heartbeat HTTP/1.1", *good[1:]]) == (405, "method")
             assert await ask(good, BEAT.replace(b"0", b"1")) == (400, "body")
             assert await ask(good) == (401, "replay")  # spent by the one before
-            late = heads(stand, key, clock_ms=lambda: read_clock_ms() - 300_000)
+            late = heads(stand, key, clock_ms=lambda: read_clock() - 300_000)
             assert await ask(late) == (401, "clock")
             assert await ask([*heads(stand, key), "Transfer-Encoding: chunked"]) == (411, "http")
             assert stand.coordinator.calls == []
@@ -97,7 +106,7 @@ def test_a_banned_node_is_refused_on_every_route_that_knows_its_caller(open_stan
                         lines.append(f"Shoal-Work: {solve_challenge(challenge, lambda: False)}")
                     assert code_of(await stand.send(lines, body)) == (403, "banned"), path
                     asked += 1
-            assert asked == 16
+            assert asked == 15
             assert stand.coordinator.calls == []
 
     asyncio.run(check())
@@ -108,7 +117,10 @@ def test_what_an_owner_did_not_allow_is_refused(open_stand: Any) -> None:
         key = Key.generate()
         async with open_stand() as stand:
             stand.coordinator.admit(key.public, scopes=frozenset({Scope.RELAY}))
-            for target, body in (("/v1/claims", b"{}"), ("/v1/submissions/s1/receipt", b"")):
+            versions = b'{"version": {"version": 0, "root": "%s", "manifest": "%s", "batch": ""}, "signature": "%s"}'
+            signed = versions % (b"0" * 64, b"0" * 64, b"0" * 128)
+            bodies = {"/v1/claims": b"{}", "/v1/submissions/s1/receipt": b"", "/v1/batches/1": b"{}"}
+            for target, body in {**bodies, "/v1/versions": signed}.items():
                 lines = heads(stand, key, target=target, body=body)
                 assert code_of(await stand.send(lines, body)) == (403, "scope")
             assert stand.coordinator.calls == []
@@ -279,6 +291,22 @@ def test_strangers_have_a_rate_each_and_one_for_all(open_stand: Any) -> None:
             sources = [f"127.0.0.{number}" for number in range(1, 6)]
             answers = [await stand.send(["POST /v1/appeals HTTP/1.1"], source=source) for source in sources]
             assert [status for status, _ in answers] == [422, 422, 429, 429, 429]
+            # The operator is heard all the same.
+            answers = [await stand.send(["POST /v1/commands HTTP/1.1"], source=source) for source in sources]
+            assert [status for status, _ in answers] == [422] * 5
+
+    asyncio.run(check())
+
+
+def test_a_flood_of_commands_from_elsewhere_does_not_reach_the_operator_on_this_machine(open_stand: Any) -> None:
+    async def check() -> None:
+        limits = ApiLimits(stranger_rate=1000.0, all_commands_rate=1.0, burst_s=2.0)
+        async with open_stand(api=limits) as stand:
+            for number in range(2):
+                stand.desk.check_operator(f"192.0.2.{number}")
+            with pytest.raises(AuthError, match="too many requests"):
+                stand.desk.check_operator("192.0.2.9")
+            stand.desk.check_operator("127.0.0.1")
 
     asyncio.run(check())
 
@@ -345,6 +373,11 @@ def commit_to(stand: Any, key: Key, data: bytes) -> Manifest:
     return manifest
 
 
+def answer_commit(manifest: Manifest) -> CommitAnswer:
+    """What a node hears of such a commitment."""
+    return CommitAnswer(submission="s1", state=SubmissionState.COMMITTED, size=manifest.size, deadline_ms=2**50)
+
+
 def test_an_upload_of_other_bytes_than_committed_leaves_no_blob(open_stand: Any) -> None:
     async def check() -> None:
         key, data = Key.generate(), os.urandom(300_000)
@@ -385,7 +418,7 @@ def test_an_upload_that_breaks_off_leaves_nothing_and_the_next_one_succeeds(open
             assert (stand.blobs.num_bytes, list((tmp_path / "blobs" / "incoming").iterdir())) == (0, [])
             (tmp_path / "file").write_bytes(data)
             client = stand.client(key)
-            assert (await client.upload("s1", manifest, tmp_path / "file")).receipt.size == len(data)
+            assert (await client.upload(answer_commit(manifest), manifest, tmp_path / "file")).receipt.size == len(data)
             client.close()
 
     asyncio.run(check())
@@ -399,7 +432,7 @@ def test_two_uploads_of_one_blob_at_once_both_get_their_receipt(open_stand: Any,
             stand.coordinator.admit(key.public)
             manifest = commit_to(stand, key, data)
             client = stand.client(key)
-            uploads = [client.upload("s1", manifest, tmp_path / "file") for _ in range(3)]
+            uploads = [client.upload(answer_commit(manifest), manifest, tmp_path / "file") for _ in range(3)]
             assert len({answer.receipt.blob for answer in await asyncio.gather(*uploads)}) == 1
             assert (stand.blobs.num_blobs, stand.blobs.num_bytes) == (1, len(data))
             client.close()
@@ -425,7 +458,9 @@ def test_a_full_store_says_when_to_come_back_and_takes_the_same_upload_then(open
             await stand.blobs.put(other, 1, one_byte())
             manifest = commit_to(stand, key, data)
             client = stand.client(key, asker=Asker(Patience(tries=2), sleep=make_room, draw=lambda: 0.0))
-            assert (await client.upload("s1", manifest, tmp_path / "file")).receipt.blob == manifest.blob
+            assert (
+                await client.upload(answer_commit(manifest), manifest, tmp_path / "file")
+            ).receipt.blob == manifest.blob
             assert pauses == [30.0] and stand.desk.refusals.values == {"full": 1}
             client.close()
 

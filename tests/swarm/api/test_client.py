@@ -15,8 +15,9 @@ import pytest
 from shoal.errors import ConfigError
 from shoal.keys import Key
 from shoal.swarm.asking import Asker, Patience, RefusedError, UnreachableError
-from shoal.swarm.client import NodeClient
-from shoal.swarm.client_auth import RequestSigner, read_clock_ms
+from shoal.swarm.client import NodeClient, OpenClient
+from shoal.swarm.client_auth import RequestSigner
+from shoal.swarm.clock import read_clock
 from shoal.swarm.event import Kind
 from shoal.swarm.head import ForkError, Head, SignedHead, sign_head
 from shoal.swarm.keepsakes import KeepError
@@ -39,7 +40,7 @@ def test_a_wrong_clock_is_corrected_once_and_without_a_wait(open_stand: Any) -> 
         key, pauses = Key.generate(), []
         async with open_stand() as stand:
             stand.coordinator.admit(key.public)
-            signer = stand.sign(key, clock_ms=lambda: read_clock_ms() - 600_000)
+            signer = stand.sign(key, clock_ms=lambda: read_clock() - 600_000)
             client = stand.client(key, signer=signer, asker=make_asker(pauses))
             await client.send_heartbeat(BEAT)
             await client.send_heartbeat(BEAT)
@@ -170,9 +171,9 @@ def test_heads_that_grow_are_followed_by_proof(open_stand: Any) -> None:
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_fork_stops_the_node_for_good_and_the_evidence_is_kept(open_stand: Any, size: int) -> None:
-    """A head of the same size, of a smaller and of a larger ledger that does not extend the one held."""
+@pytest.mark.parametrize(("size", "later_ms"), [(1, 5000), (2, 5000), (3, -1)])
+def test_a_fork_stops_the_node_for_good_and_the_evidence_is_kept(open_stand: Any, size: int, later_ms: int) -> None:
+    """A head of a smaller ledger and a later time, of the same size, of a larger one and an earlier time."""
 
     async def check() -> None:
         key = Key.generate()
@@ -183,7 +184,7 @@ def test_a_fork_stops_the_node_for_good_and_the_evidence_is_kept(open_stand: Any
             held = await stand.ledger.sign_head()
             await client.send_heartbeat(BEAT)
             await stand.ledger.transact(lambda draft: draft.append(Kind.ADMIN, body={}))
-            forged = sign_head(stand.key, Head("demo", size, "0" * 64, "1" * 64, held.head.time_ms + 5000))
+            forged = sign_head(stand.key, Head("demo", size, "0" * 64, "1" * 64, held.head.time_ms + later_ms))
             answer = stand.coordinator.heartbeat(key.public, BEAT)
             lying = answer.model_copy(update={"head": forged.to_bytes().decode()})
             stand.coordinator.heartbeat = lambda node, beat: lying
@@ -195,6 +196,45 @@ def test_a_fork_stops_the_node_for_good_and_the_evidence_is_kept(open_stand: Any
                     await client_again.ask_lease()
             assert len(stand.coordinator.calls) == before  # not even asked
             assert client.heads.evidence_path.exists()
+            client.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("altered", [1, 2, 3, 7])
+def test_a_proof_that_was_altered_on_the_way_is_asked_for_again(open_stand: Any, altered: int) -> None:
+    """Twice, over new connections; three bad ones stop the node, which looks again when it is started anew."""
+
+    async def check() -> None:
+        key = Key.generate()
+        async with open_stand() as stand:
+            stand.coordinator.admit(key.public)
+            client = stand.client(key)
+            await stand.ledger.transact(lambda draft: draft.append(Kind.ADMIN, body={}))
+            await stand.ledger.sign_head()
+            await client.send_heartbeat(BEAT)
+            await stand.ledger.transact(lambda draft: draft.append(Kind.ADMIN, body={}))
+            await stand.ledger.sign_head()
+            read, asked = OpenClient.read_proof, []
+
+            async def alter(self: OpenClient, old: int, new: int) -> tuple[bytes, ...]:
+                asked.append((old, new))
+                proof = await read(self, old, new)
+                return (bytes(32), *proof[1:]) if len(asked) <= altered else proof
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(OpenClient, "read_proof", alter)
+                for again in range(altered // 3):
+                    with pytest.raises(ForkError, match="no proof that it begins with the 2"):
+                        await client.send_heartbeat(BEAT)
+                    with pytest.raises(ForkError):
+                        await client.ask_lease()
+                    assert len(asked) == 3 * (again + 1) and client.heads.evidence_path.exists()
+                    client.close()
+                    client = stand.client(key)
+                await client.send_heartbeat(BEAT)
+            assert client.heads.held is not None and client.heads.held.head.size == 3
+            assert client.heads.doubted is None and not client.heads.evidence_path.exists()
             client.close()
 
     asyncio.run(check())

@@ -22,7 +22,8 @@ from pydantic import ValidationError
 from shoal.keys import Key
 from shoal.swarm.api.app import build_app
 from shoal.swarm.api.desk import ApiLimits
-from shoal.swarm.client_auth import RequestSigner, read_clock_ms
+from shoal.swarm.client_auth import RequestSigner
+from shoal.swarm.clock import read_clock
 from shoal.swarm.delegation import Grant, Scope, sign_delegation
 from shoal.swarm.event import EventError
 from shoal.swarm.messages import (
@@ -34,6 +35,7 @@ from shoal.swarm.messages import (
     RolloutEntry,
     SignedManifest,
     SignedVersion,
+    UnbondStatement,
     VerdictStatement,
     VersionStatement,
     sign_message,
@@ -56,6 +58,7 @@ STATEMENTS: dict[str, tuple[str, Any, str]] = {
     "/v1/versions": ("version", VersionStatement, "node"),
     "/v1/appeals": ("appeal", AppealStatement, "owner"),
     "/v1/redeems": ("redeem", RedeemStatement, "owner"),
+    "/v1/unbonds": ("unbond", UnbondStatement, "owner"),
     "/v1/commands": ("command", Command, "operator"),
 }
 """by path: the field with what is signed, its kind, and who signs it"""
@@ -111,8 +114,8 @@ class Target:
     async def _prepare(self, service: Service) -> None:
         """v0 is out, the worker has committed a submission for one lease and holds another."""
         core, worker, judge = service.coordinator, self.keys["worker"], self.keys["judge"]
-        now_ms = read_clock_ms()
-        for key, scopes in ((worker, {Scope.WORK}), (judge, {Scope.WORK, Scope.VALIDATE})):
+        now_ms = read_clock()
+        for key, scopes in ((worker, {Scope.WORK}), (judge, {Scope.WORK, Scope.VALIDATE, Scope.TRAIN})):
             grant = Grant(key.public, "demo", now_ms - 1000, now_ms + 10**9, frozenset(scopes), 64)
             await core.join(key.public, sign_delegation(self.keys["owner"], grant))
         version = VersionStatement(version=0, root="0" * 64, manifest="0" * 64, batch="")

@@ -9,7 +9,7 @@ from pathlib import Path
 from shoal.keys import Key
 from shoal.swarm.asking import Asker, Patience
 from shoal.swarm.client import NodeClient
-from shoal.swarm.client_auth import read_clock_ms
+from shoal.swarm.clock import read_clock
 from shoal.swarm.delegation import Grant, Scope, sign_delegation
 from shoal.swarm.link import parse_place
 from shoal.swarm.messages import (
@@ -40,7 +40,7 @@ DATA = b"a file"
 @asynccontextmanager
 async def node_of(service, owner: Key, folder: Path, *scopes: Scope) -> AsyncIterator[NodeClient]:
     folder.mkdir()
-    key, now_ms = Key.generate(), read_clock_ms()
+    key, now_ms = Key.generate(), read_clock()
     grant = Grant(key.public, "demo", now_ms - 1000, now_ms + 10**8, frozenset(scopes), 16)
     place, asker = parse_place(service.url), Asker(Patience(tries=3, first_s=0.1, longest_s=0.5))
     client = NodeClient(place, key, run="demo", coordinator=service.coordinator.public, folder=folder, asker=asker)
@@ -71,7 +71,7 @@ def test_every_wait_ends_with_what_it_was_for(tmp_path: Path) -> None:
             open_service(config, tmp_path / "data") as service,
             node_of(service, OWNER, tmp_path / "worker", Scope.WORK) as worker,
             node_of(service, JUDGE, tmp_path / "judge", Scope.VALIDATE) as judge,
-            node_of(service, JUDGE, tmp_path / "trainer", Scope.RELAY) as trainer,
+            node_of(service, JUDGE, tmp_path / "trainer", Scope.TRAIN) as trainer,
         ):
             wants = [
                 asyncio.create_task(worker.ask_lease(wait_s=30)),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.keys import Key
-from shoal.swarm.api.answers import Done
+from shoal.swarm.api.answers import Done, Explanation
 from shoal.swarm.bundle import Bundle
 from shoal.swarm.event import Kind
 from shoal.swarm.messages import (
@@ -25,6 +25,10 @@ from shoal.swarm.messages import (
     RolloutEntry,
     SignedAppeal,
     SignedCommand,
+    SignedUnbond,
+    SubmissionState,
+    UnbondAnswer,
+    UnbondStatement,
     Verdict,
     VerdictStatement,
     VersionStatement,
@@ -67,7 +71,6 @@ def test_a_node_goes_through_the_whole_cycle(open_stand: Any, tmp_path: Path) ->
             version = VersionStatement(version=1, root="0" * 64, manifest="0" * 64, batch="")
             assert (await client.publish_version(version)).open_steps == (1,)
             assert (await client.return_lease("l1")).state == "returned"
-            assert (await client.unbond()).free_ms == 7
             await client.leave()
             client.close()
             folder = stand.folder / "nodes" / key.public[:8]
@@ -88,7 +91,7 @@ def test_everybody_may_look(open_stand: Any) -> None:
             client = stand.client(Key.generate())
             assert (await client.read_status()).run == "demo"
             assert (await client.read_leaders()).leaders[0].tokens == 5
-            assert await client.explain("s5") == "all about s5"
+            assert await client.explain("s5") == Explanation(text="all about s5", state=SubmissionState.RECEIVED)
             await stand.ledger.transact(lambda draft: draft.append(Kind.ADMIN, body={}))
             assert await client.read_head() is None
             await stand.ledger.sign_head()
@@ -101,6 +104,7 @@ def test_everybody_may_look(open_stand: Any) -> None:
             assert status == 200 and json.loads(body)["coordinator"] == stand.key.public
             status, body = await stand.send(["GET /metrics HTTP/1.1"])
             assert status == 200 and b"shoal_ledger_events 2\n" in body
+            assert b"shoal_canaries_caught 2\n" in body and b"shoal_canaries_missed 1\n" in body
             client.close()
 
     asyncio.run(check())
@@ -118,7 +122,10 @@ def test_statements_that_carry_their_signature_may_come_from_anybody(open_stand:
             ordered = SignedCommand(command=command, signature=sign_message(key, "demo", command))
             assert (await client.bring("/v1/commands", ordered, CommandAnswer)).seq == 3
             assert (await client.bring("/v1/revocations", RevokeRequest(revocation="{}"), Done)).ok
-            assert stand.coordinator.calls == ["appeal", "command", "revoke"]
+            unbond = UnbondStatement(request="0" * 32)
+            asked = SignedUnbond(unbond=unbond, owner=key.public, signature=sign_message(key, "demo", unbond))
+            assert (await client.bring("/v1/unbonds", asked, UnbondAnswer)).free_ms == 7
+            assert stand.coordinator.calls == ["appeal", "command", "revoke", "unbond"]
             client.close()
 
     asyncio.run(check())

@@ -37,8 +37,13 @@ class Place:
         for start in range(0, len(data), size):
             yield data[start : start + size]
 
+    @property
+    def blobs(self) -> Path:
+        """The folder of a store on disk, and for what passes through one in a bucket."""
+        return self.folder / "blobs"
+
     def open(self, **limits: int) -> Any:
-        return open_blobs(self.url, self.folder / "blobs", DiskLimits(**limits))
+        return open_blobs(self.url, self.blobs, DiskLimits(**limits))
 
     def run(self, work: Callable[[Any], Awaitable[None]], **limits: int) -> None:
         async def run() -> None:
@@ -63,8 +68,13 @@ class Place:
             from shoal.swarm.blobs.bucket import open_bucket
 
             return sorted(item["path"] for page in open_bucket(self.url).list() for item in page)
-        found = [path.relative_to(self.folder / "blobs") for path in self.folder.rglob("*") if path.is_file()]
+        found = [path.relative_to(self.blobs) for path in self.folder.rglob("*") if path.is_file()]
         return sorted(str(path) for path in found if path.name != "lock")
+
+    def check_counts(self, store: Any, num_blobs: int, num_bytes: int) -> None:
+        """What a store on disk knows of itself; one in a bucket does not count."""
+        assert store.num_uploads == 0
+        assert self.url or (store.num_blobs, store.num_bytes) == (num_blobs, num_bytes)
 
 
 def _ask_url(method: str, url: str, data: bytes | None = None) -> tuple[int, bytes]:
@@ -117,6 +127,18 @@ def bucket(moto: str, monkeypatch: pytest.MonkeyPatch) -> str:
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """An empty store."""
     return Place(request.getfixturevalue("bucket") if request.param == "s3" else "", tmp_path)
+
+
+@pytest.fixture
+def disk_place(tmp_path: Path) -> Place:
+    """An empty store on disk."""
+    return Place("", tmp_path)
+
+
+@pytest.fixture(scope="session")
+def make_place() -> Callable[[Path], Place]:
+    """The same in a given folder."""
+    return lambda folder: Place("", folder)
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from shoal.keys import Key
 from shoal.swarm.api.answers import BlobLink
 from shoal.swarm.api.app import build_app
 from shoal.swarm.api.desk import Desk
-from shoal.swarm.client_auth import RequestSigner, read_clock_ms
+from shoal.swarm.client_auth import RequestSigner
+from shoal.swarm.clock import read_clock
 from shoal.swarm.coordinator import Coordinator, open_run
 from shoal.swarm.delegation import Grant, Scope, sign_delegation
 from shoal.swarm.messages import (
@@ -36,7 +37,7 @@ from shoal.swarm.refusal import AuthError
 from shoal.swarm.serve import Server
 from shoal.swarm.work import JoinRate, WorkGate
 
-DATA = os.urandom(300_000)
+DATA = os.urandom(120_000)
 SECRET = bytes(32)
 
 
@@ -61,8 +62,8 @@ class Run:
 
     async def prepare(self) -> None:
         await self.core.start()
-        now_ms = read_clock_ms()
-        for key, scopes in ((self.worker, {Scope.WORK}), (self.judge, {Scope.WORK, Scope.VALIDATE})):
+        now_ms = read_clock()
+        for key, scopes in ((self.worker, {Scope.WORK}), (self.judge, {Scope.WORK, Scope.VALIDATE, Scope.TRAIN})):
             grant = Grant(key.public, "demo", now_ms - 1000, now_ms + 10**8, frozenset(scopes), 4)
             await self.core.join(key.public, sign_delegation(key, grant))
         version = VersionStatement(version=0, root="0" * 64, manifest="0" * 64, batch="")

@@ -22,6 +22,7 @@ def test_a_blob_is_read_as_it_was_written_also_after_a_restart(place: Any) -> No
 
     async def read(store: Any) -> None:
         assert await store.has(NAME)
+        place.check_counts(store, 1, len(DATA))
         assert await place.read(store, NAME) == DATA
 
     place.run(write)
@@ -59,7 +60,7 @@ def test_other_bytes_than_announced_leave_nothing(place: Any, size: int, data: b
         with pytest.raises(WrongBlobError):
             await store.put(NAME, size, place.send(data))
         assert not await store.has(NAME)
-        assert store.num_uploads == 0
+        place.check_counts(store, 0, 0)
 
     place.run(check)
     assert place.list_all() == []
@@ -72,6 +73,7 @@ def test_who_hands_in_a_blob_that_is_there_must_have_it_too(place: Any) -> None:
         for claimed in (DATA[:-1], DATA[:-1] + b"x", DATA + b"x", b""):
             with pytest.raises(WrongBlobError):
                 await store.put(NAME, len(DATA), place.send(claimed))
+        place.check_counts(store, 1, len(DATA))
         assert await place.read(store, NAME) == DATA
 
     place.run(check)
@@ -80,7 +82,7 @@ def test_who_hands_in_a_blob_that_is_there_must_have_it_too(place: Any) -> None:
 def test_two_uploads_of_one_blob_at_once_make_one_blob(place: Any) -> None:
     async def check(store: Any) -> None:
         await asyncio.gather(*(store.put(NAME, len(DATA), place.send(DATA)) for _ in range(5)))
-        assert store.num_uploads == 0
+        place.check_counts(store, 1, len(DATA))
         assert await place.read(store, NAME) == DATA
 
     place.run(check)
@@ -138,6 +140,7 @@ def test_an_error_of_the_sender_passes_and_leaves_nothing(place: Any) -> None:
         with pytest.raises(ConnectionResetError):
             await store.put(NAME, len(DATA), broken())
         assert not await store.has(NAME)
+        place.check_counts(store, 0, 0)
 
     place.run(check)
     assert place.list_all() == []

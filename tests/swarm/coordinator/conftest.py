@@ -21,6 +21,7 @@ from shoal.swarm.messages import (
     AppealAnswer,
     AppealStatement,
     BatchAnswer,
+    CanaryReveal,
     ClaimAnswer,
     Command,
     CommandAnswer,
@@ -39,8 +40,11 @@ from shoal.swarm.messages import (
     SignedCommand,
     SignedManifest,
     SignedRedeem,
+    SignedUnbond,
     SignedVerdict,
     SignedVersion,
+    UnbondAnswer,
+    UnbondStatement,
     Verdict,
     VerdictAnswer,
     VerdictStatement,
@@ -49,6 +53,7 @@ from shoal.swarm.messages import (
     sign_message,
 )
 from shoal.swarm.params import RunParams, dump_params
+from shoal.swarm.seals import make_seal, sign_seal
 from shoal.swarm.state import PROJECTIONS
 from shoal.swarm.verify import Report, verify_ledger
 
@@ -116,7 +121,7 @@ class World:
         self.reopen()
         for name in ("judge-a", "judge-b", "judge-c"):
             self.join(name, name, scopes={Scope.VALIDATE})
-        self.join("trainer", "trainer", scopes={Scope.WORK})
+        self.join("trainer", "trainer", scopes={Scope.TRAIN})
 
     def reopen(self) -> None:
         """As after a kill: everything from disk."""
@@ -267,6 +272,16 @@ class World:
         params = RunParams(**{**self.coordinator.params.model_dump(), **changes})
         return self.order(Action.PARAMS, params=dump_params(params))
 
+    def seal(self, *owners: str) -> CommandAnswer:
+        """The operator notes owners that will be canaries."""
+        seals = tuple(make_seal(self._make_owner(owner), "demo") for owner in owners)
+        return self.order(Action.CANARY_SEAL, seals=seals)
+
+    def reveal(self, owner: str, *submissions: str, **values: Any) -> CommandAnswer:
+        """The operator names a canary, and what it handed in that is bad."""
+        canary = CanaryReveal(signature=sign_seal(self.owners[owner], "demo"), submissions=submissions)
+        return self.order(Action.CANARY_REVEAL, target=self.owner_id(owner), canary=canary, **values)
+
     def appeal(self, owner: str, submission: str) -> AppealAnswer:
         statement = AppealStatement(submission=submission)
         signature = sign_message(self.owners[owner], "demo", statement)
@@ -280,6 +295,13 @@ class World:
         statement = RedeemStatement(request=request or f"{next(self._numbers):032x}", amount=amount, goal=goal)
         signature = sign_message(self.owners[owner], "demo", statement)
         return SignedRedeem(redeem=statement, owner=self.owner_id(owner), signature=signature)
+
+    def unbond(self, owner: str, request: str | None = None, key: Key | None = None) -> UnbondAnswer:
+        """An owner wants its bond back; `key` is whose signature is under it."""
+        statement = UnbondStatement(request=request or f"{next(self._numbers):032x}")
+        signature = sign_message(key or self.owners[owner], "demo", statement)
+        signed = SignedUnbond(unbond=statement, owner=self.owner_id(owner), signature=signature)
+        return self.run(self.coordinator.unbond(signed))
 
     def query(self, read: Callable[..., Any], *args: Any) -> Any:
         """What a function reads from the tables."""
@@ -310,15 +332,36 @@ async def send_bytes(data: bytes) -> AsyncIterator[bytes]:
         yield data[start : start + 3]
 
 
-@pytest.fixture
-def make_world(quick_folder: Path, migrated: Path) -> Iterator[Callable[..., World]]:
-    """Begins a run on SQLite; its ledger is verified at the end, whatever the test did."""
-    worlds: list[World] = []
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A module that says so in `DATABASES` has its worlds on each of them."""
+    if "database" in metafunc.fixturenames and (databases := getattr(metafunc.module, "DATABASES", ())):
+        metafunc.parametrize("database", databases, indirect=True)
 
-    def make(**changes: Any) -> World:
+
+@pytest.fixture
+def database(request: pytest.FixtureRequest) -> str:
+    """What a world's ledger is in."""
+    return str(getattr(request, "param", "sqlite"))
+
+
+@pytest.fixture
+def make_world(
+    request: pytest.FixtureRequest, database: str, quick_folder: Path, migrated: Path
+) -> Iterator[Callable[..., World]]:
+    """Begins a run; its ledger is verified at the end, whatever the test did."""
+    worlds: list[World] = []
+    # Asked for now, it ends after this one, which still reads what is in it.
+    make_database = request.getfixturevalue("make_database") if database == "postgresql" else None
+
+    def make_url() -> str:
+        if make_database is not None:
+            return str(make_database())
         path = quick_folder / f"run-{len(worlds)}.db"
         shutil.copy(migrated, path)
-        worlds.append(World(f"sqlite:///{path}", **changes))
+        return f"sqlite:///{path}"
+
+    def make(**changes: Any) -> World:
+        worlds.append(World(make_url(), **changes))
         return worlds[-1]
 
     yield make

@@ -209,3 +209,32 @@ def test_deadlines_follow_what_leases_took(make_world):
     assert lease.deadline_ms - lease.granted_ms == 300_000
     world.restart()
     assert list(world.coordinator.mirror.group_ms) == [100_000] * 5
+
+
+def test_what_is_refused_and_what_one_owner_does_often_set_nobodys_deadline(make_world):
+    world = make_world(groups_per_batch=60, async_level=0, probation_leases=8, limit_after=99)
+    world.publish(0)
+    for name in ("slow-1", "slow-2", "fast", "rubbish"):
+        world.join(name, name)
+    for _ in range(8):
+        leases = [(name, world.lease(name)) for name in ("slow-1", "slow-2")]
+        for _ in range(3):
+            world.work("fast")
+            world.work("rubbish", Verdict.FORM)
+        world.wait(100)
+        for name, lease in leases:
+            world.submit(name, lease)
+            world.judge("judge-a")
+    lease = world.lease("slow-1")
+    assert lease.deadline_ms - lease.granted_ms == 300_000
+    times = sorted(world.coordinator.mirror.group_ms)
+    world.restart()
+    assert sorted(world.coordinator.mirror.group_ms) == times == [0] * 8 + [100_000] * 16
+
+
+def test_a_lease_is_paid_at_the_price_it_was_granted_at(world):
+    lease = world.lease("w1")
+    world.change(price=1)
+    world.submit("w1", lease)
+    world.judge("judge-a")
+    assert world.balance("mint", "") == -lease.price * 200

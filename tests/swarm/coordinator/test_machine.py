@@ -1,10 +1,12 @@
 """Everything in any order: a run of 4 steps with 3 owners and 5 workers, under a clock that jumps.
 
-Whatever happened before, at the end an honest newcomer can finish the run, the ledger verifies, and a restart changes
-no answer.
+Whatever happened before, at the end an honest newcomer can finish the run, though an attacker goes on to the last; the
+ledger verifies, and a restart changes no answer. Validators reject what the coordinator says is copied, as the real
+ones do.
 """
 
 import contextlib
+import itertools
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,15 +24,20 @@ from hypothesis.stateful import (
 )
 from sqlalchemy import text
 
-from shoal.swarm.messages import Action, CanaryPlan, Heartbeat, RolloutEntry, Verdict
+from shoal.swarm.delegation import Scope
+from shoal.swarm.messages import Action, Heartbeat, Verdict
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.rules.age import is_allowed
+from shoal.swarm.state.nodes import find_owner
 from shoal.swarm.state.steps import list_steps
 from shoal.swarm.state.submissions import find_submission
 
 WORKERS = {"a1": "ann", "a2": "ann", "b1": "bob", "b2": "bob", "c1": "cleo"}
 JUDGES = ("judge-a", "judge-b", "judge-c")
 OWNERS = ("ann", "bob", "cleo")
+ATTACKS = ("hold", "return", "leave", "only commit", "copy", "rubbish")
+"""what somebody does with each lease that it gets"""
+CANARIES = tuple(f"canary-{number}" for number in range(12))
 PURSES = ("stake", "pending", "avail", "unbond")
 SETTINGS = {
     "steps": 4,
@@ -52,6 +59,18 @@ _STEPS = text("SELECT step, state, leased, offered, delivered, signal, dull FROM
 _TRANSIENT = text(
     "SELECT count(*) FROM job WHERE validator <> '' UNION ALL SELECT count(*) FROM owner WHERE standing = 'limited'"
 )
+_WRONG_JOBS = text(
+    "SELECT j.submission FROM job j LEFT JOIN served_owner o ON o.owner = j.owner WHERE j.state = 'queued' AND ("
+    "j.turn <> coalesce(o.seq, 0) OR (j.blocked = 1) <> EXISTS (SELECT 1 FROM duplicate d JOIN submission r "
+    "ON r.submission = d.rival WHERE d.submission = j.submission AND r.state IN ('committed', 'received')) OR "
+    "j.judge <> coalesce((SELECT n.owner FROM verdict v JOIN node n ON n.node = v.validator "
+    "WHERE v.submission = j.submission ORDER BY v.round DESC LIMIT 1), ''))"
+)
+_WRONG_HOLDS = text(
+    "SELECT h.seq FROM hold h JOIN owner o ON o.owner = h.owner WHERE h.state IN ('held', 'ready', 'frozen') AND "
+    "h.state <> CASE WHEN o.standing = 'banned' THEN 'frozen' WHEN o.accepted - h.number >= :more THEN 'ready' "
+    "ELSE 'held' END"
+)
 _ACTIVE = text("SELECT step, first, state FROM lease WHERE state = 'active'")
 _WAITING = text("SELECT step, first FROM submission WHERE state = 'committed'")
 _BALANCES = text("SELECT account, amount FROM balance")
@@ -61,21 +80,27 @@ _OPEN = text("SELECT count(*) FROM submission WHERE state IN ('committed', 'rece
 class Swarm(RuleBasedStateMachine):
     """What anybody may do at any time. A refusal is an answer; anything else that is raised is a bug."""
 
-    world_type = None
+    world_type = make_url = None
 
-    @initialize()
-    def begin(self):
+    @initialize(plan=st.permutations(ATTACKS))
+    def begin(self, plan):
+        self.plan = itertools.cycle(plan)
         memory = Path("/dev/shm")
         self.folder = TemporaryDirectory(prefix="shoal-", dir=memory if memory.is_dir() else None)
-        self.world = type(self).world_type(f"sqlite:///{self.folder.name}/run.db", **SETTINGS)
+        make_url = type(self).make_url or (lambda: f"sqlite:///{self.folder.name}/run.db")
+        self.world = type(self).world_type(make_url(), **SETTINGS)
         for node, owner in WORKERS.items():
             self.world.join(node, owner)
         self.world.publish(0)
         self.leases = {node: [] for node in WORKERS}
         self.uploads = []
         self.rejected = []
-        self.planted = set()
+        self.world.seal(*CANARIES)
+        self.canaries = list(CANARIES)
+        self.planted = {}
+        self.revealed = set()
         self.frozen = {}
+        self.rubbish = set()
 
     @rule(seconds=st.sampled_from([0, 3, 31, 130, 400, 3700, 100_000]))
     def pass_time(self, seconds):
@@ -145,6 +170,8 @@ class Swarm(RuleBasedStateMachine):
         with contextlib.suppress(AuthError):
             job = self.world.claim(judge).job
             if job is not None:
+                if job.duplicates and verdict is Verdict.ACCEPTED:
+                    verdict = Verdict.SOFT
                 answer = self.world.post(judge, self.world.describe_verdict(job, verdict, signal=signal, check=check))
                 if answer.record.state.startswith("rejected") and job.submission not in self.planted:
                     self.rejected.append(job.submission)
@@ -162,11 +189,22 @@ class Swarm(RuleBasedStateMachine):
             if batch is not None:
                 assert len(batch.groups) == SETTINGS["groups_per_batch"]
                 assert all(is_allowed(step, entry.version, SETTINGS["async_level"]) for entry in batch.groups)
+                assert not {entry.submission for entry in batch.groups} & self.revealed, "known to be bad"
                 self.world.publish(step, batch.hash)
 
     @rule(owner=st.sampled_from(OWNERS), ban=st.integers(0, 3))
     def order_ban(self, owner, ban):
         self.world.order(Action.UNBAN if ban else Action.BAN, target=self.world.owner_id(owner))
+
+    @rule(judge=st.sampled_from(JUDGES), ban=st.integers(0, 2))
+    def order_ban_of_judge(self, judge, ban):
+        self.world.order(Action.UNBAN if ban else Action.BAN, target=self.world.owner_id(judge))
+
+    @rule(judge=st.sampled_from(JUDGES))
+    def restart_judge(self, judge):
+        with contextlib.suppress(AuthError):
+            self.world.run(self.world.coordinator.leave(self.world.id(judge)))
+            self.world.join(judge, judge, scopes={Scope.VALIDATE})
 
     @rule(right=st.booleans())
     def appeal_rejection(self, right):
@@ -179,10 +217,10 @@ class Swarm(RuleBasedStateMachine):
                 for judge in JUDGES:
                     self.judge_next(judge, Verdict.ACCEPTED if right else Verdict.SOFT, True, "toploc")
 
-    @rule(node=st.sampled_from(sorted(WORKERS)))
-    def take_bond(self, node):
+    @rule(owner=st.sampled_from(OWNERS))
+    def take_bond(self, owner):
         with contextlib.suppress(AuthError):
-            self.world.run(self.world.coordinator.unbond(self.world.id(node)))
+            self.world.unbond(owner)
 
     @rule(owner=st.sampled_from(OWNERS), amount=st.integers(1, 3000), ends=st.booleans())
     def redeem_credit(self, owner, amount, ends):
@@ -192,12 +230,27 @@ class Swarm(RuleBasedStateMachine):
                 action = Action.REDEEM_DONE if amount % 2 else Action.REDEEM_FAILED
                 self.world.order(action, request=request)
 
-    @rule(judge=st.sampled_from(JUDGES), lazy=st.booleans())
-    def plant_canary(self, judge, lazy):
-        rollouts = (RolloutEntry(hash="f" * 64, tokens=100),)
-        plan = CanaryPlan(step=1, first=0, count=1, version=0, blob="e" * 64, size=10, rollouts=rollouts)
-        self.planted.add(f"s{self.world.order(Action.CANARY, canary=plan).seq}")
-        self.judge_next(judge, Verdict.ACCEPTED if lazy else Verdict.SOFT, True, "toploc")
+    @rule(judge=st.sampled_from(JUDGES), lazy=st.booleans(), signal=st.booleans())
+    def plant_canary(self, judge, lazy, signal):
+        if not self.canaries:
+            return
+        name = self.canaries.pop()
+        self.world.join(name, name)
+        answer = self.world.ask(name)
+        if answer.lease is not None:
+            self.planted[self.world.submit(name, answer.lease, salt=name)] = name
+            self.judge_next(judge, Verdict.ACCEPTED if lazy else Verdict.SOFT, signal, "toploc")
+
+    @rule()
+    def reveal_canary(self):
+        hidden = [name for name in self.planted if name not in self.revealed]
+        if hidden:
+            open_steps = {step.step for step in self.world.query(list_steps, "open")}
+            self.world.reveal(self.planted[hidden[0]], hidden[0])
+            if self.world.query(find_submission, hidden[0]).step in open_steps:
+                self.revealed.add(hidden[0])
+            else:
+                del self.planted[hidden[0]]  # its batch was cut before, with it or without it
 
     @rule(node=st.sampled_from(sorted(WORKERS)))
     def leave_and_return(self, node):
@@ -247,9 +300,20 @@ class Swarm(RuleBasedStateMachine):
             assert batched[step] == (0 if state == "open" else SETTINGS["groups_per_batch"])
 
     @invariant()
+    def what_the_indexes_of_the_queue_and_of_credit_go_by_is_right(self):
+        assert self.read(_WRONG_JOBS) == []
+        more = self.world.coordinator.params.hold_submissions
+        with self.world.coordinator.ledger.read() as connection:
+            assert connection.execute(_WRONG_HOLDS, {"more": more}).all() == []
+
+    @rule(more=st.integers(0, 3))
+    def change_what_is_enough(self, more):
+        self.world.change(hold_submissions=more)
+
+    @invariant()
     def nobody_is_paid_while_banned(self):
         balances = dict(tuple(row) for row in self.read(_BALANCES))
-        for owner in OWNERS:
+        for owner in (*OWNERS, *JUDGES):
             public = self.world.owner_id(owner)
             held = sum(balances.get(f"{purse}:{public}", 0) for purse in (*PURSES, "redeeming"))
             if not self.world.coordinator.mirror.is_banned(public):
@@ -271,35 +335,78 @@ class Swarm(RuleBasedStateMachine):
             self.folder.cleanup()
 
     def finish_run(self):
-        """Time ends all that is begun; then a newcomer and honest judges bring the run to its end."""
+        """Time ends all that is begun; then a newcomer and honest judges bring the run to its end, and a cheat tries to
+        keep them from it."""
         world = self.world
+        for judge in JUDGES:
+            world.order(Action.UNBAN, target=world.owner_id(judge))
         for _ in range(3):
             world.wait(4000)  # limits of judges end too
         assert self.read(_ACTIVE) == [] and self.read(_WAITING) == []
         assert [number for (number,) in self.read(_TRANSIENT)] == [0, 0], "time ends claims and limits too"
-        world.join("honest", "dora")
-        for _ in range(300):
-            for judge in JUDGES:
-                while (job := world.claim(judge).job) is not None:
-                    verdict = Verdict.SOFT if job.submission in self.planted else Verdict.ACCEPTED
-                    world.post(judge, world.describe_verdict(job, verdict))
+        for judge in JUDGES:
+            world.join(judge, judge, scopes={Scope.VALIDATE})
+        for node, owner in (("honest", "dora"), ("m1", "mallory")):
+            world.join(node, owner)
+        for _ in range(600):
+            self.attack_once(next(self.plan))
+            self.judge_honestly()
             step = world.coordinator.mirror.newest_version + 1
             if step > SETTINGS["steps"]:
                 break
             if world.cut(step).batch is not None:
                 world.train(step)
             elif (answer := world.ask("honest")).lease is not None:
-                world.submit("honest", answer.lease, salt="honest")
+                world.submit("honest", answer.lease)
             else:
-                world.wait(4000)
+                world.wait(100)
         assert world.coordinator.mirror.finished, world.coordinator.read_status()
+        world.wait(4000)
+        self.judge_honestly()
         assert self.read(_OPEN)[0][0] == 0
+        honest = world.query(find_owner, world.owner_id("dora"))
+        assert honest.rejected == 0, "nobody can make an honest worker look like a cheat"
+
+    def judge_honestly(self):
+        world = self.world
+        for judge in JUDGES:
+            while (job := world.claim(judge).job) is not None:
+                is_bad = job.submission in self.planted or job.duplicates or job.submission in self.rubbish
+                world.post(judge, world.describe_verdict(job, Verdict.SOFT if is_bad else Verdict.ACCEPTED))
+
+    def attack_once(self, attack):
+        """What costs others time, and itself as little as it can."""
+        world = self.world
+        with contextlib.suppress(AuthError):
+            lease = world.ask("m1").lease
+            if lease is None:
+                return
+            match attack:
+                case "return":
+                    world.run(world.coordinator.return_lease(world.id("m1"), lease.lease))
+                case "leave":
+                    world.run(world.coordinator.leave(world.id("m1")))
+                    world.join("m1", "mallory")
+                case "only commit":
+                    world.commit("m1", world.make_manifest(lease, size=world.params.blob_max_bytes))
+                case "copy":
+                    world.commit("m1", world.make_manifest(lease, rollouts=self.guess_rollouts(lease)))
+                case "rubbish":
+                    self.rubbish.add(world.submit("m1", lease, salt="rubbish"))
+
+    def guess_rollouts(self, lease):
+        """What an honest worker will hand in for other groups of the step: a group is a function of its place."""
+        other = lease.model_copy(update={"first": 0 if lease.first else lease.count})
+        return self.world.make_manifest(other).rollouts
 
     def list_answers(self):
         world = self.world
         members = {node: world.coordinator.find_member(world.id(node)) for node in WORKERS}
         standings = dict(world.coordinator.mirror.standings)
-        beats = {node: world.coordinator.heartbeat(world.id(node), Heartbeat()).newest_version for node in WORKERS}
+        beats = {}
+        for node in WORKERS:
+            with contextlib.suppress(AuthError):  # it left
+                beats[node] = world.coordinator.heartbeat(world.id(node), Heartbeat()).newest_version
         leases = set(world.coordinator.mirror.leases)
         return members, standings, beats, leases, world.coordinator.read_leaders()
 
@@ -312,3 +419,10 @@ class Swarm(RuleBasedStateMachine):
 def test_anything_in_any_order_keeps_the_rules_and_can_be_finished(world, max_examples):
     Swarm.world_type = type(world)
     run_state_machine_as_test(Swarm, settings=settings(max_examples=max_examples, stateful_step_count=40))
+
+
+def test_the_same_on_postgresql(world, make_database):
+    class OnServer(Swarm):
+        world_type, make_url = type(world), make_database
+
+    run_state_machine_as_test(OnServer, settings=settings(max_examples=2, stateful_step_count=25))

@@ -67,11 +67,12 @@ def test_a_node_whose_delegation_ended_gets_nothing(world):
         world.ask("w1")
 
 
-def test_who_leaves_gives_its_work_back_without_blame_and_may_return(world):
+def test_who_leaves_gives_its_work_back_and_may_return(world):
     lease = world.lease("w1")
     world.run(world.coordinator.leave(world.id("w1")))
     world.run(world.coordinator.leave(world.id("w1")))
     assert world.query(find_lease, lease.lease).state == "returned"
+    world.wait(world.params.reserve_s)
     assert world.lease("w2").first == lease.first
     with pytest.raises(AuthError, match="join again"):
         world.ask("w1")
@@ -179,3 +180,11 @@ def test_a_stop_after_the_ledger_stopped_says_nothing(world):
     world.coordinator.ledger.close()
     world.run(world.coordinator.stop())
     world.reopen()
+
+
+def test_a_heartbeat_tells_what_its_owner_has_earned(world):
+    world.work("w1")
+    for _ in range(2):
+        answer = world.coordinator.heartbeat(world.id("w1"), Heartbeat())
+        assert (answer.accepted, answer.earned) == (1, 2000)
+        world.restart()

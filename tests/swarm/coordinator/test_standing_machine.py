@@ -18,6 +18,8 @@ from shoal.swarm.state.submissions import find_submission
 
 OWNERS = ("ann", "bob")
 NODES = {"a1": "ann", "a2": "ann", "b1": "bob"}
+JUDGES = ("judge-a", "judge-b", "judge-c")
+CANARIES = tuple(f"canary-{number}" for number in range(8))
 SETTINGS = {
     "steps": 1,
     "async_level": 0,
@@ -48,6 +50,8 @@ class Careers(RuleBasedStateMachine):
             self.world.join(node, owner)
         self.world.publish(0)
         self.rejected = []
+        self.world.seal(*CANARIES)
+        self.canaries, self.planted = list(CANARIES), []
 
     @rule(node=st.sampled_from(sorted(NODES)), verdict=st.sampled_from([Verdict.ACCEPTED, *Verdict]))
     def work(self, node, verdict):
@@ -64,7 +68,25 @@ class Careers(RuleBasedStateMachine):
             if answer.lease is not None:
                 self.world.submit(node, answer.lease, salt=str(self.world.coordinator.ledger.size))
 
-    @rule(owner=st.sampled_from(OWNERS), lift=st.booleans())
+    @rule(lazy=st.lists(st.sampled_from(JUDGES), max_size=3))
+    def plant_canary(self, lazy):
+        """Bad work that is judged by each validator as it does: some say that all is well."""
+        if not self.canaries:
+            return
+        name = self.canaries.pop()
+        self.world.join(name, name)
+        with contextlib.suppress(AuthError):
+            self.planted.append((name, self.world.submit(name, self.world.lease(name), salt=name)))
+            for judge in JUDGES:
+                self.judge_next(judge, Verdict.ACCEPTED if judge in lazy else Verdict.HARD)
+
+    @rule()
+    def reveal_canary(self):
+        if self.planted:
+            with contextlib.suppress(AuthError):
+                self.world.reveal(*self.planted.pop(0))
+
+    @rule(owner=st.sampled_from([*OWNERS, *JUDGES]), lift=st.booleans())
     def order_ban(self, owner, lift):
         self.world.order(Action.UNBAN if lift else Action.BAN, target=self.world.owner_id(owner))
 
@@ -90,7 +112,7 @@ class Careers(RuleBasedStateMachine):
         if self.rejected:
             submission = self.rejected.pop(0)
             public = self.world.query(find_submission, submission).owner
-            owner = next(name for name in OWNERS if self.world.owner_id(name) == public)
+            owner = next(name for name, key in self.world.owners.items() if key.public == public)
             with contextlib.suppress(AuthError):
                 self.world.appeal(owner, submission)
                 self.judge_all(submission, Verdict.ACCEPTED if right else Verdict.HARD)
@@ -105,14 +127,18 @@ class Careers(RuleBasedStateMachine):
     @rule(node=st.sampled_from(sorted(NODES)))
     def unbond(self, node):
         with contextlib.suppress(AuthError):
-            self.world.run(self.world.coordinator.unbond(self.world.id(node)))
+            self.world.unbond(NODES[node])
 
     @rule(seconds=st.sampled_from([10, 60, 600, 4000]))
     def pass_time(self, seconds):
         self.world.wait(seconds)
 
     def judge_all(self, submission, verdict):
-        for judge in ("judge-a", "judge-b", "judge-c"):
+        for judge in JUDGES:
+            self.judge_next(judge, verdict)
+
+    def judge_next(self, judge, verdict):
+        with contextlib.suppress(AuthError):
             job = self.world.claim(judge).job
             if job is not None:
                 answer = self.world.post(judge, self.world.describe_verdict(job, verdict))

@@ -3,6 +3,7 @@
 import pytest
 
 from shoal.swarm.beacon import check_beacon
+from shoal.swarm.delegation import Scope
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.state.run import read_run
 from shoal.swarm.state.spans import list_batch
@@ -103,8 +104,23 @@ def test_a_version_published_again_is_answered_and_another_one_refused(world):
 
 
 def test_only_a_trainer_cuts_and_publishes(world):
+    world.join("eve", "eve", scopes={Scope.TRAIN})
     with pytest.raises(AuthError, match="not among the trainers"):
-        world.run(world.coordinator.cut_batch(world.id("w1"), 1))
+        world.run(world.coordinator.cut_batch(world.id("eve"), 1))
+
+
+def test_a_trainers_owner_does_not_make_a_trainer_of_its_other_nodes(world):
+    """The key of a worker is on a stranger's machine; whoever steals it shall work with it and no more."""
+    world.join("w9", "trainer", scopes={Scope.WORK, Scope.RELAY})
+    submission = world.submit("w1", world.lease("w1"))
+    for ask in (world.coordinator.cut_batch, world.coordinator.get_batch):
+        with pytest.raises(AuthError, match="did not allow this node to train"):
+            world.run(ask(world.id("w9"), 1))
+    with pytest.raises(AuthError, match="not for this node"):
+        world.run(world.coordinator.open_blob(world.id("w9"), submission))
+    world.nodes["trainer"] = world.nodes["w9"]
+    with pytest.raises(AuthError, match="did not allow this node to train"):
+        world.publish(1)
 
 
 def test_v0_has_no_batch(make_world):

@@ -243,3 +243,41 @@ def test_a_node_that_never_uploads_holds_up_nobody_for_ever(world):
 def test_width_is_kept_by_node(world):
     world.work("w1", Verdict.FORM)
     assert world.query(find_node, world.id("w2")).width == 1
+
+
+def judge_as_validators_do(world):
+    """Reject what the job calls a copy."""
+    job = world.take("judge-a")
+    verdict = Verdict.SOFT if job.duplicates else Verdict.ACCEPTED
+    return world.post("judge-a", world.describe_verdict(job, verdict)).record.state
+
+
+def test_who_announces_a_group_and_never_sends_it_spoils_it_for_nobody(make_world):
+    world = make_world(groups_per_batch=3, async_level=0)
+    for name in ("evil-1", "evil-2"):
+        world.join(name, "mallory")
+    for name in ("w1", "w2"):
+        world.join(name, name)
+    world.publish(0)
+    spoiled, vehicle = world.lease("evil-1"), world.lease("evil-2")
+    rollouts = world.make_manifest(spoiled).rollouts
+    size = world.params.blob_max_bytes
+    world.commit("evil-2", world.make_manifest(vehicle, salt="x", rollouts=rollouts, size=size))
+    world.run(world.coordinator.return_lease(world.id("evil-1"), spoiled.lease))
+    world.wait(world.params.reserve_s)
+    lease = world.lease("w1")
+    assert (lease.step, lease.first) == (spoiled.step, spoiled.first)
+    world.submit("w1", lease)
+    assert world.claim("judge-a").job is None, "the rival's file may still come"
+    world.wait(world.params.upload_s + 8)
+    assert judge_as_validators_do(world) == SubmissionState.ACCEPTED
+    stolen = world.lease("w2")
+    world.submit("w2", stolen, salt="y", rollouts=rollouts)
+    assert judge_as_validators_do(world) == SubmissionState.SOFT, "the hashes belong to who delivered them"
+
+
+def test_a_file_with_the_same_rollout_twice_is_refused(world):
+    lease = world.lease("w1")
+    first = world.make_manifest(lease).rollouts[0]
+    with pytest.raises(AuthError, match="the same rollout twice"):
+        world.commit("w1", world.make_manifest(lease, rollouts=(first, first)))

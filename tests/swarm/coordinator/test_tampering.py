@@ -6,7 +6,7 @@ import pytest
 import sqlalchemy as sa
 
 from shoal.swarm.db import open_engine
-from shoal.swarm.messages import Action, CanaryPlan, RolloutEntry, Verdict
+from shoal.swarm.messages import Verdict
 from shoal.swarm.state import PROJECTIONS, TABLES
 from shoal.swarm.verify import verify_ledger
 
@@ -26,13 +26,14 @@ def full_world(make_world):
     world.train(1)
     world.wait(world.params.challenge_s)
     world.redeem("ann", 1)
-    world.run(world.coordinator.unbond(world.id("w1")))
+    world.unbond("ann")
     world.work("w1")
     world.convict("w1")
     world.appeal("bob", world.work("w2", Verdict.SOFT))
-    rollouts = (RolloutEntry(hash="f" * 64, tokens=100),) * 2
-    plan = CanaryPlan(step=1, first=0, count=1, version=0, blob="e" * 64, size=10, rollouts=rollouts)
-    world.order(Action.CANARY, canary=plan)
+    world.seal("canary", "spare")
+    world.join("c1", "canary")
+    world.reveal("canary", world.work("c1", Verdict.SOFT))
+    world.submit("w2", world.lease("w2"))
     world.take("judge-b")
     world.wait(world.params.claim_s)
     world.submit("w3", world.lease("w3"), rollouts=world.make_manifest(first).rollouts)

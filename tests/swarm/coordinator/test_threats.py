@@ -68,13 +68,69 @@ def test_who_returns_what_it_does_not_like_meets_it_again_and_gets_less(make_wor
     for lease in disliked:
         world.run(world.coordinator.return_lease(world.id("w1"), lease.lease))
     assert world.query(find_node, world.id("w1")).width == 1
-    places = set()
-    for _ in range(20):
-        lease = world.lease("w1")
-        places.add((lease.step, lease.first))
-        world.run(world.coordinator.return_lease(world.id("w1"), lease.lease))
-    assert places == {(disliked[0].step, disliked[0].first)}, "the same task until it is done"
-    assert world.ask("w1").lease is not None and world.ask("w1").code == "busy"
+    world.wait(1)
+    again = world.lease("w1")
+    assert again.first == disliked[0].first, "the same task"
+    world.run(world.coordinator.return_lease(world.id("w1"), again.lease))
+    world.wait(1)
+    again = world.lease("w1")
+    assert again.first == disliked[0].first, "and again"
+    assert world.ask("w1").code == "busy"
+    world.run(world.coordinator.return_lease(world.id("w1"), again.lease))
+    assert world.ask("w1").code == "resting", "three times in a row nothing came of it"
+
+
+def test_who_takes_and_returns_without_end_stops_nobody(make_world):
+    world = start(make_world(groups_per_batch=2, async_level=0), "evil", "w1", "w2")
+    waited_s, held = 0, world.lease("evil")
+    world.work("w1")
+    while (answer := world.ask("w2")).lease is None:
+        world.wait(world.params.lease_first_s // 2 - 1)
+        waited_s += world.params.lease_first_s // 2 - 1
+        assert waited_s < 2 * world.params.lease_first_s
+        world.run(world.coordinator.return_lease(world.id("evil"), held.lease))
+        held = world.ask("evil").lease or held
+    world.submit("w2", answer.lease)
+    world.judge("judge-a")
+    assert world.train(1).version == 1
+
+
+def test_who_commits_and_never_uploads_stops_nobody(make_world):
+    world = start(make_world(groups_per_batch=2, async_level=0, upload_s=3000), "evil", "w1", "w2")
+    held = world.lease("evil")
+    world.work("w1")
+    world.commit("evil", world.make_manifest(held, size=2**17))
+    world.wait(world.params.lease_first_s // 2)
+    backup = world.lease("w2")
+    assert backup.first == held.first
+    world.submit("w2", backup)
+    world.judge("judge-a")
+    assert world.train(1).version == 1
+
+
+def test_who_leaves_with_work_in_hand_meets_it_again_and_gets_less(make_world):
+    world = start(make_world(groups_per_batch=8, async_level=0, raise_after=1, probation_leases=8), "w1", "w2")
+    for _ in range(3):
+        world.work("w1")
+    disliked = world.lease("w1")
+    world.run(world.coordinator.leave(world.id("w1")))
+    assert world.query(find_node, world.id("w1")).width == 2
+    assert world.lease("w2").first != disliked.first
+    world.join("w1", "owner of w1")
+    assert world.lease("w1").first == disliked.first
+
+
+def test_leases_that_fail_together_are_one_failure_and_accepted_work_forgives_all(make_world):
+    world = start(make_world(groups_per_batch=9, async_level=0, raise_after=1, probation_leases=8), "w1")
+    for _ in range(3):
+        world.work("w1")
+    for _ in range(4):
+        world.lease("w1")
+    world.wait(world.params.lease_first_s)
+    owner = world.owner_id("owner of w1")
+    assert world.query(find_owner, owner).failures == 1
+    world.work("w1")
+    assert world.query(find_owner, owner).failures == 0
 
 
 def test_who_never_answers_holds_less_each_time_and_stops_nobody(make_world):

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.swarm.delegation import Scope
-from shoal.swarm.messages import GroupFinding, SignedVerdict, Standing, SubmissionState, Verdict, sign_message
+from shoal.swarm.messages import Action, GroupFinding, SignedVerdict, Standing, SubmissionState, Verdict, sign_message
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.state.nodes import find_node, find_owner
 from shoal.swarm.state.queue import list_verdicts
@@ -156,6 +156,41 @@ def test_without_a_second_opinion_a_hard_verdict_is_a_soft_one(world):
     assert not world.coordinator.find_member(world.id("w1")).is_banned
 
 
+@pytest.mark.parametrize(
+    ("verdict", "state"), [(Verdict.HARD, "rejected_soft"), (Verdict.INCONCLUSIVE, "inconclusive")]
+)
+def test_where_nobody_else_can_be_asked_nothing_is_waited_for(make_world, verdict, state):
+    """One owner of validators: what it doubts holds up no step for an hour."""
+    world = settle(make_world())
+    world.change(validators=(world.owner_id("judge-a"),))
+    submission = world.work("w1", verdict)
+    assert state_of(world, submission) == state
+    assert world.query(find_span, 1, 0).state == "offered"
+    assert not world.coordinator.find_member(world.id("w1")).is_banned
+
+
+@pytest.mark.parametrize("reason", ["left", "banned", "limited", "its own work"])
+def test_only_those_who_may_judge_are_waited_for(make_world, reason):
+    world = settle(make_world(limit_lapses=1, max_claims=100))
+    world.change(validators=(world.owner_id("judge-a"), world.owner_id("judge-b")))
+    worker = "w1"
+    match reason:
+        case "left":
+            world.run(world.coordinator.leave(world.id("judge-b")))
+        case "banned":
+            world.order(Action.BAN, target=world.owner_id("judge-b"), reason="asleep")
+        case "limited":
+            world.submit("w1", world.lease("w1"))
+            world.take("judge-b")
+            world.wait(world.params.claim_s)
+            world.judge("judge-a")
+        case "its own work":
+            world.join("w9", "judge-b")
+            worker = "w9"
+    submission = world.work(worker, Verdict.HARD)
+    assert state_of(world, submission) == SubmissionState.SOFT
+
+
 def test_doubt_is_not_guilt(world):
     submission = world.work("w1", Verdict.INCONCLUSIVE)
     assert state_of(world, submission) == SubmissionState.RECEIVED
@@ -174,32 +209,64 @@ def test_a_file_that_crashes_two_checkers_is_bad_form_and_unpaid(world):
     assert world.balance("stake", "ann") == 0
 
 
-def test_what_kills_every_validator_is_unpaid_in_the_end(make_world):
-    world = settle(make_world(limit_lapses=100))
-    submission = world.submit("w1", world.lease("w1"))
+def kill_validators(world, submission, *judges):
+    """A file that kills each process that opens it: claims lapse, one after the other, until it is over."""
     for number in range(world.params.max_claims):
         assert state_of(world, submission) == SubmissionState.RECEIVED
-        assert world.claim(("judge-a", "judge-b")[number % 2]).job is not None
+        assert world.take(judges[number % len(judges)]).submission == submission
         world.wait(world.params.claim_s)
-    assert state_of(world, submission) == SubmissionState.INCONCLUSIVE
-    assert world.claim("judge-a").job is None
 
 
-def test_what_kills_the_only_validator_ends_by_time(make_world):
-    world = settle(make_world(limit_lapses=100))
+def test_what_kills_every_validator_is_unpaid_in_the_end_and_held_against_nobody(both_world):
+    world = both_world
+    paid = {purse: world.balance(purse, "ann") for purse in ("stake", "pending")}
+    for _ in range(3):  # many such files in a row are none the worse
+        submission = world.submit("w1", world.lease("w1"))
+        kill_validators(world, submission, "judge-a", "judge-b")
+        assert state_of(world, submission) == SubmissionState.INCONCLUSIVE
+        assert world.claim("judge-a").job is None
+    for judge in ("judge-a", "judge-b"):
+        owner = world.query(find_owner, world.owner_id(judge))
+        assert (owner.lapses, owner.standing) == (0, Standing.PROBATION)
+    assert paid == {purse: world.balance(purse, "ann") for purse in ("stake", "pending")}
+    assert world.query(find_node, world.id("w1")).width == 1
+    world.work("w1")  # and what comes after it is judged
+
+
+def test_a_file_that_killed_its_validator_goes_to_another_at_once(world):
     submission = world.submit("w1", world.lease("w1"))
-    for _ in range(world.params.max_claims):
-        assert world.claim("judge-a").job is not None
-        world.wait(world.params.claim_s)
+    assert world.take("judge-a").submission == submission
+    assert world.claim("judge-b").job is None
+    world.now_ms += 1000 * world.params.claim_s  # nobody has looked at the clock since
+    assert world.take("judge-b").submission == submission
+    world.post("judge-b", world.describe_verdict(world.take("judge-b")))
+    assert state_of(world, submission) == SubmissionState.ACCEPTED
+
+
+def test_what_kills_the_only_validator_does_so_a_few_times_and_ends_by_time(world):
+    submission = world.submit("w1", world.lease("w1"))
+    kill_validators(world, submission, "judge-a")
     assert state_of(world, submission) == SubmissionState.RECEIVED
+    assert world.claim("judge-a").job is None, "it would kill it again"
+    owner = world.query(find_owner, world.owner_id("judge-a"))
+    assert (owner.lapses, owner.standing) == (1, Standing.PROBATION)
     world.wait(world.params.opinion_s)
     assert state_of(world, submission) == SubmissionState.INCONCLUSIVE
 
 
-def test_a_validator_that_claims_and_never_judges_sinks_nothing_and_loses_its_standing(world):
+def test_a_job_that_one_owner_let_lapse_too_often_waits_for_the_others(world):
     submission = world.submit("w1", world.lease("w1"))
-    for number in range(world.params.limit_lapses):
-        assert world.claim("judge-a").job is not None, number
+    kill_validators(world, submission, "judge-a")
+    assert world.take("judge-b").submission == submission
+
+
+def test_a_validator_that_claims_and_never_judges_sinks_nothing_and_loses_its_standing(make_world):
+    world = settle(make_world(limit_lapses=3))
+    for node in ("w2", "w3"):
+        world.join(node, "bob")
+    submission, *others = [world.submit(node, world.lease(node)) for node in ("w1", "w2", "w3")]
+    for claimed in (submission, *others):
+        assert world.take("judge-a").submission == claimed
         world.wait(world.params.claim_s)
     with pytest.raises(AuthError, match="let claims lapse"):
         world.claim("judge-a")
@@ -209,7 +276,7 @@ def test_a_validator_that_claims_and_never_judges_sinks_nothing_and_loses_its_st
     assert state_of(world, submission) == SubmissionState.ACCEPTED
     assert world.balance("stake", "ann") == 2000
     world.wait(world.params.limited_s)
-    assert world.claim("judge-a").job is None, "it may judge again"
+    assert world.claim("judge-a").job is not None, "it may judge again"
 
 
 def test_who_let_a_claim_lapse_is_given_other_work_first(make_world):
@@ -284,3 +351,15 @@ def test_verdicts_are_kept_with_their_rounds(world):
     votes = world.query(list_verdicts, submission)
     assert [(vote.round, vote.verdict) for vote in votes] == [(1, "rejected_hard"), (2, "rejected_hard")]
     assert world.query(find_node, world.id("w1")).width == 1
+
+
+def test_a_verdict_that_the_others_contradict_is_not_paid(make_world):
+    world = make_world(verdict_price=7)
+    world.join("w1", "ann")
+    world.publish(0)
+    world.submit("w1", world.lease("w1"))
+    world.judge("judge-a", Verdict.HARD)
+    world.judge("judge-b")
+    world.judge("judge-c")
+    paid = [world.balance("stake", f"judge-{name}") for name in "abc"]
+    assert paid == [0, 7, 7]

@@ -23,9 +23,13 @@ def test_a_lease_is_never_shorter_than_the_least_or_longer_than_the_most(times, 
 
 
 def test_an_upload_gets_the_time_that_its_size_takes():
-    assert upload_time(120, 0) == 120_000
-    assert upload_time(120, 64 * 2**20) == 120_000 + 1_024_000
+    assert upload_time(120, 0, 8) == 120_000
+    assert upload_time(120, 2**20, 8) == 120_000 + 16_000
+
+
+def test_an_upload_of_few_rollouts_gets_no_more_time_for_being_announced_as_large():
+    assert upload_time(120, 64 * 2**20, 8) == upload_time(120, 2**40, 8) == 120_000 + 32_000
 
 
 def test_a_backup_is_due_at_half_of_the_time():
-    assert [is_backup_due(PARAMS, 1000, 2000, now) for now in (1499, 1500)] == [False, True]
+    assert [is_backup_due(PARAMS, age, 1000) for age in (499, 500)] == [False, True]

@@ -16,9 +16,9 @@ PAYMENTS = st.lists(
 
 def test_the_first_submissions_are_the_bond():
     params = RunParams(price=3, stake_submissions=2)
-    assert pay_tokens(params, ANN, 100, staked=1) == Payment(ANN, "stake", 300)
-    assert pay_tokens(params, ANN, 100, staked=2) == Payment(ANN, "pending", 300)
-    assert pay_tokens(params, ANN, 0, staked=2) is None
+    assert pay_tokens(params, 3, ANN, 100, staked=1) == Payment(ANN, "stake", 300)
+    assert pay_tokens(params, 3, ANN, 100, staked=2) == Payment(ANN, "pending", 300)
+    assert pay_tokens(params, 3, ANN, 0, staked=2) is None
 
 
 def test_verdicts_are_paid_per_owner_into_the_bond_first():

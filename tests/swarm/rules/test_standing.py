@@ -30,8 +30,18 @@ def test_soft_rejections_in_a_row_limit():
 
 
 def test_a_row_is_broken_by_accepted_work_and_by_nothing_else():
-    states = ("accepted", "rejected_soft", "inconclusive", "void")
-    assert [count_soft(2, SubmissionState(state)) for state in states] == [0, 3, 2, 2]
+    states = ("accepted", "rejected_soft", "rejected_form", "inconclusive", "void")
+    assert [count_soft(2, SubmissionState(state)) for state in states] == [0, 3, 3, 2, 2]
+
+
+def test_accepted_work_lifts_the_limit_of_a_worker_and_not_that_of_a_judge():
+    found = [
+        next_standing(
+            RunParams(), Standing.LIMITED, SubmissionState.ACCEPTED, accepted=1, soft_row=0, judges=judges
+        )
+        for judges in (False, True)
+    ]
+    assert found == [Standing.PROBATION, Standing.LIMITED]
 
 
 @given(st.sampled_from(Standing), st.sampled_from(SubmissionState), COUNTS, COUNTS)

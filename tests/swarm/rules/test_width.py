@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.rules.width import Width, halve_width, raise_width
+from shoal.swarm.rules.width import FREE_FAILURES, Width, halve_width, raise_width, rest_time
 
 WIDTHS = st.builds(Width, st.integers(1, 100), st.integers(0, 50))
 
@@ -27,3 +27,12 @@ def test_width_is_at_least_one_and_grows_no_further_than_the_most(width, after, 
     assert width.width <= higher.width <= max(width.width, most)
     assert 1 <= halve_width(width).width <= width.width
     assert halve_width(width).progress == 0
+
+
+def test_rest_begins_after_some_failures_and_doubles_once():
+    assert [rest_time(failures, 30) // 1000 for failures in range(9)] == [0, 0, 0, 40, 80, 80, 80, 80, 80]
+
+
+@given(st.integers(FREE_FAILURES, 10**6), st.integers(0, 10**6))
+def test_rest_is_longer_than_work_is_kept_for_who_failed(failures, reserve_s):
+    assert rest_time(failures, reserve_s) > 1000 * reserve_s

@@ -9,7 +9,7 @@ from shoal.swarm.state import HANDLERS, TABLES
 
 SILENT = {
     Kind.COORDINATOR_DOWN,
-    Kind.STAKE_LOCK,
+    Kind.STAKE_REQUEST,
 }
 """kinds that change nothing here"""
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from shoal.swarm.merkle import MAX_PROOF_HASHES
-from shoal.swarm.messages import Digest, LeaderLine, Message, Number
+from shoal.swarm.messages import Digest, LeaderLine, Message, Number, SubmissionState
 
 
 class Done(Message):
@@ -22,12 +22,6 @@ class Health(Message):
     run: str
     coordinator: Digest
     server_time_ms: Number
-
-
-class Unbonding(Message):
-    """When the bond is free."""
-
-    free_ms: Number
 
 
 class ChallengeAnswer(Message):
@@ -73,3 +67,4 @@ class Explanation(Message):
     """All that is known of a submission, in words."""
 
     text: str
+    state: SubmissionState

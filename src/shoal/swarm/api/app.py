@@ -18,10 +18,10 @@ from shoal.swarm.api.audit import audit_routes
 from shoal.swarm.api.desk import Desk
 from shoal.swarm.api.judges import judge_routes
 from shoal.swarm.api.nodes import join_routes, node_routes, upload_routes
-from shoal.swarm.api.open import open_routes
+from shoal.swarm.api.open import command_routes, open_routes
 from shoal.swarm.api.refuse import build_refusal, explain_failure
 
-ROUTERS = (node_routes, judge_routes, upload_routes, join_routes, open_routes, audit_routes)
+ROUTERS = (node_routes, judge_routes, upload_routes, join_routes, open_routes, command_routes, audit_routes)
 
 
 class Api(FastAPI):

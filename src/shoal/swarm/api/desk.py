@@ -11,21 +11,21 @@ import asyncio
 import math
 import os
 from collections.abc import Callable
+from ipaddress import ip_address
 from typing import Annotated, TypeVar
 
 from pydantic import Field
 
 from shoal.config import Settings
-from shoal.shardcast.limits import name_peer
 from shoal.shardcast.metrics import Registry
 from shoal.swarm.api.lounge import Lounge
 from shoal.swarm.buckets import Buckets
+from shoal.swarm.clock import read_clock
 from shoal.swarm.coordinator import Coordinator
-from shoal.swarm.ledger import read_clock
 from shoal.swarm.nonces import NonceBook
 from shoal.swarm.papers import Papers
 from shoal.swarm.refusal import AuthError
-from shoal.swarm.server_auth import Authenticator, AuthLimits
+from shoal.swarm.server_auth import Authenticator, AuthLimits, name_address
 from shoal.swarm.work import WorkGate
 
 STATUS_S = 1.0
@@ -45,7 +45,9 @@ class ApiLimits(Settings):
     stranger_rate: PerSecond = 1.0
     """statements a second that strangers bring from one address (an appeal, a revocation, a command)"""
     all_strangers_rate: PerSecond = 20.0
-    """the same from all addresses"""
+    """the same from all addresses, but for commands"""
+    all_commands_rate: PerSecond = 300.0
+    """what calls itself a command, from all addresses but this machine's own: strangers cannot silence the operator"""
     burst_s: Annotated[float, Field(gt=0.0, le=60.0)] = 5.0
     max_readers: Annotated[int, Field(ge=1, le=64)] = 4
     """questions to the database at a time"""
@@ -96,6 +98,7 @@ class Desk:
         self._reads = self._make_buckets(self.limits.read_rate)
         self._strangers = self._make_buckets(self.limits.stranger_rate)
         self._all_strangers = self._make_buckets(self.limits.all_strangers_rate)
+        self._all_commands = self._make_buckets(self.limits.all_commands_rate)
         self._status: tuple[float, asyncio.Future[bytes]] | None = None
         self._add_gauges()
 
@@ -116,6 +119,13 @@ class Desk:
         now_s = self.clock_ms() / 1000
         _take_token(self._strangers, name_address(address), now_s)
         _take_token(self._all_strangers, _ALL, now_s)
+
+    def check_operator(self, address: str) -> None:
+        """Refuse an address that brings too many commands; as many as are checked in a part of a core, from all."""
+        now_s = self.clock_ms() / 1000
+        _take_token(self._strangers, name_address(address), now_s)
+        if not _is_here(address):
+            _take_token(self._all_commands, _ALL, now_s)
 
     async def read(self, work: Callable[[], T]) -> T:
         """Run a question to the database in a thread."""
@@ -142,7 +152,7 @@ class Desk:
         loop = asyncio.get_running_loop()
         while True:
             await self.coordinator.tick()
-            await asyncio.to_thread(self.nonces.flush)
+            await asyncio.to_thread(self.nonces.tidy)
             if loop.time() - last_head_s >= HEAD_S:
                 await self.coordinator.ledger.sign_head()
                 last_head_s = loop.time()
@@ -160,18 +170,22 @@ class Desk:
         add("shoal_nonces", "Nonces remembered.", lambda: len(self.nonces))
         add("shoal_join_work", "Hashes that joining costs now.", self._find_work)
         add("shoal_waiters", "Callers that wait for work, jobs or batches.", lambda: self.lounge.num_waiting)
+        add("shoal_canaries_caught", "Bad work of canaries that was rejected.", lambda: self._count_canaries("caught"))
+        add("shoal_canaries_missed", "Bad work that a validator accepted.", lambda: self._count_canaries("missed"))
         add("shoal_waits", "Questions to the database that wait.", lambda: self._num_waiting)
+
+    def _count_canaries(self, state: str) -> int:
+        return self.coordinator.mirror.canaries[state]
 
     def _find_work(self) -> float:
         return self.gate.rate.find_work(self.clock_ms() / 1000)
 
 
-def name_address(address: str) -> str:
-    """What counts as one address; what is none, such as a proxy's mistake, goes by its text."""
+def _is_here(address: str) -> bool:
     try:
-        return name_peer(address)[0]
+        return ip_address(address).is_loopback
     except ValueError:
-        return address[:64]
+        return False
 
 
 def _take_token(buckets: Buckets, name: str, now_s: float) -> None:

@@ -67,18 +67,21 @@ async def post_verdict(desk: DeskArg, caller: CallerArg, message: SignedVerdict)
 @judge_routes.post("/batches/{step}")
 async def cut_batch(desk: DeskArg, caller: CallerArg, step: Number, message: CutRequest) -> BatchAnswer:
     """Fix what a step trains on."""
+    caller.check_scope(Scope.TRAIN)
     return await desk.lounge.cut_batch(caller.node, step, message)
 
 
 @judge_routes.get("/batches/{step}")
 async def get_batch(desk: DeskArg, caller: CallerArg, step: Number) -> BatchAnswer:
     """A batch that was cut."""
+    caller.check_scope(Scope.TRAIN)
     return await desk.coordinator.get_batch(caller.node, step)
 
 
 @judge_routes.post("/versions")
 async def post_version(desk: DeskArg, caller: CallerArg, message: SignedVersion) -> VersionAnswer:
     """Say that a version is out."""
+    caller.check_scope(Scope.TRAIN)
     return await desk.coordinator.publish_version(caller.node, message)
 
 

@@ -24,7 +24,7 @@ from shoal.swarm.messages import (
 _WAITABLE = frozenset({"no_need", "no_version", "queue_full"})
 """codes of refused leases that an event will change, whoever asks"""
 _LEASES = frozenset({Kind.STEP_OPEN, Kind.LEASE_END, Kind.SUB_OUTCOME, Kind.VERSION_PUBLISH, Kind.ADMIN, Kind.PARAMS})
-_JOBS = frozenset({Kind.SUB_RECEIPT, Kind.VAL_VERDICT, Kind.VAL_LAPSE, Kind.APPEAL, Kind.CANARY})
+_JOBS = frozenset({Kind.SUB_RECEIPT, Kind.VAL_VERDICT, Kind.VAL_LAPSE, Kind.APPEAL})
 _BATCHES = frozenset({Kind.SUB_OUTCOME, Kind.STEP_OPEN})
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from shoal.swarm.api.answers import Done, Unbonding
+from shoal.swarm.api.answers import Done
 from shoal.swarm.api.desk import Desk
 from shoal.swarm.api.refuse import Refusal
 from shoal.swarm.api.signed import CallerArg, ChunksArg, DeskArg, JoinRoute, SignedRoute, StreamRoute
@@ -57,7 +57,7 @@ async def post_join(desk: DeskArg, caller: CallerArg, message: JoinRequest) -> M
 
 @node_routes.post("/leave")
 async def post_leave(desk: DeskArg, caller: CallerArg) -> Done:
-    """Leave the run for now; leases are returned without blame."""
+    """Leave the run for now; leases are as if returned."""
     await desk.coordinator.leave(caller.node)
     return Done()
 
@@ -95,12 +95,6 @@ async def post_receipt(desk: DeskArg, caller: CallerArg, submission: SubmissionI
     """The receipt of a file that arrived: once more, or for one that went into the store past this server."""
     caller.check_scope(Scope.WORK)
     return await desk.coordinator.receive(caller.node, submission)
-
-
-@node_routes.post("/unbond")
-async def post_unbond(desk: DeskArg, caller: CallerArg) -> Unbonding:
-    """Begin to give the owner's bond back."""
-    return Unbonding(free_ms=await desk.coordinator.unbond(caller.node))
 
 
 async def _offer_upload(desk: Desk, answer: CommitAnswer, blob: str) -> CommitAnswer:

@@ -18,8 +18,9 @@ from shoal.swarm.api.answers import (
 )
 from shoal.swarm.api.nodes import REFUSED
 from shoal.swarm.api.refuse import JSON
-from shoal.swarm.api.signed import DeskArg, OpenRoute
+from shoal.swarm.api.signed import CommandRoute, DeskArg, OpenRoute
 from shoal.swarm.bundle import Bundle
+from shoal.swarm.coordinator import Coordinator
 from shoal.swarm.event import EventError
 from shoal.swarm.ledger import Ledger
 from shoal.swarm.messages import (
@@ -32,8 +33,10 @@ from shoal.swarm.messages import (
     SignedAppeal,
     SignedCommand,
     SignedRedeem,
+    SignedUnbond,
     Status,
     SubmissionId,
+    UnbondAnswer,
 )
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.rows import read_event
@@ -41,6 +44,7 @@ from shoal.swarm.rows import read_event
 MAX_LEADERS = 100
 
 open_routes = APIRouter(route_class=OpenRoute, tags=["everybody"], responses=REFUSED)
+command_routes = APIRouter(route_class=CommandRoute, tags=["everybody"], responses=REFUSED)
 
 
 @open_routes.get("/healthz")
@@ -71,7 +75,7 @@ async def get_leaders(desk: DeskArg) -> Leaders:
 async def get_explanation(desk: DeskArg, submission: SubmissionId) -> Explanation:
     """Every check, number, threshold and posting of a submission, in words."""
     try:
-        return Explanation(text=await desk.read(partial(desk.coordinator.explain, submission)))
+        return await desk.read(partial(_explain, desk.coordinator, submission))
     except ConfigError:
         raise AuthError(404, "not_found", "there is no such submission") from None
 
@@ -125,6 +129,12 @@ async def post_redeem(desk: DeskArg, message: SignedRedeem) -> RedeemAnswer:
     return await desk.coordinator.redeem(message)
 
 
+@open_routes.post("/v1/unbonds")
+async def post_unbond(desk: DeskArg, message: SignedUnbond) -> UnbondAnswer:
+    """Ask for the bond back; signed by the owner."""
+    return await desk.coordinator.unbond(message)
+
+
 @open_routes.post("/v1/revocations")
 async def post_revocation(desk: DeskArg, message: RevokeRequest) -> Done:
     """Take back what was delegated to a node; signed by the owner."""
@@ -132,10 +142,14 @@ async def post_revocation(desk: DeskArg, message: RevokeRequest) -> Done:
     return Done()
 
 
-@open_routes.post("/v1/commands")
+@command_routes.post("/v1/commands")
 async def post_command(desk: DeskArg, message: SignedCommand) -> CommandAnswer:
     """Command the coordinator; signed by the operator."""
     return await desk.coordinator.command(message)
+
+
+def _explain(coordinator: Coordinator, submission: str) -> Explanation:
+    return Explanation(text=coordinator.explain(submission), state=coordinator.read_state(submission))
 
 
 def _prove_event(ledger: Ledger, seq: int) -> str:

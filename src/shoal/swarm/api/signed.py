@@ -88,6 +88,15 @@ class OpenRoute(APIRoute):
         return None
 
 
+class CommandRoute(OpenRoute):
+    """The route for the operator, whom no number of strangers keeps from being heard."""
+
+    def check_caller(self, desk: Desk, request: Request) -> Caller | None:
+        """As `OpenRoute.check_caller`."""
+        desk.check_operator(request.scope["client"][0])
+        return None
+
+
 class SignedRoute(OpenRoute):
     """A route for nodes of the run."""
 

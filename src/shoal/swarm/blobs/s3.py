@@ -32,7 +32,7 @@ from obstore.store import S3Store
 
 from shoal.swarm.blobs.base import CHUNK_BYTES, BlobError, FullError, MissingBlobError, WrongBlobError, check_name
 from shoal.swarm.blobs.bucket import FAULTS, open_bucket
-from shoal.swarm.blobs.direct import MAX_URL_S
+from shoal.swarm.blobs.direct import MAX_URL_S, place_blob, place_incoming
 from shoal.swarm.blobs.disk import DiskLimits
 from shoal.units import format_bytes
 
@@ -56,6 +56,7 @@ class S3Blobs:
         self._limits = limits or DiskLimits()
         self._folder = folder
         self._store = open_bucket(url)
+        self.address = _find_address(self._store)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._checks: dict[str, asyncio.Task[bool]] = {}
         self._sweeping: asyncio.Task[None] | None = None
@@ -100,7 +101,7 @@ class S3Blobs:
         """As `DirectStore.sign_upload`."""
         if self._sweeping is None:
             self._sweeping = asyncio.create_task(self._sweep_often())
-        return await _sign_url(self._store, "PUT", f"incoming/{check_name(name)}.{size}", expires_s)
+        return await _sign_url(self._store, "PUT", place_incoming(check_name(name), size), expires_s)
 
     async def close(self) -> None:
         """As `BlobStore.close`."""
@@ -130,7 +131,7 @@ class S3Blobs:
         """Whether something was uploaded for a blob and is the blob; `WrongBlobError` if none of it is."""
         found = await _reach(_list_keys(self._store, f"incoming/{name}."))
         for key, size in found:
-            if key == f"incoming/{name}.{size}" and size <= self._limits.max_blob_bytes:
+            if key == place_incoming(name, size) and size <= self._limits.max_blob_bytes:
                 with self._count_upload():
                     if await self._take_copy(name, key, size):
                         return True
@@ -213,7 +214,13 @@ class S3Reader:
 
 
 def _place_blob(name: str) -> str:
-    return f"{check_name(name)[:2]}/{name}"
+    return place_blob(check_name(name))
+
+
+def _find_address(store: S3Store) -> str:
+    """As `DirectStore.address`: taken from a URL of the library's, whose form depends on the bucket and its options."""
+    probe = "address"
+    return obstore.sign(store, "GET", probe, timedelta(seconds=1)).partition("?")[0].removesuffix(probe)
 
 
 async def _sign_url(store: S3Store, method: Any, key: str, expires_s: int) -> str:

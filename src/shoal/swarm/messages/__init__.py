@@ -26,7 +26,14 @@ from shoal.swarm.messages.base import (
     SubmissionState,
     Verdict,
 )
-from shoal.swarm.messages.credit import RedeemAnswer, RedeemStatement, SignedRedeem
+from shoal.swarm.messages.credit import (
+    RedeemAnswer,
+    RedeemStatement,
+    SignedRedeem,
+    SignedUnbond,
+    UnbondAnswer,
+    UnbondStatement,
+)
 from shoal.swarm.messages.judging import (
     AppealAnswer,
     AppealStatement,
@@ -53,7 +60,8 @@ from shoal.swarm.messages.members import (
 )
 from shoal.swarm.messages.operator import (
     Action,
-    CanaryPlan,
+    CanaryGrade,
+    CanaryReveal,
     Command,
     CommandAnswer,
     LeaderLine,
@@ -95,7 +103,8 @@ __all__ = [
     "Batch",
     "BatchAnswer",
     "BatchEntry",
-    "CanaryPlan",
+    "CanaryGrade",
+    "CanaryReveal",
     "ClaimAnswer",
     "ClaimRequest",
     "Command",
@@ -138,6 +147,7 @@ __all__ = [
     "SignedCommand",
     "SignedManifest",
     "SignedRedeem",
+    "SignedUnbond",
     "SignedVerdict",
     "SignedVersion",
     "Standing",
@@ -145,6 +155,8 @@ __all__ = [
     "StepInfo",
     "SubmissionId",
     "SubmissionState",
+    "UnbondAnswer",
+    "UnbondStatement",
     "Verdict",
     "VerdictAnswer",
     "VerdictRecord",

@@ -70,4 +70,4 @@ class SubmissionState(StrEnum):
     SUPERSEDED = "superseded"
     """another node delivered the same groups first"""
     VOID = "void"
-    """its owner was banned before it was judged"""
+    """its owner was banned before it was judged, or it was a canary's"""

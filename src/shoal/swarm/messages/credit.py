@@ -1,4 +1,4 @@
-"""Credit that leaves the run."""
+"""Credit that leaves the run, and bonds that are given back."""
 
 from typing import Annotated
 
@@ -23,6 +23,30 @@ class SignedRedeem(Message):
     redeem: RedeemStatement
     owner: Digest
     signature: SignatureText
+
+
+class UnbondStatement(Message):
+    """An owner asks for its bond back."""
+
+    request: RequestKey
+
+
+class SignedUnbond(Message):
+    """The request and the owner's signature (kind stake.request, subject: the request)."""
+
+    unbond: UnbondStatement
+    owner: Digest
+    signature: SignatureText
+
+
+class UnbondAnswer(Message):
+    """The bond is on its way back."""
+
+    request: RequestKey
+    amount: Number
+    """micro-credits"""
+    free_ms: Number
+    """when it is free, if its owner is not convicted before"""
 
 
 class RedeemAnswer(Message):

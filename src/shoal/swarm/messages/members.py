@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from shoal.swarm.messages.base import MAX_NUMBER, Digest, LeaseId, Message, Number, ShortText, Standing
+from shoal.swarm.messages.base import MAX_NUMBER, Digest, LeaseId, LongText, Message, Number, ShortText, Standing
 
 
 class JoinRequest(Message):
@@ -53,6 +53,8 @@ class NodeWait(Message):
     for_whom: ShortText
     since_ms: Number
     deadline_ms: Number = 0
+    reason: LongText = ""
+    """what last went wrong, if something did"""
 
 
 class Heartbeat(Message):
@@ -82,6 +84,10 @@ class HeartbeatAnswer(Message):
     server_time_ms: Number
     next_s: Number
     standing: Standing
+    accepted: Number = 0
+    """submissions of its owner that were accepted"""
+    earned: Number = 0
+    """micro-credits that its owner was paid for them, free or not"""
     finished: bool
     reasons: tuple[str, ...]
     """why the last work was refused, what is waited for: sentences for the log"""

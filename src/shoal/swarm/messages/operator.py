@@ -6,7 +6,6 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from shoal.swarm.messages.base import (
-    MAX_ROLLOUTS,
     Digest,
     LongText,
     Message,
@@ -14,8 +13,11 @@ from shoal.swarm.messages.base import (
     RequestKey,
     SignatureText,
     Standing,
+    SubmissionId,
 )
-from shoal.swarm.messages.work import RolloutEntry
+
+MAX_SEALS = 64
+"""in one command, as many submissions as a reveal names"""
 
 
 class Action(StrEnum):
@@ -26,24 +28,22 @@ class Action(StrEnum):
     PARAMS = "params"
     STOP = "stop"
     RESUME = "resume"
-    CANARY = "canary"
-    """plant a submission that must be rejected"""
+    CANARY_SEAL = "canary_seal"
+    """note that some owners, which are not named yet, will hand in work that must be rejected"""
+    CANARY_REVEAL = "canary_reveal"
+    """name one of them, and what it handed in that is bad"""
     REDEEM_DONE = "redeem_done"
     """credit was paid out, as its owner asked"""
     REDEEM_FAILED = "redeem_failed"
     """it could not be, and is given back"""
 
 
-class CanaryPlan(Message):
-    """A submission known to be bad: the manifest of a lease that was given to nobody, over a blob that is here."""
+class CanaryReveal(Message):
+    """What opens a seal, and which submissions of the owner are known to be bad."""
 
-    step: Number
-    first: Number
-    count: Number
-    version: Number
-    blob: Digest
-    size: Number
-    rollouts: Annotated[tuple[RolloutEntry, ...], Field(min_length=1, max_length=MAX_ROLLOUTS)]
+    signature: SignatureText
+    """the owner's, see `seals`"""
+    submissions: Annotated[tuple[SubmissionId, ...], Field(max_length=MAX_SEALS)]
 
 
 class Command(Message):
@@ -52,11 +52,12 @@ class Command(Message):
     nonce: RequestKey
     action: Action
     target: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
-    """owner or node of a ban or unban"""
+    """owner or node of a ban or unban, owner that is revealed"""
     reason: LongText = ""
     params: dict[str, Any] | None = None
     """all parameters as they shall be"""
-    canary: CanaryPlan | None = None
+    seals: Annotated[tuple[Digest, ...], Field(max_length=MAX_SEALS)] = ()
+    canary: CanaryReveal | None = None
     request: str = Field(default="", pattern=r"^([0-9a-f]{32})?$")
     """of a redemption that ended"""
 
@@ -68,12 +69,26 @@ class SignedCommand(Message):
     signature: SignatureText
 
 
+class CanaryGrade(Message):
+    """How validators did on a submission that was known to be bad."""
+
+    submission: SubmissionId
+    state: str
+    """caught, missed, unseen"""
+    missed_by: tuple[Digest, ...]
+    """validators that accepted it"""
+    trained: Number
+    """step whose batch had been cut with it; 0 for none"""
+
+
 class CommandAnswer(Message):
     """The command is in the ledger."""
 
     nonce: RequestKey
     seq: Number
     """event that recorded it"""
+    grades: tuple[CanaryGrade, ...] = ()
+    """of a canary that was revealed"""
 
 
 class WaitInfo(Message):

@@ -4,7 +4,7 @@ from typing import TypeVar
 
 from shoal.keys import Key
 from shoal.swarm.event import EventError, Kind, Statement, encode_body, sign_statement
-from shoal.swarm.messages.credit import RedeemStatement
+from shoal.swarm.messages.credit import RedeemStatement, UnbondStatement
 from shoal.swarm.messages.judging import AppealStatement, VerdictStatement
 from shoal.swarm.messages.operator import Action, Command
 from shoal.swarm.messages.training import VersionStatement
@@ -17,23 +17,33 @@ COMMAND_KINDS = {
     Action.PARAMS: Kind.PARAMS,
     Action.STOP: Kind.ADMIN,
     Action.RESUME: Kind.ADMIN,
-    Action.CANARY: Kind.CANARY,
+    Action.CANARY_SEAL: Kind.CANARY_SEAL,
+    Action.CANARY_REVEAL: Kind.CANARY_REVEAL,
     Action.REDEEM_DONE: Kind.REDEEM_DONE,
     Action.REDEEM_FAILED: Kind.REDEEM_FAILED,
 }
 
-Signable = TypeVar("Signable", Manifest, VerdictStatement, VersionStatement, AppealStatement, RedeemStatement, Command)
+Signable = TypeVar(
+    "Signable",
+    Manifest,
+    VerdictStatement,
+    VersionStatement,
+    AppealStatement,
+    RedeemStatement,
+    UnbondStatement,
+    Command,
+)
 
 
 def sign_message(key: Key, run: str, message: Signable) -> str:
     """The signature that goes beside a message, in hex."""
-    kind, subject = _frame_message(message)
+    kind, subject = frame_message(message)
     return sign_statement(key, run, kind, subject, message.model_dump(mode="json")).signature.hex()
 
 
 def open_message(run: str, actor: str, message: Signable, signature: str) -> Statement:
     """The statement for the ledger that a message and its signature make; `AuthError` if it was not signed so."""
-    kind, subject = _frame_message(message)
+    kind, subject = frame_message(message)
     try:
         body = encode_body(message.model_dump(mode="json"))
         return Statement(run, actor, kind, subject, body, bytes.fromhex(signature))
@@ -41,7 +51,8 @@ def open_message(run: str, actor: str, message: Signable, signature: str) -> Sta
         raise AuthError(403, "statement", f"not a statement that this key signed for this run ({error})") from None
 
 
-def _frame_message(message: Signable) -> tuple[Kind, str]:
+def frame_message(message: Signable) -> tuple[Kind, str]:
+    """The kind and the subject of the event that a message becomes."""
     match message:
         case Manifest():
             return Kind.SUB_COMMIT, message.lease
@@ -51,6 +62,8 @@ def _frame_message(message: Signable) -> tuple[Kind, str]:
             return Kind.APPEAL, message.submission
         case RedeemStatement():
             return Kind.REDEEM_REQUEST, message.request
+        case UnbondStatement():
+            return Kind.STAKE_REQUEST, message.request
         case VersionStatement():
             return Kind.VERSION_PUBLISH, f"v{message.version}"
     return COMMAND_KINDS[message.action], message.target

@@ -48,6 +48,13 @@ def end_waiting(votes: Sequence[Vote]) -> SubmissionState:
     return SubmissionState.INCONCLUSIVE
 
 
+def agrees(verdict: Verdict, state: SubmissionState) -> bool:
+    """Whether a verdict said what became of a submission: that it is good, or that it is not."""
+    if verdict is Verdict.ACCEPTED:
+        return state is SubmissionState.ACCEPTED
+    return verdict in REJECTIONS and state.value in REJECTIONS
+
+
 def _mildest(clear: Sequence[Verdict]) -> SubmissionState:
     """Of rejections that are not two hard ones."""
     return SubmissionState.FORM if set(clear) <= {Verdict.FORM, Verdict.ACCEPTED} else SubmissionState.SOFT

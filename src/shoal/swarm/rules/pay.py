@@ -21,9 +21,9 @@ class Payment(NamedTuple):
     amount: int
 
 
-def pay_tokens(params: RunParams, owner: str, tokens: int, staked: int) -> Payment | None:
-    """The pay of an accepted submission; `staked` is how many of the owner's went into its bond."""
-    amount = params.price * tokens
+def pay_tokens(params: RunParams, price: int, owner: str, tokens: int, staked: int) -> Payment | None:
+    """The pay of an accepted submission at the price of its lease; `staked` is how many went into the owner's bond."""
+    amount = price * tokens
     return Payment(owner, _choose_purse(params, staked), amount) if amount else None
 
 
@@ -66,6 +66,10 @@ def _choose_purse(params: RunParams, staked: int) -> str:
 
 def post_loss(owner: str, loss: Loss) -> list[Posting]:
     """The postings of a conviction."""
-    amounts = {"pending": loss.pending, "stake": loss.stake, "unbond": loss.unbond}
+    return burn_purses(owner, loss._asdict())
+
+
+def burn_purses(owner: str, amounts: Mapping[str, int]) -> list[Posting]:
+    """The postings that burn so much out of each purse of an owner."""
     postings = [Posting(name_account(purse, owner), -amount) for purse, amount in amounts.items() if amount]
-    return [*postings, Posting(BURN, loss.total)] if loss.total else []
+    return [*postings, Posting(BURN, sum(amounts.values()))] if postings else []

@@ -1,14 +1,15 @@
 """Standing: what an owner's history makes of it.
 
 probation -> good -> trusted       by accepted submissions
-any of them -> limited             by soft rejections in a row
-limited -> probation               by time, or by accepted work
+any of them -> limited             by rejections in a row that are not hard ones
+limited -> probation               by time; by accepted work too, but for owners that judge: theirs is another fault
 any -> banned                      by a ban event; banned -> probation by an unban event, and by nothing else
 """
 
 from shoal.swarm.messages import Standing, SubmissionState
 from shoal.swarm.params import RunParams
 
+_MILD = (SubmissionState.FORM, SubmissionState.SOFT)
 MOVES = {
     Standing.PROBATION: {Standing.GOOD, Standing.LIMITED, Standing.BANNED},
     Standing.GOOD: {Standing.TRUSTED, Standing.LIMITED, Standing.BANNED},
@@ -19,17 +20,23 @@ MOVES = {
 
 
 def next_standing(
-    params: RunParams, standing: Standing, outcome: SubmissionState, *, accepted: int, soft_row: int
+    params: RunParams,
+    standing: Standing,
+    outcome: SubmissionState,
+    *,
+    accepted: int,
+    soft_row: int,
+    judges: bool = False,
 ) -> Standing:
     """The standing after a submission was decided; counts include it. Bans are events of their own."""
     if standing is Standing.BANNED:
         return standing
-    if outcome is SubmissionState.SOFT and soft_row >= params.limit_after:
+    if outcome in _MILD and soft_row >= params.limit_after:
         return Standing.LIMITED
     if outcome is not SubmissionState.ACCEPTED:
         return standing
     if standing is Standing.LIMITED:
-        return Standing.PROBATION
+        return standing if judges else Standing.PROBATION
     if standing is Standing.PROBATION and accepted >= params.good_after:
         return Standing.GOOD
     if standing is Standing.GOOD and accepted >= params.trusted_after:
@@ -38,7 +45,7 @@ def next_standing(
 
 
 def count_soft(soft_row: int, outcome: SubmissionState) -> int:
-    """Soft rejections in a row. What was inconclusive or voided says nothing either way."""
+    """Rejections in a row, hard ones aside. What was inconclusive or voided says nothing either way."""
     if outcome is SubmissionState.ACCEPTED:
         return 0
-    return soft_row + (outcome is SubmissionState.SOFT)
+    return soft_row + (outcome in _MILD)

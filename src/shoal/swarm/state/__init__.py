@@ -12,13 +12,13 @@ from sqlalchemy import Connection
 
 from shoal.swarm.event import Event, Kind
 from shoal.swarm.projection import Projection
-from shoal.swarm.state import credit, leases, nodes, queue, redeems, run, spans, steps, submissions
+from shoal.swarm.state import canaries, credit, leases, nodes, queue, redeems, run, spans, steps, submissions
 
 Handler = Callable[[Event, Connection], None]
 
 HANDLERS: dict[str, tuple[Handler, ...]] = {
     Kind.GENESIS: (run.begin_run,),
-    Kind.PARAMS: (run.note_command, run.change_params),
+    Kind.PARAMS: (run.note_command, run.change_params, credit.grade_holds),
     Kind.ADMIN: (run.note_command, run.switch_run),
     Kind.COORDINATOR_UP: (run.note_outage, leases.shift_deadlines, submissions.shift_uploads, queue.shift_claims),
     Kind.NODE_JOIN: (nodes.add_node,),
@@ -26,25 +26,32 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     Kind.NODE_REVOKE: (nodes.drop_node,),
     Kind.NODE_LEAVE: (nodes.drop_node,),
     Kind.NODE_STANDING: (nodes.set_standing,),
-    Kind.BAN: (run.note_command, nodes.add_ban),
-    Kind.UNBAN: (run.note_command, nodes.lift_ban),
+    Kind.BAN: (run.note_command, nodes.add_ban, credit.freeze_credit),
+    Kind.UNBAN: (run.note_command, nodes.lift_ban, credit.thaw_credit),
     Kind.STEP_OPEN: (steps.open_step,),
     Kind.LEASE_GRANT: (steps.take_indices, spans.lease_span, leases.add_lease),
-    Kind.LEASE_END: (leases.end_lease, submissions.drop_submission, spans.release_span, nodes.set_width),
+    Kind.LEASE_END: (
+        leases.end_lease,
+        submissions.drop_submission,
+        queue.unblock_jobs,
+        spans.release_span,
+        nodes.set_width,
+        nodes.count_failure,
+    ),
     Kind.SUB_COMMIT: (submissions.add_submission,),
-    Kind.SUB_RECEIPT: (submissions.receive_submission, spans.deliver_span, queue.queue_job),
+    Kind.SUB_RECEIPT: (submissions.receive_submission, spans.deliver_span, steps.note_delivery, queue.queue_job),
     Kind.VAL_CLAIM: (queue.claim_job,),
     Kind.VAL_VERDICT: (queue.add_verdict, nodes.end_lapses),
-    Kind.VAL_LAPSE: (queue.lapse_claim, nodes.count_lapse),
+    Kind.VAL_LAPSE: (nodes.count_lapse, queue.lapse_claim),
     Kind.SUB_OUTCOME: (
         submissions.decide_submission,
         spans.settle_span,
         queue.finish_job,
+        queue.unblock_jobs,
         nodes.count_outcome,
         nodes.set_width,
         credit.add_holds,
         credit.end_appeal,
-        credit.end_canary,
     ),
     Kind.BATCH_CUT: (steps.cut_step, spans.mark_batch),
     Kind.VERSION_PUBLISH: (steps.add_version,),
@@ -53,7 +60,9 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     Kind.STAKE_UNBOND: (credit.move_bond,),
     Kind.SLASH: (credit.burn_credit,),
     Kind.APPEAL: (queue.reopen_job, credit.add_appeal),
-    Kind.CANARY: (run.note_command, submissions.plant_submission, queue.queue_canary, credit.add_canary),
+    Kind.CANARY_SEAL: (run.note_command, canaries.add_seals),
+    Kind.CANARY_REVEAL: (run.note_command, canaries.open_seal, credit.burn_canary),
+    Kind.CANARY_GRADE: (canaries.add_grade,),
     Kind.REDEEM_REQUEST: (redeems.add_redeem,),
     Kind.REDEEM_DONE: (run.note_command, redeems.end_redeem),
     Kind.REDEEM_FAILED: (run.note_command, redeems.end_redeem),
@@ -82,7 +91,8 @@ TABLES = (
     credit.BOND,
     credit.LOSS,
     credit.APPEAL,
-    credit.CANARY,
+    canaries.SEAL,
+    canaries.CANARY,
     redeems.REDEEM,
 )
 

@@ -1,7 +1,11 @@
-"""Credit that is not free yet, what was taken, appeals, and planted submissions.
+"""Credit that is not free yet, what was taken, and appeals.
 
-hold: held -> released | burned;   bond on its way back: waiting -> released | burned
-appeal: open -> upheld | reversed;   canary: planted -> caught | missed | unseen
+hold: held -> ready -> released | burned, held -> released;   bond on its way back: waiting -> released | burned
+both are frozen while their owner is banned, and can be burned then too
+appeal: open -> upheld | reversed
+
+Invariant: a hold is ready if its owner had enough more submissions accepted since, by the parameters as they are, and
+held if not. So who looks each second for what time has freed finds it by an index, however much is held.
 """
 
 from typing import NamedTuple
@@ -23,8 +27,8 @@ HOLD = define_table(
     Column("number", INT64, nullable=False),
     Column("state", Text, nullable=False),
 )
-Index("hold_due", HOLD.c.state, HOLD.c.made_ms)
-Index("hold_owner", HOLD.c.owner, HOLD.c.state)
+Index("hold_due", HOLD.c.state, HOLD.c.made_ms, HOLD.c.seq, HOLD.c.line)
+Index("hold_owner", HOLD.c.owner, HOLD.c.state, HOLD.c.number)
 BOND = define_table(
     "bond",
     Column("seq", INT64, primary_key=True, autoincrement=False),
@@ -32,7 +36,11 @@ BOND = define_table(
     Column("amount", INT64, nullable=False),
     Column("free_ms", INT64, nullable=False),
     Column("state", Text, nullable=False),
+    Column("request", Text, nullable=False),
 )
+Index("bond_due", BOND.c.state, BOND.c.free_ms, BOND.c.seq)
+Index("bond_request", BOND.c.request)
+Index("bond_owner", BOND.c.owner, BOND.c.state)
 LOSS = define_table(
     "loss",
     Column("submission", Text, primary_key=True),
@@ -47,13 +55,6 @@ APPEAL = define_table(
     Column("fee", INT64, nullable=False),
     Column("state", Text, nullable=False),
 )
-CANARY = define_table(
-    "canary",
-    Column("submission", Text, primary_key=True),
-    Column("planted_ms", INT64, nullable=False),
-    Column("state", Text, nullable=False),
-    Column("decided_ms", INT64, nullable=False),
-)
 
 
 class HoldRow(NamedTuple):
@@ -67,6 +68,7 @@ class HoldRow(NamedTuple):
     number: int
     """how many submissions the owner had accepted when it was made"""
     state: str
+    """held, ready, frozen, released or burned"""
 
 
 class BondRow(NamedTuple):
@@ -77,6 +79,8 @@ class BondRow(NamedTuple):
     amount: int
     free_ms: int
     state: str
+    request: str
+    """of the owner that wants it back; empty for what a slash left of one"""
 
 
 class AppealRow(NamedTuple):
@@ -89,49 +93,58 @@ class AppealRow(NamedTuple):
     state: str
 
 
-class CanaryRow(NamedTuple):
-    """A planted submission."""
-
-    submission: str
-    planted_ms: int
-    state: str
-    decided_ms: int
-
-
-_HOLDS = f"SELECT {list_columns(HOLD, 'h.')} FROM hold h"
 _SELECT_RIPE = Sql(
-    f"{_HOLDS} JOIN owner o ON o.owner = h.owner WHERE h.state = 'held' AND h.made_ms <= :challenged_ms "
-    "AND o.standing <> 'banned' AND (h.made_ms <= :longest_ms OR o.accepted - h.number >= :more) "
-    "ORDER BY h.made_ms, h.seq, h.line LIMIT :most"
+    f"SELECT {list_columns(HOLD)} FROM hold WHERE state = :state AND made_ms <= :until_ms "
+    "ORDER BY made_ms, seq, line LIMIT :most"
 )
+_MORE = (
+    "(SELECT CAST(json_extract(params, '$.hold_submissions') AS INTEGER) FROM run_state)",
+    "(SELECT CAST(CAST(params AS jsonb) ->> 'hold_submissions' AS bigint) FROM run_state)",
+)
+_ENOUGH = "number <= (SELECT o.accepted FROM owner o WHERE o.owner = hold.owner) - "
+_RIPEN = Sql(
+    *(f"UPDATE hold SET state = 'ready' WHERE owner = :owner AND state = 'held' AND {_ENOUGH}{more}" for more in _MORE)
+)
+_GRADE = Sql(
+    *(
+        f"UPDATE hold SET state = CASE WHEN {_ENOUGH}{more} THEN 'ready' ELSE 'held' END "
+        "WHERE state IN ('held', 'ready')"
+        for more in _MORE
+    )
+)
+_FREEZE_HOLDS = Sql("UPDATE hold SET state = 'frozen' WHERE owner = :owner AND state IN ('held', 'ready')")
+_FREEZE_BONDS = Sql("UPDATE bond SET state = 'frozen' WHERE owner = :owner AND state = 'waiting'")
+_THAW_HOLDS = Sql("UPDATE hold SET state = 'held' WHERE owner = :owner AND state = 'frozen'")
+_THAW_BONDS = Sql("UPDATE bond SET state = 'waiting' WHERE owner = :owner AND state = 'frozen'")
 _SELECT_FREE = Sql(
-    f"SELECT {list_columns(BOND, 'b.')} FROM bond b JOIN owner o ON o.owner = b.owner WHERE b.state = 'waiting' "
-    "AND b.free_ms <= :now_ms AND o.standing <> 'banned' ORDER BY b.free_ms, b.seq LIMIT :most"
+    f"SELECT {list_columns(BOND)} FROM bond WHERE state = 'waiting' AND free_ms <= :now_ms "
+    "ORDER BY free_ms, seq LIMIT :most"
 )
-_SELECT_BONDS = Sql(f"SELECT {list_columns(BOND)} FROM bond WHERE owner = :owner AND state = 'waiting' ORDER BY seq")
+_SELECT_BONDS = Sql(
+    f"SELECT {list_columns(BOND)} FROM bond WHERE owner = :owner AND state IN ('waiting', 'frozen') ORDER BY seq"
+)
+_SELECT_BOND = Sql(f"SELECT {list_columns(BOND)} FROM bond WHERE request = :request")
 _SELECT_APPEAL = Sql(f"SELECT {list_columns(APPEAL)} FROM appeal WHERE submission = :submission")
+_COUNT_APPEALS = Sql("SELECT count(*) FROM appeal WHERE owner = :owner AND state = 'open'")
 _LAST_APPEAL = Sql("SELECT max(opened_ms) FROM appeal WHERE owner = :owner")
 _SELECT_LOSS = Sql("SELECT amount FROM loss WHERE submission = :submission AND owner = :owner")
-_SELECT_CANARY = Sql(f"SELECT {list_columns(CANARY)} FROM canary WHERE submission = :submission")
-_SELECT_MISSED = Sql(f"SELECT {list_columns(CANARY)} FROM canary WHERE state = 'missed' ORDER BY decided_ms LIMIT 10")
-_LAST_CAUGHT = Sql("SELECT max(decided_ms) FROM canary WHERE state = 'caught'")
 _INSERT_HOLD, _INSERT_BOND, _INSERT_LOSS = insert_into(HOLD), insert_into(BOND), insert_into(LOSS)
-_INSERT_APPEAL, _INSERT_CANARY = insert_into(APPEAL), insert_into(CANARY)
-_RELEASE_HOLD = Sql("UPDATE hold SET state = 'released' WHERE seq = :seq AND line = :line AND state = 'held'")
+_INSERT_APPEAL = insert_into(APPEAL)
+_RELEASE_HOLD = Sql(
+    "UPDATE hold SET state = 'released' WHERE seq = :seq AND line = :line AND state IN ('held', 'ready')"
+)
 _RESET_STAKED = Sql("UPDATE owner SET staked = 0 WHERE owner = :owner")
 _RELEASE_BOND = Sql("UPDATE bond SET state = 'released' WHERE seq = :seq AND state = 'waiting'")
-_BURN_HOLDS = Sql("UPDATE hold SET state = 'burned' WHERE owner = :owner AND state = 'held'")
-_BURN_BONDS = Sql("UPDATE bond SET state = 'burned' WHERE owner = :owner AND state = 'waiting'")
+_BURN_HOLDS = Sql("UPDATE hold SET state = 'burned' WHERE owner = :owner AND state IN ('held', 'ready', 'frozen')")
+_BURN_BONDS = Sql("UPDATE bond SET state = 'burned' WHERE owner = :owner AND state IN ('waiting', 'frozen')")
 _END_APPEAL = Sql("UPDATE appeal SET state = :state WHERE submission = :submission AND state = 'open'")
-_END_CANARY = Sql(
-    "UPDATE canary SET state = :state, decided_ms = :time_ms WHERE submission = :submission AND state = 'planted'"
-)
 
 
-def list_ripe(connection: Connection, *, challenged_ms: int, longest_ms: int, more: int, most: int) -> list[HoldRow]:
-    """Holds to release: made before `challenged_ms`, and `more` accepted since or made before `longest_ms`."""
-    values = {"challenged_ms": challenged_ms, "longest_ms": longest_ms, "more": more, "most": most}
-    return fetch_rows(connection, _SELECT_RIPE, HoldRow, **values)
+def list_ripe(connection: Connection, *, challenged_ms: int, longest_ms: int, most: int) -> list[HoldRow]:
+    """Holds to release: made before `challenged_ms`, and enough accepted since or made before `longest_ms`."""
+    ready = fetch_rows(connection, _SELECT_RIPE, HoldRow, state="ready", until_ms=challenged_ms, most=most)
+    left = most - len(ready)
+    return ready + fetch_rows(connection, _SELECT_RIPE, HoldRow, state="held", until_ms=longest_ms, most=left)
 
 
 def list_free(connection: Connection, now_ms: int, most: int) -> list[BondRow]:
@@ -143,8 +156,18 @@ def list_bonds(connection: Connection, owner: str) -> list[BondRow]:
     return fetch_rows(connection, _SELECT_BONDS, BondRow, owner=owner)
 
 
+def find_bond(connection: Connection, request: str) -> BondRow | None:
+    """The bond that an owner asked for by a request, whatever became of it."""
+    return fetch_row(connection, _SELECT_BOND, BondRow, request=request)
+
+
 def find_appeal(connection: Connection, submission: str) -> AppealRow | None:
     return fetch_row(connection, _SELECT_APPEAL, AppealRow, submission=submission)
+
+
+def has_appeal(connection: Connection, owner: str) -> bool:
+    """Whether an appeal of an owner is open."""
+    return bool(fetch_number(connection, _COUNT_APPEALS, owner=owner))
 
 
 def last_appeal(connection: Connection, owner: str) -> int:
@@ -157,20 +180,6 @@ def find_loss(connection: Connection, submission: str, owner: str) -> int:
     return fetch_number(connection, _SELECT_LOSS, submission=submission, owner=owner)
 
 
-def find_canary(connection: Connection, submission: str) -> CanaryRow | None:
-    return fetch_row(connection, _SELECT_CANARY, CanaryRow, submission=submission)
-
-
-def list_missed(connection: Connection) -> list[CanaryRow]:
-    """Planted submissions that were accepted, the first ones."""
-    return fetch_rows(connection, _SELECT_MISSED, CanaryRow)
-
-
-def last_caught(connection: Connection) -> int:
-    """When a planted submission was last rejected; 0 for never."""
-    return fetch_number(connection, _LAST_CAUGHT)
-
-
 def add_holds(event: Event, connection: Connection) -> None:
     """sub.outcome"""
     rows = [
@@ -179,6 +188,25 @@ def add_holds(event: Event, connection: Connection) -> None:
     ]
     if rows:
         _INSERT_HOLD.run_many(connection, [{**row, "made_ms": event.time_ms, "state": "held"} for row in rows])
+    for owner in {event.content["owner"], *(row["owner"] for row in rows)}:
+        _RIPEN.run(connection, {"owner": owner})
+
+
+def grade_holds(event: Event, connection: Connection) -> None:
+    """params: what is enough may be another number now"""
+    _GRADE.run(connection)
+
+
+def freeze_credit(event: Event, connection: Connection) -> None:
+    """ban"""
+    for freeze in (_FREEZE_HOLDS, _FREEZE_BONDS):
+        freeze.run(connection, {"owner": event.content["target"]})
+
+
+def thaw_credit(event: Event, connection: Connection) -> None:
+    """unban"""
+    for thaw in (_THAW_HOLDS, _THAW_BONDS, _RIPEN):
+        thaw.run(connection, {"owner": event.content["target"]})
 
 
 def release_holds(event: Event, connection: Connection) -> None:
@@ -193,7 +221,7 @@ def move_bond(event: Event, connection: Connection) -> None:
     content = event.content
     if content["state"] == "waiting":
         row = {"seq": event.seq, "owner": event.subject, "amount": content["amount"], "free_ms": content["free_ms"]}
-        _INSERT_BOND.run(connection, {**row, "state": "waiting"})
+        _INSERT_BOND.run(connection, {**row, "state": "waiting", "request": content["request"]})
         _RESET_STAKED.run(connection, {"owner": event.subject})
     else:
         _RELEASE_BOND.run(connection, {"seq": content["bond"]})
@@ -207,7 +235,7 @@ def burn_credit(event: Event, connection: Connection) -> None:
     _BURN_BONDS.run(connection, {"owner": content["owner"]})
     if content["rest"]:  # of a bond that was on its way: what is left stays on its way
         row = {"seq": event.seq, "owner": content["owner"], "amount": content["rest"], "free_ms": content["free_ms"]}
-        _INSERT_BOND.run(connection, {**row, "state": "waiting"})
+        _INSERT_BOND.run(connection, {**row, "state": "waiting", "request": ""})
     _RESET_STAKED.run(connection, {"owner": content["owner"]})
     values = {"submission": event.subject, "owner": content["owner"], "amount": content["amount"]}
     _INSERT_LOSS.run(connection, values)
@@ -226,18 +254,7 @@ def end_appeal(event: Event, connection: Connection) -> None:
     _END_APPEAL.run(connection, {"submission": event.subject, "state": state})
 
 
-def add_canary(event: Event, connection: Connection) -> None:
-    """canary"""
-    row = {"submission": f"s{event.seq}", "planted_ms": event.time_ms, "state": "planted", "decided_ms": 0}
-    _INSERT_CANARY.run(connection, row)
-
-
-def end_canary(event: Event, connection: Connection) -> None:
-    """sub.outcome"""
-    state = event.content["state"]
-    if state == SubmissionState.INCONCLUSIVE:
-        found = "unseen"
-    else:
-        found = "missed" if state == SubmissionState.ACCEPTED else "caught"
-    values = {"submission": event.subject, "state": found, "time_ms": event.time_ms}
-    _END_CANARY.run(connection, values)
+def burn_canary(event: Event, connection: Connection) -> None:
+    """canary.reveal"""
+    for burn in (_BURN_HOLDS, _BURN_BONDS, _RESET_STAKED):
+        burn.run(connection, {"owner": event.subject})

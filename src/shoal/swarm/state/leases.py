@@ -81,15 +81,19 @@ _SELECT_DUE = Sql(
 _SELECT_ACTIVE = Sql(f"{_LEASES} WHERE state = 'active' ORDER BY lease")
 _SELECT_ON_SPAN = Sql(f"{_LEASES} WHERE step = :step AND first = :first AND state = 'active' ORDER BY fence")
 _SELECT_ON_STEP = Sql(f"{_LEASES} WHERE step = :step AND state = 'active' ORDER BY lease")
+_SELECT_OLDEST = Sql(f"{_LEASES} WHERE step = :step AND state = 'active' ORDER BY granted_ms LIMIT :most")
 _SELECT_OF_OWNER = Sql(f"{_LEASES} WHERE state = 'active' AND owner = :owner ORDER BY lease")
 _SELECT_SLOWEST = Sql(
-    f"SELECT {list_columns(LEASE, 'l.')} FROM lease l JOIN span s ON s.step = l.step AND s.first = l.first "
-    "WHERE l.state = 'active' AND l.step = :step AND s.state = 'leased' AND s.holders = 1 AND l.owner <> :owner "
-    "ORDER BY l.granted_ms, l.lease LIMIT 1"
+    f"SELECT {list_columns(LEASE, 'l.')} FROM span s CROSS JOIN lease l "  # spans first, in the order of their index
+    "WHERE s.state = 'leased' AND s.holders = 1 AND s.step = :step AND l.step = s.step AND l.first = s.first "
+    "AND l.fence = s.fence AND l.state IN ('active', 'submitted') AND l.owner <> :owner "
+    "ORDER BY s.granted_ms, s.first LIMIT 1"
 )
 _SELECT_TIMES = Sql(
-    "SELECT (ended_ms - granted_ms) / count FROM lease WHERE state = 'submitted' "
-    "ORDER BY ended_ms DESC, lease LIMIT :most"
+    "SELECT owner, time_ms FROM (SELECT l.owner, (l.ended_ms - l.granted_ms) / l.count AS time_ms, s.decided_ms, "
+    "row_number() OVER (PARTITION BY l.owner ORDER BY s.decided_ms DESC, s.submission DESC) AS place "
+    "FROM submission s JOIN lease l ON l.lease = s.lease WHERE s.state = 'accepted') AS timed "
+    "WHERE place <= :most_own ORDER BY decided_ms DESC LIMIT :most"
 )
 _COUNT_HELD = Sql("SELECT count(*) FROM lease WHERE state = 'active' AND owner = :owner")
 _COUNT_NODE = Sql("SELECT count(*) FROM lease WHERE state = 'active' AND owner = :owner AND node = :node")
@@ -141,18 +145,25 @@ def list_on_step(connection: Connection, step: int) -> list[LeaseRow]:
     return fetch_rows(connection, _SELECT_ON_STEP, LeaseRow, step=step)
 
 
+def list_oldest(connection: Connection, step: int, most: int) -> list[LeaseRow]:
+    """Active leases of a step, the longest held first."""
+    return fetch_rows(connection, _SELECT_OLDEST, LeaseRow, step=step, most=most)
+
+
 def list_of_owner(connection: Connection, owner: str) -> list[LeaseRow]:
     return fetch_rows(connection, _SELECT_OF_OWNER, LeaseRow, owner=owner)
 
 
 def find_slowest(connection: Connection, step: int, owner: str) -> LeaseRow | None:
-    """The longest held lease of a step that has no backup and is not this owner's."""
+    """The newest lease of the span of a step that was given out first, if nobody else holds it and it is not this
+    owner's. That of an upload which does not come is one too."""
     return fetch_row(connection, _SELECT_SLOWEST, LeaseRow, step=step, owner=owner)
 
 
-def list_times(connection: Connection, most: int) -> list[int]:
-    """Milliseconds per group of the newest submitted leases, newest first."""
-    return [int(row[0]) for row in _SELECT_TIMES.run(connection, {"most": most})]
+def list_times(connection: Connection, most: int, most_own: int) -> list[tuple[str, int]]:
+    """Owner and milliseconds per group of the newest accepted leases, `most_own` of each owner; the newest last."""
+    rows = _SELECT_TIMES.run(connection, {"most": most, "most_own": most_own})
+    return [(str(owner), int(time_ms)) for owner, time_ms in rows][::-1]
 
 
 def count_held(connection: Connection, node: str, owner: str) -> Held:

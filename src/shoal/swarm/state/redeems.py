@@ -12,7 +12,7 @@ from sqlalchemy import Column, Connection, Index, Text
 
 from shoal.swarm.db import INT64, define_table
 from shoal.swarm.event import Event, Kind
-from shoal.swarm.state.sql import Sql, fetch_number, fetch_row, insert_into, list_columns
+from shoal.swarm.state.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
 
 REDEEM = define_table(
     "redeem",
@@ -45,16 +45,24 @@ class RedeemRow(NamedTuple):
 _INSERT = insert_into(REDEEM)
 _SELECT = Sql(f"SELECT {list_columns(REDEEM)} FROM redeem WHERE request = :request")
 _END = Sql("UPDATE redeem SET state = :state, ended_ms = :time_ms WHERE request = :request AND state = 'open'")
-_OLDEST = Sql("SELECT min(asked_ms) FROM redeem WHERE state = 'open'")
+_SELECT_OPEN = Sql(
+    f"SELECT {list_columns(REDEEM)} FROM redeem WHERE state = 'open' ORDER BY asked_ms, request LIMIT :most"
+)
+_COUNT_OPEN = Sql("SELECT count(*) FROM redeem WHERE state = 'open'")
 
 
 def find_redeem(connection: Connection, request: str) -> RedeemRow | None:
     return fetch_row(connection, _SELECT, RedeemRow, request=request)
 
 
-def oldest_redeem(connection: Connection) -> int:
-    """Since when a request waits for the operator; 0 if none does."""
-    return fetch_number(connection, _OLDEST)
+def list_redeems(connection: Connection, most: int) -> list[RedeemRow]:
+    """Requests that wait for the operator, the oldest first."""
+    return fetch_rows(connection, _SELECT_OPEN, RedeemRow, most=most)
+
+
+def count_redeems(connection: Connection) -> int:
+    """How many do."""
+    return fetch_number(connection, _COUNT_OPEN)
 
 
 def add_redeem(event: Event, connection: Connection) -> None:

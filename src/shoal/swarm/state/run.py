@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import Column, Connection, Text
 
@@ -54,6 +55,21 @@ def read_run(connection: Connection) -> RunRow:
     return row
 
 
+class RunReader:
+    """Reads the run for one decision after the other, and parses its parameters only when they changed."""
+
+    def __init__(self) -> None:
+        self._row: tuple[Any, ...] | None = None
+        self._state: RunRow | None = None
+
+    def read(self, connection: Connection) -> RunRow:
+        """The run as it is."""
+        row = fetch_row(connection, _SELECT_RUN, _make_tuple)
+        if row is None or row != self._row or self._state is None:
+            self._row, self._state = row, read_run(connection)
+        return self._state
+
+
 def find_command(connection: Connection, nonce: str) -> int | None:
     """The event that recorded a command."""
     return fetch_number(connection, _SELECT_COMMAND, nonce=nonce) or None
@@ -93,6 +109,10 @@ def note_command(event: Event, connection: Connection) -> None:
     """Whatever the operator signed has a nonce, which is taken once."""
     if event.signature and "nonce" in event.content:
         _INSERT_COMMAND.run(connection, {"nonce": event.content["nonce"], "seq": event.seq})
+
+
+def _make_tuple(*values: Any) -> tuple[Any, ...]:
+    return values
 
 
 def _make_run(run: str, operator: str, beacon: str, params: str, stopped: int) -> RunRow:

@@ -1,9 +1,11 @@
 """Spans, which leases cover, and the groups that came of them.
 
     span: leased <-> offered, leased -> delivered -> accepted, delivered -> offered
+          accepted -> offered, if it was a canary's
 
 Invariants:
-- a span is accepted once at most, and then its groups exist, each once;
+- a span is accepted by one submission at a time, and then its groups exist, each once. What a canary filled is taken
+  back only while no batch has it;
 - a span that nobody holds is offered, and what is offered is granted again: no group is lost;
 - a group is in one batch at most.
 """
@@ -12,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Column, Connection, Index, Text
+from sqlalchemy import Column, Connection, Index, Text, text
 
 from shoal.swarm.db import INT64, define_table
 from shoal.swarm.event import Event
@@ -30,10 +32,17 @@ SPAN = define_table(
     Column("fence", INT64, nullable=False),
     Column("holders", INT64, nullable=False),
     Column("reserved", Text, nullable=False),
+    Column("granted_ms", INT64, nullable=False),
     Column("offered_ms", INT64, nullable=False),
     Column("submission", Text, nullable=False),
 )
-Index("span_step", SPAN.c.step, SPAN.c.state)
+_OFFERED, _HELD_ONCE = "state = 'offered'", "state = 'leased' AND holders = 1"
+for _name, _condition, *_columns in (
+    ("span_offer", _OFFERED, SPAN.c.step, SPAN.c.reserved, SPAN.c.first),
+    ("span_offered", _OFFERED, SPAN.c.step, SPAN.c.offered_ms, SPAN.c.first),
+    ("span_slow", _HELD_ONCE, SPAN.c.step, SPAN.c.granted_ms, SPAN.c.first),
+):
+    Index(_name, *_columns, sqlite_where=text(_condition), postgresql_where=text(_condition))
 GROUP = define_table(
     "trained_group",
     Column("step", INT64, primary_key=True, autoincrement=False),
@@ -62,6 +71,8 @@ class SpanRow:
     """leases that are active or whose file is awaited"""
     reserved: str
     """owner to whom it is offered first; empty for none"""
+    granted_ms: int
+    """when it was given out first"""
     offered_ms: int
     submission: str
     """that was delivered or accepted"""
@@ -69,10 +80,11 @@ class SpanRow:
 
 _SPANS = f"SELECT {list_columns(SPAN)} FROM span"
 _SELECT_SPAN = Sql(f"{_SPANS} WHERE step = :step AND first = :first")
-_SELECT_OFFER = Sql(
-    f"{_SPANS} WHERE step = :step AND state = 'offered' "
-    "AND (reserved = '' OR reserved = :owner OR offered_ms <= :until) "
-    "ORDER BY CASE WHEN reserved = :owner THEN 0 ELSE 1 END, first LIMIT 1"
+_SELECT_RESERVED = Sql(
+    f"{_SPANS} WHERE state = 'offered' AND step = :step AND reserved = :reserved ORDER BY first LIMIT 1"
+)
+_SELECT_UNTIL = Sql(
+    f"{_SPANS} WHERE state = 'offered' AND step = :step AND offered_ms <= :until ORDER BY offered_ms, first LIMIT 1"
 )
 _INSERT_SPAN, _INSERT_GROUP = insert_into(SPAN), insert_into(GROUP)
 _LEASE = Sql(
@@ -97,8 +109,7 @@ _ACCEPT = Sql(
     "AND submission = :submission"
 )
 _REOPEN = Sql(
-    "UPDATE span SET state = :state, submission = '', offered_ms = :time_ms "
-    "WHERE step = :step AND first = :first AND state = 'delivered' AND submission = :submission"
+    "UPDATE span SET state = :state, submission = '', offered_ms = :time_ms WHERE step = :step AND first = :first"
 )
 _SELECT_ENTRIES = Sql(
     "SELECT position, submission, place, version, blob FROM trained_group WHERE step = :step AND signal = 1 "
@@ -108,6 +119,13 @@ _SELECT_BATCH = Sql(
     "SELECT position, submission, place, version, blob FROM trained_group WHERE step = :step AND batched = 1 "
     "ORDER BY position"
 )
+_COUNT_BATCHED = Sql(
+    "SELECT count(*) FROM trained_group WHERE step = :step AND submission = :submission AND batched = 1"
+)
+_COUNT_SIGNALS = Sql(
+    "SELECT count(*) FROM trained_group WHERE step = :step AND submission = :submission AND signal = 1"
+)
+_WITHDRAW = Sql("DELETE FROM trained_group WHERE step = :step AND submission = :submission AND batched = 0")
 _MARK_BATCH = Sql("UPDATE trained_group SET batched = 1 WHERE step = :step AND signal = 1 AND position <= :last")
 _COUNT_OFFERS = Sql("SELECT min(offered_ms) FROM span WHERE step = :step AND state = 'offered'")
 
@@ -118,7 +136,12 @@ def find_span(connection: Connection, step: int, first: int) -> SpanRow | None:
 
 def find_offer(connection: Connection, step: int, owner: str, until_ms: int) -> SpanRow | None:
     """A span to grant again: one that is kept for this owner, or one that is kept for nobody since `until_ms`."""
-    return fetch_row(connection, _SELECT_OFFER, SpanRow, step=step, owner=owner, until=until_ms)
+    own = fetch_row(connection, _SELECT_RESERVED, SpanRow, step=step, reserved=owner)
+    if own is not None:
+        return own
+    free = fetch_row(connection, _SELECT_RESERVED, SpanRow, step=step, reserved="")
+    late = fetch_row(connection, _SELECT_UNTIL, SpanRow, step=step, until=until_ms)
+    return min((span for span in (free, late) if span is not None), key=lambda span: span.first, default=None)
 
 
 def count_groups(connection: Connection, step: int) -> StepRow:
@@ -138,6 +161,16 @@ def list_batch(connection: Connection, step: int) -> list[BatchEntry]:
     return fetch_rows(connection, _SELECT_BATCH, _make_entry, step=step)
 
 
+def count_batched(connection: Connection, step: int, submission: str) -> int:
+    """Groups of a submission that are in the batch of their step."""
+    return fetch_number(connection, _COUNT_BATCHED, step=step, submission=submission)
+
+
+def count_signals(connection: Connection, step: int, submission: str) -> int:
+    """Accepted groups of a submission that have a learning signal."""
+    return fetch_number(connection, _COUNT_SIGNALS, step=step, submission=submission)
+
+
 def oldest_offer(connection: Connection, step: int) -> int:
     """Since when something of a step is offered; 0 if nothing is."""
     return fetch_number(connection, _COUNT_OFFERS, step=step)
@@ -148,7 +181,7 @@ def lease_span(event: Event, connection: Connection) -> None:
     content = event.content
     row = {name: content[name] for name in ("step", "first", "fence")}
     if content["fresh"]:
-        empty = {"holders": 1, "reserved": "", "offered_ms": 0, "submission": ""}
+        empty = {"holders": 1, "reserved": "", "granted_ms": event.time_ms, "offered_ms": 0, "submission": ""}
         _INSERT_SPAN.run(connection, {**row, "count": content["count"], "state": "leased", **empty})
         move_groups(connection, content["step"], leased=content["count"])
         return
@@ -193,17 +226,14 @@ def settle_span(event: Event, connection: Connection) -> None:
     if not content["fills"]:
         return
     span = _require_span(connection, content)
-    values = {"step": span.step, "first": span.first, "submission": event.subject}
-    if content["state"] != SubmissionState.ACCEPTED:
-        state = "leased" if span.holders else "offered"
-        if _REOPEN.run(connection, {**values, "state": state, "time_ms": event.time_ms}).rowcount:
-            move_groups(connection, span.step, delivered=-span.count, **{state: span.count})
-        return
-    signals = content["signals"]
-    if _ACCEPT.run(connection, values).rowcount != 1 or len(signals) != span.count:
-        raise ValueError("accepted, but not what was delivered")
-    move_groups(connection, span.step, delivered=-span.count, signal=sum(signals), dull=span.count - sum(signals))
-    _add_groups(event, connection)
+    if content["state"] == SubmissionState.ACCEPTED:
+        _accept_span(event, connection, span)
+    elif (span.state, span.submission) == ("accepted", event.subject):
+        _withdraw_groups(connection, span)
+        _reopen_span(event, connection, span)
+    elif span.submission == event.subject:
+        move_groups(connection, span.step, delivered=-span.count)
+        _reopen_span(event, connection, span)
 
 
 def mark_batch(event: Event, connection: Connection) -> None:
@@ -214,6 +244,30 @@ def mark_batch(event: Event, connection: Connection) -> None:
         raise ValueError("not the batch that follows from the accepted groups")
     if entries:
         _MARK_BATCH.run(connection, {"step": step, "last": entries[-1].index})
+
+
+def _accept_span(event: Event, connection: Connection, span: SpanRow) -> None:
+    signals = event.content["signals"]
+    values = {"step": span.step, "first": span.first, "submission": event.subject}
+    if _ACCEPT.run(connection, values).rowcount != 1 or len(signals) != span.count:
+        raise ValueError("accepted, but not what was delivered")
+    move_groups(connection, span.step, delivered=-span.count, signal=sum(signals), dull=span.count - sum(signals))
+    _add_groups(event, connection)
+
+
+def _reopen_span(event: Event, connection: Connection, span: SpanRow) -> None:
+    """What was delivered did not count: whoever holds the span too goes on, or it is offered."""
+    state = "leased" if span.holders else "offered"
+    _REOPEN.run(connection, {"step": span.step, "first": span.first, "state": state, "time_ms": event.time_ms})
+    move_groups(connection, span.step, **{state: span.count})
+
+
+def _withdraw_groups(connection: Connection, span: SpanRow) -> None:
+    """Groups that were accepted and are not any more; none of a batch is."""
+    signals = count_signals(connection, span.step, span.submission)
+    if _WITHDRAW.run(connection, {"step": span.step, "submission": span.submission}).rowcount != span.count:
+        raise ValueError("groups taken back that are in a batch, or are not there")
+    move_groups(connection, span.step, signal=-signals, dull=signals - span.count)
 
 
 def _add_groups(event: Event, connection: Connection) -> None:

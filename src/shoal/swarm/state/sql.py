@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Table
 from sqlalchemy.exc import SQLAlchemyError
 
+from shoal.swarm.db import spell_insert
+
 Row = TypeVar("Row")
 _NAME = re.compile(r":([a-z_]+)")
 
@@ -48,8 +50,7 @@ class Sql:
 
 def insert_into(table: Table) -> Sql:
     """The statement that inserts a whole row."""
-    names = [column.name for column in table.columns]
-    return Sql(f"INSERT INTO {table.name} ({', '.join(names)}) VALUES (:{', :'.join(names)})")
+    return Sql(spell_insert(table))
 
 
 def list_columns(table: Table, prefix: str = "") -> str:

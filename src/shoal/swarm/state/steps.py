@@ -21,6 +21,7 @@ STEP = define_table(
     Column("next_index", INT64, nullable=False),
     Column("batch", Text, nullable=False),
     Column("opened_ms", INT64, nullable=False),
+    Column("delivered_ms", INT64, nullable=False),
     Column("cut_ms", INT64, nullable=False),
     Column("trained_ms", INT64, nullable=False),
     Column("leased", INT64, nullable=False),
@@ -51,6 +52,8 @@ class StepRow(NamedTuple):
     """groups below were given out"""
     batch: str
     opened_ms: int
+    delivered_ms: int
+    """when the last work for it arrived"""
     cut_ms: int
     trained_ms: int
     leased: int
@@ -88,6 +91,7 @@ _COUNT_GROUPS = Sql(
     "UPDATE step SET leased = leased + :leased, offered = offered + :offered, delivered = delivered + :delivered, "
     "signal = signal + :signal, dull = dull + :dull WHERE step = :step"
 )
+_SET_DELIVERED = Sql("UPDATE step SET delivered_ms = :time_ms WHERE step = :step")
 _TAKE_INDICES = Sql("UPDATE step SET next_index = next_index + :count WHERE step = :step AND next_index = :first")
 _CUT = Sql("UPDATE step SET state = 'cut', batch = :batch, cut_ms = :time_ms WHERE step = :step AND state = 'open'")
 _TRAIN = Sql(
@@ -118,7 +122,7 @@ def newest_version(connection: Connection) -> int:
 
 def open_step(event: Event, connection: Connection) -> None:
     """step.open"""
-    times = {"opened_ms": event.time_ms, "cut_ms": 0, "trained_ms": 0}
+    times = {"opened_ms": event.time_ms, "delivered_ms": 0, "cut_ms": 0, "trained_ms": 0}
     row = {"step": event.content["step"], "state": "open", "beacon": event.content["beacon"]}
     _INSERT_STEP.run(connection, {**row, "next_index": 0, "batch": "", **times, **_NO_GROUPS})
 
@@ -129,6 +133,11 @@ def take_indices(event: Event, connection: Connection) -> None:
     if content["fresh"]:
         values = {name: content[name] for name in ("step", "first", "count")}
         _change_one(_TAKE_INDICES.run(connection, values).rowcount, "indices given out twice, or with a gap")
+
+
+def note_delivery(event: Event, connection: Connection) -> None:
+    """sub.receipt"""
+    _SET_DELIVERED.run(connection, {"step": event.content["step"], "time_ms": event.time_ms})
 
 
 def cut_step(event: Event, connection: Connection) -> None:

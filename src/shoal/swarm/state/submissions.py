@@ -42,7 +42,7 @@ SUBMISSION = define_table(
     Column("paid", INT64, nullable=False),
     Column("dropped", INT64, nullable=False),
 )
-Index("submission_kept", SUBMISSION.c.dropped, SUBMISSION.c.decided_ms)
+Index("submission_kept", SUBMISSION.c.dropped, SUBMISSION.c.state, SUBMISSION.c.decided_ms)
 Index("submission_span", SUBMISSION.c.step, SUBMISSION.c.first)
 Index("submission_due", SUBMISSION.c.state, SUBMISSION.c.upload_ms)
 Index("submission_owner", SUBMISSION.c.owner, SUBMISSION.c.state)
@@ -59,7 +59,7 @@ DUPLICATE = define_table(
     Column("place", INT64, primary_key=True, autoincrement=False),
     Column("position", INT64, nullable=False),
     Column("hash", Text, nullable=False),
-    Column("rival", Text, nullable=False),
+    Column("rival", Text, nullable=False, index=True),
 )
 
 
@@ -110,6 +110,10 @@ _SELECT_BLOB = Sql(f"{_SUBMISSIONS} WHERE blob = :blob ORDER BY committed_ms, su
 _SELECT_DUE = Sql(
     f"{_SUBMISSIONS} WHERE state = 'committed' AND upload_ms <= :now_ms ORDER BY upload_ms, submission LIMIT :most"
 )
+_COUNT_AWAITED = Sql(
+    "SELECT count(*), min(committed_ms), min(upload_ms) FROM (SELECT committed_ms, upload_ms FROM submission "
+    "WHERE state = 'committed' ORDER BY upload_ms LIMIT :most) AS awaited"
+)
 _SELECT_OPEN = Sql(f"{_SUBMISSIONS} WHERE owner = :owner AND state IN ('committed', 'received') ORDER BY submission")
 _COUNT_OPEN = Sql("SELECT count(*) FROM submission WHERE owner = :owner AND state IN ('committed', 'received')")
 _SELECT_RIVALS = Sql(
@@ -138,15 +142,20 @@ _DECIDE = Sql(
 )
 _DROP = Sql("UPDATE submission SET state = :state, decided_ms = :time_ms WHERE lease = :lease AND state = 'committed'")
 _SHIFT = Sql("UPDATE submission SET upload_ms = upload_ms + :shift_ms WHERE state = 'committed'")
+_REJECTED = (SubmissionState.FORM.value, SubmissionState.SOFT.value, SubmissionState.HARD.value)
+_DECIDED = tuple(
+    state.value for state in SubmissionState if state not in (SubmissionState.COMMITTED, SubmissionState.RECEIVED)
+)
 _FREE = (
     "{0}.decided_ms > 0 AND {0}.decided_ms <= :kept_ms "
-    "AND ({0}.state NOT IN ('rejected_form', 'rejected_soft', 'rejected_hard') OR {0}.decided_ms <= :appealed_ms) "
+    f"AND ({{0}}.state NOT IN {_REJECTED} OR {{0}}.decided_ms <= :appealed_ms) "
     "AND NOT EXISTS (SELECT 1 FROM job j WHERE j.submission = {0}.submission AND j.state <> 'done') "
     "AND ({0}.state <> 'accepted' OR EXISTS (SELECT 1 FROM step t WHERE t.step = {0}.step AND t.state = 'trained' "
     "AND t.trained_ms <= :kept_ms))"
 )
 _SELECT_FREE = Sql(
-    f"SELECT s.blob FROM submission s WHERE s.dropped = 0 AND {_FREE.format('s')} AND NOT EXISTS "
+    "SELECT s.blob FROM submission s WHERE s.dropped = 0 AND s.state = :state AND s.decided_ms <= :until_ms "
+    f"AND {_FREE.format('s')} AND NOT EXISTS "
     f"(SELECT 1 FROM submission o WHERE o.blob = s.blob AND NOT ({_FREE.format('o')})) "
     "ORDER BY s.decided_ms, s.submission LIMIT :most"
 )
@@ -176,6 +185,12 @@ def list_unsent(connection: Connection, now_ms: int, most: int) -> list[Submissi
     return fetch_rows(connection, _SELECT_DUE, SubmissionRow, now_ms=now_ms, most=most)
 
 
+def count_awaited(connection: Connection, most: int) -> tuple[int, int, int]:
+    """Submissions whose file is awaited, counted up to `most`; since when the first of them, and its deadline."""
+    count, since_ms, due_ms = fetch_row(connection, _COUNT_AWAITED, lambda *row: row, most=most) or (0, None, None)
+    return count, since_ms or 0, due_ms or 0
+
+
 def list_open(connection: Connection, owner: str) -> list[SubmissionRow]:
     """Submissions of an owner that are not decided."""
     return fetch_rows(connection, _SELECT_OPEN, SubmissionRow, owner=owner)
@@ -200,8 +215,12 @@ def list_free_blobs(connection: Connection, kept_ms: int, appealed_ms: int, most
     All submissions with such a file were decided before `kept_ms`, the rejected ones before `appealed_ms`; none is
     judged, and the batches of the accepted ones were trained on before `kept_ms`.
     """
-    values = {"kept_ms": kept_ms, "appealed_ms": appealed_ms, "most": most}
-    return list(dict.fromkeys(fetch_rows(connection, _SELECT_FREE, str, **values)))
+    found: dict[str, None] = {}
+    for state in _DECIDED:  # each by its time, so that what may be appealed is not looked at again and again
+        values = {"state": state, "kept_ms": kept_ms, "appealed_ms": appealed_ms, "most": most - len(found)}
+        values["until_ms"] = appealed_ms if state in _REJECTED else kept_ms
+        found |= dict.fromkeys(fetch_rows(connection, _SELECT_FREE, str, **values))
+    return list(found)
 
 
 def is_free_blob(connection: Connection, blob: str, kept_ms: int, appealed_ms: int) -> bool:
@@ -223,19 +242,10 @@ def add_submission(event: Event, connection: Connection) -> None:
         "tokens": sum(rollout["tokens"] for rollout in content["rollouts"]),
         "state": SubmissionState.COMMITTED.value,
         "committed_ms": event.time_ms,
-        "upload_ms": event.time_ms + upload_time(lease.upload_s, content["size"]),
+        "upload_ms": event.time_ms + upload_time(lease.upload_s, content["size"], len(content["rollouts"])),
     }
     _INSERT.run(connection, {**row, "received_ms": 0, "decided_ms": 0, "paid": 0, "dropped": 0})
     _add_rollouts(connection, name, lease, content["rollouts"])
-
-
-def plant_submission(event: Event, connection: Connection) -> None:
-    """canary"""
-    plan = event.content["canary"]
-    row = {name: plan[name] for name in ("step", "first", "count", "version", "blob", "size")}
-    row |= {"submission": f"s{event.seq}", "lease": f"c{event.seq}", "node": event.actor, "owner": event.actor}
-    row |= {"tokens": 0, "state": SubmissionState.RECEIVED.value, "committed_ms": event.time_ms, "upload_ms": 0}
-    _INSERT.run(connection, {**row, "received_ms": event.time_ms, "decided_ms": 0, "paid": 0, "dropped": 0})
 
 
 def receive_submission(event: Event, connection: Connection) -> None:

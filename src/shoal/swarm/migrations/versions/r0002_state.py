@@ -23,6 +23,7 @@ def upgrade() -> None:
     _create_queue()
     _create_credit()
     _create_claims()
+    _create_canaries()
 
 
 def _create_run() -> None:
@@ -63,8 +64,12 @@ def _create_members() -> None:
         sa.Column("tokens", _INT64, nullable=False),
         sa.Column("earned", _INT64, nullable=False),
         sa.Column("lapses", _INT64, nullable=False),
+        sa.Column("failures", _INT64, nullable=False),
+        sa.Column("failed_ms", _INT64, nullable=False),
         sqlite_strict=True,
     )
+    op.create_index("owner_standing", "owner", ["standing", "since_ms", "owner"])
+    op.create_index("owner_rank", "owner", ["tokens", "owner"])
     op.create_table(
         "node",
         sa.Column("node", sa.Text, primary_key=True),
@@ -75,6 +80,7 @@ def _create_members() -> None:
         sa.Column("max_leases", _INT64, nullable=False),
         sa.Column("digest", sa.Text, nullable=False),
         sa.Column("joined_ms", _INT64, nullable=False),
+        sa.Column("seq", _INT64, nullable=False),
         sa.Column("gone", sa.Text, nullable=False),
         sa.Column("width", _INT64, nullable=False),
         sa.Column("progress", _INT64, nullable=False),
@@ -99,6 +105,7 @@ def _create_steps() -> None:
         sa.Column("next_index", _INT64, nullable=False),
         sa.Column("batch", sa.Text, nullable=False),
         sa.Column("opened_ms", _INT64, nullable=False),
+        sa.Column("delivered_ms", _INT64, nullable=False),
         sa.Column("cut_ms", _INT64, nullable=False),
         sa.Column("trained_ms", _INT64, nullable=False),
         sa.Column("leased", _INT64, nullable=False),
@@ -131,11 +138,14 @@ def _create_spans() -> None:
         sa.Column("fence", _INT64, nullable=False),
         sa.Column("holders", _INT64, nullable=False),
         sa.Column("reserved", sa.Text, nullable=False),
+        sa.Column("granted_ms", _INT64, nullable=False),
         sa.Column("offered_ms", _INT64, nullable=False),
         sa.Column("submission", sa.Text, nullable=False),
         sqlite_strict=True,
     )
-    op.create_index("span_step", "span", ["step", "state"])
+    _index_some("span_offer", "span", ["step", "reserved", "first"], "state = 'offered'")
+    _index_some("span_offered", "span", ["step", "offered_ms", "first"], "state = 'offered'")
+    _index_some("span_slow", "span", ["step", "granted_ms", "first"], "state = 'leased' AND holders = 1")
     op.create_table(
         "trained_group",
         sa.Column("step", _INT64, primary_key=True, autoincrement=False),
@@ -203,7 +213,7 @@ def _create_submissions() -> None:
         sqlite_strict=True,
     )
     op.create_index("ix_submission_blob", "submission", ["blob"])
-    op.create_index("submission_kept", "submission", ["dropped", "decided_ms"])
+    op.create_index("submission_kept", "submission", ["dropped", "state", "decided_ms"])
     op.create_index("submission_span", "submission", ["step", "first"])
     op.create_index("submission_due", "submission", ["state", "upload_ms"])
     op.create_index("submission_owner", "submission", ["owner", "state"])
@@ -224,6 +234,7 @@ def _create_submissions() -> None:
         sa.Column("rival", sa.Text, nullable=False),
         sqlite_strict=True,
     )
+    op.create_index("ix_duplicate_rival", "duplicate", ["rival"])
 
 
 def _create_queue() -> None:
@@ -238,11 +249,20 @@ def _create_queue() -> None:
         sa.Column("validator", sa.Text, nullable=False),
         sa.Column("deadline_ms", _INT64, nullable=False),
         sa.Column("appeal", _INT64, nullable=False),
+        sa.Column("judge", sa.Text, nullable=False),
+        sa.Column("turn", _INT64, nullable=False),
+        sa.Column("blocked", _INT64, nullable=False),
         sa.Column("seq", _INT64, nullable=False),
         sqlite_strict=True,
     )
-    op.create_index("job_state", "job", ["state", "since_ms"])
-    op.create_index("job_validator", "job", ["validator", "state"])
+    waiting, claimed = "state = 'queued' AND validator = ''", "state = 'queued' AND validator <> ''"
+    _index_some("job_queued", "job", ["since_ms"], "state = 'queued'")
+    _index_some("job_next", "job", ["judge", "turn", "seq"], f"{waiting} AND blocked = 0")
+    _index_some("job_owner", "job", ["owner"], "state = 'queued'")
+    _index_some("job_validator", "job", ["validator"], claimed)
+    _index_some("job_claimed", "job", ["deadline_ms", "submission"], claimed)
+    _index_some("job_tired", "job", ["claims", "submission"], waiting)
+    _index_some("job_doubted", "job", ["since_ms", "submission"], f"{waiting} AND (round > 1 OR appeal = 1)")
     op.create_table(
         "served_owner",
         sa.Column("owner", sa.Text, primary_key=True),
@@ -286,8 +306,8 @@ def _create_credit() -> None:
         sa.Column("state", sa.Text, nullable=False),
         sqlite_strict=True,
     )
-    op.create_index("hold_due", "hold", ["state", "made_ms"])
-    op.create_index("hold_owner", "hold", ["owner", "state"])
+    op.create_index("hold_due", "hold", ["state", "made_ms", "seq", "line"])
+    op.create_index("hold_owner", "hold", ["owner", "state", "number"])
     op.create_table(
         "bond",
         sa.Column("seq", _INT64, primary_key=True, autoincrement=False),
@@ -295,8 +315,12 @@ def _create_credit() -> None:
         sa.Column("amount", _INT64, nullable=False),
         sa.Column("free_ms", _INT64, nullable=False),
         sa.Column("state", sa.Text, nullable=False),
+        sa.Column("request", sa.Text, nullable=False),
         sqlite_strict=True,
     )
+    op.create_index("bond_due", "bond", ["state", "free_ms", "seq"])
+    op.create_index("bond_request", "bond", ["request"])
+    op.create_index("bond_owner", "bond", ["owner", "state"])
     op.create_table(
         "loss",
         sa.Column("submission", sa.Text, primary_key=True),
@@ -318,14 +342,6 @@ def _create_claims() -> None:
     )
     op.create_index("ix_appeal_owner", "appeal", ["owner"])
     op.create_table(
-        "canary",
-        sa.Column("submission", sa.Text, primary_key=True),
-        sa.Column("planted_ms", _INT64, nullable=False),
-        sa.Column("state", sa.Text, nullable=False),
-        sa.Column("decided_ms", _INT64, nullable=False),
-        sqlite_strict=True,
-    )
-    op.create_table(
         "redeem",
         sa.Column("request", sa.Text, primary_key=True),
         sa.Column("owner", sa.Text, nullable=False),
@@ -338,3 +354,31 @@ def _create_claims() -> None:
         sqlite_strict=True,
     )
     op.create_index("redeem_state", "redeem", ["state", "asked_ms"])
+
+
+def _create_canaries() -> None:
+    op.create_table(
+        "seal",
+        sa.Column("seal", sa.Text, primary_key=True),
+        sa.Column("seq", _INT64, nullable=False),
+        sa.Column("owner", sa.Text, nullable=False),
+        sqlite_strict=True,
+    )
+    op.create_index("ix_seal_owner", "seal", ["owner"])
+    op.create_table(
+        "canary",
+        sa.Column("submission", sa.Text, primary_key=True),
+        sa.Column("owner", sa.Text, nullable=False),
+        sa.Column("state", sa.Text, nullable=False),
+        sa.Column("missed_by", sa.Text, nullable=False),
+        sa.Column("trained", _INT64, nullable=False),
+        sa.Column("graded_ms", _INT64, nullable=False),
+        sqlite_strict=True,
+    )
+    op.create_index("ix_canary_owner", "canary", ["owner"])
+    op.create_index("canary_state", "canary", ["state", "graded_ms"])
+
+
+def _index_some(name: str, table: str, columns: list[str], condition: str) -> None:
+    """An index of the rows for which something holds."""
+    op.create_index(name, table, columns, sqlite_where=sa.text(condition), postgresql_where=sa.text(condition))

@@ -1,0 +1,254 @@
+"""A swarm under fire: its processes are killed at random times, each is started again, and the run ends as it must.
+
+    python bench/chaos.py [--quick] [--json] [--kills 50] [--seed N] [--async-level K] [--out DIR]
+
+A tiny swarm (coordinator, trainer, evaluator, origin, relay, two workers, two validators) runs under the supervisor of
+`shoal run`. Its parts get a SIGKILL in random order, all of them before one gets its second, after pauses drawn from an
+exponential distribution, spread over the whole run; every other time the trainer's comes in the middle of a step. The
+same seed draws the same order and the same pauses, and the machine does the rest. Then everything is held against
+everything else: see lineage.py. With async level 0 the weights must also be those of `shoal train`, which nobody kills.
+
+Figures: kills, kills_mid_step (of the trainer, between a batch and its version), steps, run_s, flaws.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import ROOT, finish
+from lineage import compare_alone, find_flaws
+from shoal.launch.layout import Layout
+from shoal.launch.prepare import prepare_swarm
+from shoal.launch.roster import list_parts
+from shoal.launch.run import hold_swarm, make_environment
+from shoal.launch.settings import LaunchConfig, load_launch
+from shoal.launch.supervise import PartState, Supervisor
+from shoal.node.tasks import run_together
+from shoal.trainer.versions import list_versions
+
+TINY = ROOT / "tests" / "tiny.toml"
+MARK = "SHOAL_CHAOS"
+"""environment variable by which a run's processes are known, whoever their parent is"""
+DEADLINE_S = 3600.0
+GAP_S, HURRY_S = 1.5, 0.2
+"""mean pause before a kill; and where the run is further than the kills are"""
+AHEAD = 0.1
+"""share of the kills that may be ahead of the run's progress: so they meet it at work"""
+LOOK_S, STEP_S = 0.002, 60.0
+"""between two looks for the middle of a step, and how long it is looked for"""
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """One process that was killed."""
+
+    at_s: float
+    """since the start"""
+    part: str
+    age_s: float
+    """how long it had lived"""
+    mid_step: bool
+    """whether it is the trainer, with a batch whose version is not written"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a run under fire."""
+
+    kills: Sequence[Kill]
+    run_s: float
+    flaws: Sequence[str]
+
+
+class Killer:
+    """Kills the parts of a supervisor."""
+
+    def __init__(self, supervisor: Supervisor, config: LaunchConfig, *, count: int, seed: int, note: Note) -> None:
+        self._supervisor, self._count, self._draw, self._note = supervisor, count, random.Random(seed), note
+        self._root, self._steps = Layout.of(config).root, config.steps
+        self._queue: list[str] = []
+        self._born: dict[int, float] = {}
+        self._begun = time.monotonic()
+        self._turn = 0
+        self.kills: list[Kill] = []
+
+    async def run(self) -> None:
+        """Kill until there were enough, then do nothing for ever."""
+        watch = asyncio.create_task(self._watch_births())
+        try:
+            while len(self.kills) < self._count:
+                ahead = len(self.kills) / self._count - self._find_progress()
+                await asyncio.sleep(self._draw.expovariate(1 / (GAP_S if ahead >= 0 else HURRY_S)))
+                if ahead <= AHEAD and (state := self._pick()) is not None:
+                    await self._kill(state)
+            await asyncio.Event().wait()
+        finally:
+            watch.cancel()
+
+    async def _watch_births(self) -> None:
+        while True:
+            for state in self._supervisor.states.values():
+                if state.process is not None:
+                    self._born.setdefault(state.process.pid, time.monotonic())
+            await asyncio.sleep(0.05)
+
+    def _find_progress(self) -> float:
+        return max(0, self._find_newest()) / self._steps
+
+    def _pick(self) -> PartState | None:
+        """The next in a random order of all that runs; each gets its turn before one gets another."""
+        if not self._queue:
+            self._queue = sorted(name for name, state in self._supervisor.states.items() if not state.finished)
+            self._draw.shuffle(self._queue)
+            # The trainer is the first to end: if its turn came last, it might be gone.
+            if "trainer" in self._queue[3:]:
+                self._queue.remove("trainer")
+                self._queue.insert(self._draw.randrange(3), "trainer")
+            self._turn += 1
+        for name in self._queue:
+            state = self._supervisor.states[name]
+            if state.process is not None:
+                self._queue.remove(name)
+                return state
+        self._queue = [name for name in self._queue if not self._supervisor.states[name].finished]
+        return None
+
+    async def _kill(self, state: PartState) -> None:
+        if state.part.name == "trainer" and self._turn % 2:
+            await self._await_step(state)
+        process, now = state.process, time.monotonic()
+        if process is None:
+            return
+        os.kill(process.pid, signal.SIGKILL)
+        kill = Kill(
+            at_s=now - self._begun,
+            part=state.part.name,
+            age_s=now - self._born.get(process.pid, now),
+            mid_step=state.part.name == "trainer" and self._is_mid_step(),
+        )
+        self.kills.append(kill)
+        middle = ", in the middle of a step" if kill.mid_step else ""
+        self._note(f"{kill.at_s:7.1f} s  kill {len(self.kills)}: {kill.part}, {kill.age_s:.1f} s old{middle}")
+
+    async def _await_step(self, state: PartState) -> None:
+        """Until the trainer has a batch and not yet its version; a step that was over too soon is let go."""
+        deadline, first = time.monotonic() + STEP_S, self._find_newest()
+        while state.process is not None and time.monotonic() < deadline:
+            if self._is_mid_step() or self._find_newest() > first + 1:
+                return
+            await asyncio.sleep(LOOK_S)
+
+    def _find_newest(self) -> int:
+        return max(list_versions(self._root / "versions"), default=-1)
+
+    def _is_mid_step(self) -> bool:
+        return (self._root / "batches" / f"step-{self._find_newest() + 1:06d}.json").exists()
+
+
+def load_settings(out: Path, *overrides: str) -> LaunchConfig:
+    """A tiny swarm; steps long enough to be met in their middle."""
+    few = ["swarm.calibration=128", "learner.updates=4", "eval.every=4", "swarm.heartbeat_s=1"]
+    return load_launch(TINY, [f"out={out}", *few, *overrides])
+
+
+def run_chaos(config: LaunchConfig, *, kills: int, seed: int, note: Note) -> Outcome:
+    """Run a swarm to its end while its parts are killed, and look for flaws."""
+    layout, mark = Layout.of(config), secrets.token_hex(8)
+    begun = time.monotonic()
+    with hold_swarm(layout):
+        prepared = prepare_swarm(config, layout, note)
+        environment = make_environment(config.swarm.threads) | {MARK: mark}
+        supervisor = Supervisor(list_parts(prepared), layout.logs, environment)
+        killer = Killer(supervisor, config, count=kills, seed=seed, note=note)
+        finished = asyncio.run(_supervise(supervisor, killer))
+    run_s = time.monotonic() - begun
+    flaws = [] if finished else [f"the run did not end in {DEADLINE_S:g} s, or a part gave up: {_describe(supervisor)}"]
+    flaws += [f"process {pid} is left" for pid in find_left(mark)]
+    if len(killer.kills) < kills:
+        flaws.append(f"the run was over after {len(killer.kills)} kills")
+    flaws += find_flaws(config) if finished else []
+    return Outcome(kills=tuple(killer.kills), run_s=run_s, flaws=tuple(flaws))
+
+
+async def _supervise(supervisor: Supervisor, killer: Killer) -> bool:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().call_later(DEADLINE_S, stop.set)
+    return await run_together(supervisor.run(lambda: True, stop), killer.run())
+
+
+def find_left(mark: str) -> list[int]:
+    """Processes of a run that are still there, after a moment to go."""
+    deadline = time.monotonic() + 10.0
+    while (found := _list_marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+def _list_marked(mark: str) -> list[int]:
+    wanted, found = f"{MARK}={mark}".encode(), []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (path / "environ").read_bytes().split(b"\0"):
+                found.append(int(path.name))
+        except OSError:  # gone, or not ours
+            continue
+    return found
+
+
+def _describe(supervisor: Supervisor) -> str:
+    now = time.monotonic()
+    return "; ".join(f"{name} {state.describe(now)}" for name, state in supervisor.states.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a smaller size that still shows the effect")
+    parser.add_argument("--json", action="store_true", help="print only one line: a JSON object of named figures")
+    parser.add_argument("--kills", type=int, metavar="N", help="processes to kill (50; quick: 12)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the order and the pauses (a new one)")
+    parser.add_argument("--async-level", type=int, default=2, metavar="K", help="of the run (%(default)s)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the run stays to be looked at (nowhere)")
+    flags = parser.parse_args()
+    seed = flags.seed if flags.seed is not None else secrets.randbelow(10**6)
+    kills = flags.kills or (12 if flags.quick else 50)
+    note = (lambda _: None) if flags.json else (lambda text: print(text, flush=True))
+    note(f"seed {seed}, {kills} kills, async level {flags.async_level}")
+    with tempfile.TemporaryDirectory() as folder:
+        out = flags.out or Path(folder)
+        steps = max(4, round(0.6 * kills))
+        config = load_settings(out, f"steps={steps}", f"async_level={flags.async_level}")
+        outcome = run_chaos(config, kills=kills, seed=seed, note=note)
+        flaws = list(outcome.flaws)
+        if not flaws and flags.async_level == 0:
+            flaws += compare_alone(config, out / "alone")
+    figures = {
+        "kills": len(outcome.kills),
+        "kills_mid_step": sum(kill.mid_step for kill in outcome.kills),
+        "steps": steps,
+        "run_s": outcome.run_s,
+        "seed": seed,
+        "flaws": len(flaws),
+    }
+    finish(flags, format_table(outcome, flaws), figures)
+    sys.exit(1 if flaws else 0)
+
+
+def format_table(outcome: Outcome, flaws: Sequence[str]) -> str:
+    counts = Counter(kill.part for kill in outcome.kills)
+    rows = ["| part | kills |", "|---|---|", *(f"| {part} | {count} |" for part, count in sorted(counts.items()))]
+    return "\n".join([*rows, "", *(flaws or ["no flaws"])])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Whole swarms for benchmarks: made ready and looked after by the code of `shoal run`, read back from what they wrote.
+
+    settings -> prepare -> all parts but the evaluator -> the last step -> evaluator -> a summary, kept as JSON
+
+- The evaluator runs when the swarm has ended, so it takes time from nobody. A version's time is when it was written.
+- Workers and validators are niced: elsewhere they have machines of their own, and would not slow the trainer down.
+- A summary is kept under the hash of its settings; a run that has one is not repeated.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shoal.config import flatten_config
+from shoal.files import remove_dir, write_atomic
+from shoal.launch.evidence import collect_evidence
+from shoal.launch.glance import EVALS, METRICS
+from shoal.launch.layout import Layout
+from shoal.launch.part import Part, Process, read_last_line
+from shoal.launch.prepare import Prepared, prepare_swarm
+from shoal.launch.report import find_folders
+from shoal.launch.roster import list_parts
+from shoal.launch.run import hold_swarm, make_environment
+from shoal.launch.settings import LaunchConfig, load_launch
+from shoal.launch.supervise import Supervisor
+from shoal.launch.timeline import Interval, Track, find_broadcasts, read_tracks
+from shoal.node.tasks import run_together
+from shoal.report import read_metrics
+
+NICE = 10
+LIMIT_S = 1800.0
+"""after which a swarm is given up"""
+_LOOK_S = 0.5
+_NICED = ("worker-", "validator-")
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+Drive = Callable[[Prepared, Supervisor], Awaitable[None]]
+"""what is done to a swarm while it runs; it need not end"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a run came to. Times are seconds since its v0 was published."""
+
+    level: int
+    seed: int
+    written: list[float]
+    """when v1, v2, ... were written"""
+    train_s: list[float]
+    """what each step took, its version on disk"""
+    ages: list[float]
+    """of each step, mean over its rollouts, in versions"""
+    age_max: float
+    rewards: list[float]
+    evals: list[tuple[int, float, float]]
+    """version, pass rate sampled, greedy"""
+    broadcasts: list[float]
+    """of v1, v2, ..., until all workers that got it had it"""
+    busy: dict[str, list[Interval]]
+    waits: dict[str, list[Interval]]
+    window: Interval
+    """from the beginning of the first step's training to the end of the last one's"""
+    cpu_s: dict[str, float]
+    """of each part with all that it started"""
+    version_bytes: int
+    """of one version's weights"""
+    ledger: str
+
+    def share_of(self, part: str) -> float:
+        """Share of the window in which a part was busy."""
+        begin, end = self.window
+        inside = sum(max(0.0, min(last, end) - max(first, begin)) for first, last in self.busy[part])
+        return inside / (end - begin)
+
+
+def load_swarm(name: str, seed: int, out: Path, overrides: Sequence[str], *, base: Path | None = None) -> LaunchConfig:
+    """The settings of a file (None: the demo's) with others laid over them."""
+    return load_launch(base, [*overrides, f"name={name}", f"seed={seed}", f"out={out}"])
+
+
+def find_summary(config: LaunchConfig, out: Path, *, fresh: bool = False) -> Summary:
+    """What a run with these settings came to, from its file, or by running it now."""
+    path = out / f"{config.name}-{hash_settings(config)}.json"
+    if path.exists() and not fresh:
+        return Summary(**json.loads(path.read_bytes()))
+    prepared, cpu_s = run_swarm(config)
+    evaluate_versions(prepared)
+    summary = summarise_run(prepared, cpu_s)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(asdict(summary)).encode())
+    remove_dir(prepared.layout.root)
+    return summary
+
+
+def hash_settings(config: LaunchConfig) -> str:
+    """What decides a run, but for the code."""
+    values = {key: value for key, value in flatten_config(config).items() if key not in ("name", "out")}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def run_swarm(
+    config: LaunchConfig, *, apart: Collection[str] = (), drive: Drive | None = None
+) -> tuple[Prepared, dict[str, float]]:
+    """Run a swarm to its last step; CPU seconds of its parts too. Those `apart` are the driver's to start."""
+    layout = Layout.of(config)
+    if layout.root.exists():
+        remove_dir(layout.root)  # of a benchmark that was interrupted
+    with hold_swarm(layout):
+        prepared = prepare_swarm(config, layout, lambda _: None)
+        cpu_s = asyncio.run(_supervise(prepared, apart, drive))
+    return prepared, cpu_s
+
+
+async def find_part(supervisor: Supervisor, name: str) -> Process:
+    """The process of a part, as soon as it runs."""
+    while (process := supervisor.states[name].process) is None:
+        await asyncio.sleep(_LOOK_S)
+    return process
+
+
+def pick_parts(prepared: Prepared, names: Collection[str]) -> list[Part]:
+    """Parts of a swarm by their names."""
+    return [part for part in list_parts(prepared) if part.name in names]
+
+
+async def _supervise(prepared: Prepared, apart: Collection[str], drive: Drive | None) -> dict[str, float]:
+    parts = [part for part in list_parts(prepared) if part.name not in ("evaluator", *apart)]
+    supervisor = open_supervisor(prepared, parts)
+    meter = Meter(supervisor)
+    beside = [drive(prepared, supervisor)] if drive else []
+    async with asyncio.timeout(LIMIT_S):
+        running = supervisor.run(lambda: True, asyncio.Event())
+        finished = await run_together(running, meter.run(), *(_wrap(other) for other in beside))
+    if not finished:
+        raise SystemExit(f"{prepared.config.run}: {read_last_line(prepared.layout.logs, 'trainer')}")
+    return meter.cpu_s
+
+
+async def _wrap(work: Awaitable[None]) -> None:
+    await work
+
+
+def open_supervisor(prepared: Prepared, parts: Sequence[Part]) -> Supervisor:
+    """A supervisor as `shoal run` has it."""
+    return Supervisor(parts, prepared.layout.logs, make_environment(prepared.config.swarm.threads))
+
+
+class Meter:
+    """Nices the parts of a supervisor as they start, and counts the CPU seconds of all."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._niced: set[int] = set()
+        self._ended: dict[str, dict[int, float]] = {}
+
+    @property
+    def cpu_s(self) -> dict[str, float]:
+        """Of each part, all its starts together."""
+        return {name: sum(seconds.values()) for name, seconds in self._ended.items()}
+
+    async def run(self) -> None:
+        """Look now and then, for ever."""
+        while True:
+            seconds = read_seconds()
+            for name, state in self._supervisor.states.items():
+                if state.process is not None:
+                    self._look(name, state.process.pid, seconds)
+            await asyncio.sleep(_LOOK_S)
+
+    def _look(self, name: str, pid: int, seconds: Mapping[int, float]) -> None:
+        self._ended.setdefault(name, {})[pid] = seconds.get(pid, 0.0)
+        if name.startswith(_NICED) and pid not in self._niced:
+            self._niced.add(pid)
+            lower_priority(pid)
+
+
+def lower_priority(session: int) -> None:
+    """Nice all of a session. Where the kernel groups processes by session, it is the group's niceness that counts."""
+    os.setpriority(os.PRIO_PGRP, session, NICE)
+    group = Path(f"/proc/{session}/autogroup")
+    if group.exists():
+        group.write_text(str(NICE))
+
+
+def read_seconds() -> dict[int, float]:
+    """CPU seconds by session: each part is one, with its children, those that ended too."""
+    seconds: dict[int, float] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended just now
+        session, ticks = int(fields[3]), sum(map(int, fields[11:15]))
+        seconds[session] = seconds.get(session, 0.0) + ticks / _TICKS
+    return seconds
+
+
+def evaluate_versions(prepared: Prepared) -> None:
+    """Evaluate all versions that are due of a swarm that has ended."""
+    command = [sys.executable, "-m", "shoal", "evaluator", str(prepared.layout.run_settings)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=make_environment(1))
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def summarise_run(prepared: Prepared, cpu_s: Mapping[str, float]) -> Summary:
+    """Read what a swarm wrote down. That no rollout was too old, and that its ledger holds, is checked."""
+    config, root = prepared.config, prepared.layout.root
+    lines = read_metrics(root / METRICS)
+    tracks = {track.name: track for track in read_tracks(find_folders(prepared))}
+    origin_s = min(span.start_s for span in tracks["origin"].spans if span.name == "publish")
+    trains = [span for span in tracks["trainer"].spans if span.name in ("train", "write")]
+    evidence = collect_evidence(prepared.layout.ledger)
+    age_max = max(line["off_policy/lag_max"] for line in lines)
+    if age_max > config.async_level or not evidence.holds:
+        raise SystemExit(f"{config.run}: a rollout was {age_max:.0f} versions old; {evidence.summary}")
+    return Summary(
+        level=config.async_level,
+        seed=config.seed,
+        written=[line["time"] - origin_s for line in lines],
+        train_s=[line["perf/train_s"] + line["perf/write_s"] for line in lines],
+        ages=[line["off_policy/lag"] for line in lines],
+        age_max=age_max,
+        rewards=[line["reward/mean"] for line in lines],
+        evals=[(line["step"], line["eval/pass_at_1"], line["eval/greedy"]) for line in read_metrics(root / EVALS)],
+        broadcasts=_measure_broadcasts(list(tracks.values())),
+        busy={name: _shift(track.busy, origin_s) for name, track in tracks.items()},
+        waits={name: _shift(track.wait, origin_s) for name, track in tracks.items()},
+        window=(min(span.start_s for span in trains) - origin_s, max(span.end_s for span in trains) - origin_s),
+        cpu_s=dict(cpu_s),
+        version_bytes=(prepared.layout.start / "model.safetensors").stat().st_size,
+        ledger=evidence.summary,
+    )
+
+
+def _measure_broadcasts(tracks: Sequence[Track]) -> list[float]:
+    """Of each version but v0; one that no worker took, because there was a newer one, is left out."""
+    found = [item for item in find_broadcasts(tracks) if item.version > 0 and item.reached_s]
+    return [max(item.reached_s.values()) for item in found]
+
+
+def _shift(intervals: Sequence[Interval], origin_s: float) -> list[Interval]:
+    return [(start - origin_s, end - origin_s) for start, end in intervals]

@@ -1,0 +1,103 @@
+"""The arithmetic of the benchmarks of asynchrony."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_FOLDER = str(Path(__file__).parents[2] / "bench")
+sys.path.insert(0, _FOLDER)
+for _name in ("swarms", "overlap_chart", "overlap", "unequal"):
+    import_module(_name)
+sys.path.remove(_FOLDER)
+
+from overlap import collect_figures, find_crossing, format_tables  # noqa: E402
+from swarms import Summary, hash_settings, load_swarm, read_seconds  # noqa: E402
+from unequal import compare_samples  # noqa: E402
+
+
+def make_summary(**changes: Any) -> Summary:
+    """Two steps of a second each, in the third and the sixth second since v0."""
+    values: dict[str, Any] = {
+        "level": 0,
+        "seed": 0,
+        "written": [3.0, 6.0],
+        "train_s": [1.0, 1.0],
+        "ages": [0.0, 0.0],
+        "age_max": 0.0,
+        "rewards": [0.5, 0.5],
+        "evals": [(0, 0.2, 0.3), (1, 0.4, 0.5), (2, 0.8, 0.9)],
+        "broadcasts": [2.0, 2.0],
+        "busy": {
+            "trainer": [(2.0, 3.0), (5.0, 6.0)],
+            "worker-1": [(0.0, 2.5), (3.0, 4.0)],
+            "validator-1": [(0.0, 9.0)],
+        },
+        "waits": {"trainer": [(0.0, 2.0), (3.0, 5.0)], "worker-1": [], "validator-1": []},
+        "window": (2.0, 6.0),
+        "cpu_s": {"trainer": 2.0, "worker-1": 3.0, "validator-1": 1.0},
+        "version_bytes": 100,
+        "ledger": "the ledger holds",
+    }
+    return Summary(**values | changes)
+
+
+def test_busy_shares_are_of_the_time_between_the_first_and_the_last_training() -> None:
+    summary = make_summary()
+    assert summary.share_of("trainer") == 0.5
+    assert summary.share_of("worker-1") == (0.5 + 1.0) / 4
+    assert summary.share_of("validator-1") == 1.0
+
+
+def test_a_target_is_reached_between_two_evaluations_on_a_straight_line() -> None:
+    summary = make_summary()
+    assert find_crossing(summary, 0.2) == 0.0
+    assert find_crossing(summary, 0.3) == pytest.approx(1.5)
+    assert find_crossing(summary, 0.6) == pytest.approx(4.5)
+    assert find_crossing(summary, 0.9) is None
+
+
+def test_the_speed_up_is_that_of_mean_times_and_is_not_stated_where_one_run_does_not_get_there() -> None:
+    fast = make_summary(level=2, written=[1.5, 3.0], window=(1.0, 3.0), ages=[1.0, 2.0], age_max=2.0)
+    slow = make_summary()
+    figures = collect_figures({0: [slow, slow], 2: [fast, fast]})
+    assert figures["speedup_k2"] == pytest.approx(2.0)
+    assert figures["step_speedup_k2"] == pytest.approx(2.0)
+    assert figures["trainer_idle_k0"] == 0.5
+    assert figures["broadcast_over_train_k0"] == 2.0
+    assert figures["age_k2"] == 1.5
+    lame = make_summary(level=2, evals=[(0, 0.2, 0.3), (2, 0.55, 0.6)])
+    figures = collect_figures({0: [slow, slow], 2: [fast, lame]})
+    assert "speedup_k2" not in figures and "speedup_to_0.5_k2" in figures
+    assert "| 2 | 2 5 | 2 - | 3 - |" in format_tables({0: [slow, slow], 2: [fast, lame]}).splitlines()
+
+
+def test_a_summary_is_the_same_after_it_was_kept() -> None:
+    summary = make_summary()
+    kept = Summary(**json.loads(json.dumps(asdict(summary))))
+    assert collect_figures({0: [kept]}) == collect_figures({0: [summary]})
+
+
+def test_runs_are_told_apart_by_their_settings_and_not_by_name_or_folder(tmp_path: Path) -> None:
+    one = load_swarm("one", 0, tmp_path, ["async_level=2"])
+    assert hash_settings(one) == hash_settings(load_swarm("two", 0, tmp_path / "x", ["async_level=2"]))
+    others = [load_swarm("one", 1, tmp_path, ["async_level=2"]), load_swarm("one", 0, tmp_path, ["async_level=1"])]
+    assert hash_settings(one) not in {hash_settings(other) for other in others}
+
+
+def test_equal_samples_have_no_distance_and_the_limit_law_is_the_one_of_the_books() -> None:
+    assert compare_samples([1, 2, 3], [1, 2, 3]) == (0.0, 1.0)
+    distance, chance = compare_samples([1, 2, 3, 4], [3, 4, 5, 6])
+    assert distance == 0.5
+    assert chance == pytest.approx(0.534, abs=0.002)  # 2 (exp(-2 x^2) - exp(-8 x^2) + ...) at x = 0.806
+    assert compare_samples(list(range(100)), list(range(50, 150)))[1] < 1e-9
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
+def test_cpu_seconds_are_those_of_a_whole_session() -> None:
+    assert read_seconds()[os.getsid(0)] > 0

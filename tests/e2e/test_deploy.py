@@ -1,0 +1,197 @@
+"""A swarm with each role on a machine of its own, by the commands that docs/deploy.md shows and `shoal prepare` prints.
+
+The machines are network namespaces behind slow links, each with files of its own; one worker cannot be called at all.
+"""
+
+import re
+import shutil
+import signal
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from shoal.keys import Key
+from shoal.launch.evidence import collect_evidence
+from shoal.swarm.db import open_engine, read_snapshot
+from shoal.swarm.state.steps import VERSION
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from netns import DELAY_MS, Net, explain_lack
+from warm import SWARM, Warm
+
+TINY = Path(__file__).parents[1] / "tiny.toml"
+PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
+PATIENCE_S = 120.0
+STEPS = 3
+QUICK = f"name=deploy steps={STEPS} async_level=2 swarm.calibration=64 swarm.join_work=4096 swarm.heartbeat_s=1"
+URL = "http://run.example.org:8700"
+HOSTS = {"run": "run.example.org", "trainer": "trainer.example.org", "relay": "relay.example.org"}
+HOSTS |= dict.fromkeys(["validator", "worker-1", "worker-2", "desk"], "")
+WORKERS = ("worker-1", "worker-2")
+CLOSED = "worker-2"
+SERVING = {"run": "00000000:21FC", "trainer": "00000000:2198", "relay": "00000000:2198"}
+"""who listens, and where, as the kernel writes it: ports 8700 and 8600"""
+KEYS = {
+    "desk": {"operator.key"},
+    "run": {"coordinator/data/coordinator.key"},
+    "trainer": {"launch/publisher.key", "trainer/node.key", "trainer/owner.key"},
+    "relay": set(),
+    "validator": {"owner.key", "validator/node.key"},
+    "worker-1": {"worker/node.key", "worker/owner.key"},
+    "worker-2": {"worker/node.key", "worker/owner.key"},
+}
+WaitUntil = Callable[[Callable[[], bool], Callable[[], str]], None]
+
+_LISTEN = """
+import socket
+server = socket.create_server(("0.0.0.0", 9000))
+print("up", flush=True)
+while True:
+    server.accept()
+"""
+_CALL = """
+import socket, sys, time
+took = []
+for _ in range(5):
+    begun = time.monotonic()
+    socket.create_connection((sys.argv[1], 9000), float(sys.argv[2])).close()
+    took.append(time.monotonic() - begun)
+print(min(took))
+"""
+"""the quickest of some calls: what a busy machine adds is not the link's"""
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> Iterator[Net]:
+    if reason := explain_lack():
+        pytest.skip(reason)
+    with closing(Warm(*SWARM)) as warm, Net(tmp_path, warm, HOSTS, closed=frozenset({CLOSED})) as net:
+        yield net
+        for log in sorted(tmp_path.glob("*.log")):
+            print(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}")  # shown if the test failed
+
+
+def test_each_role_has_a_machine_of_its_own(net: Net, wait_until: WaitUntil) -> None:
+    hosts = net.hosts
+    check_links(net)
+    stations = prepare(net)
+    bundle = hosts["trainer"].folder / "runs" / "deploy-seed0" / "launch" / "coordinator"
+    shutil.copytree(bundle, hosts["run"].folder / "coordinator")
+
+    coordinator = hosts["run"].start(stations["run.example.org"][0], folder="coordinator")
+    log = hosts["run"].find_log(stations["run.example.org"][0])
+    await_text(wait_until, log, "shoal join")
+    found = re.search(rf"(shoal worker {URL}) --coordinator ([0-9a-f]{{64}})\n", log.read_text())
+    assert found is not None and stations["each worker"] == [found[1]]
+    hosts["relay"].start(stations["relay.example.org"][0])
+    origin, trainer, _ = stations["trainer.example.org"]  # the evaluator talks to nobody, and has tests of its own
+    hosts["trainer"].start(origin)
+    nodes = [hosts["trainer"].start(trainer)]
+    nodes += [hosts[name].start(found[0]) for name in WORKERS]
+    # Nobody gets further leases with eight files to be judged, and the run needs twelve: both deliver.
+    wait_until(lambda: count_owners(net) == 2, lambda: "two workers that delivered")
+    nodes.append(hosts["validator"].start(f"{stations['each validator'][0]} --coordinator {found[2]}"))
+    await_text(wait_until, hosts["validator"].folder / "validator" / "joined", "")
+    check_sockets(net)
+
+    for process in nodes:  # which end by themselves when the run is finished
+        assert process.wait(PATIENCE_S) == 0
+    assert "holds" in hosts["desk"].type(f"shoal ledger verify {URL} --coordinator {found[2]}")
+    coordinator.send_signal(signal.SIGTERM)
+    assert coordinator.wait(PATIENCE_S) == 0
+    check_ledger(net)
+    check_keys(net)
+
+
+def prepare(net: Net) -> dict[str, list[str]]:
+    """Make the run ready on the trainer's machine; the commands that are printed, by machine."""
+    operator = net.hosts["desk"].type("shoal keygen operator.key").strip()
+    validator = net.hosts["validator"].type("shoal keygen owner.key").strip()
+    page = PAGE.read_text()
+    shown = re.search(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert shown is not None
+    settings = shown[1].replace("OPERATOR", operator).replace("VALIDATOR", validator)
+    (net.hosts["trainer"].folder / "deploy.toml").write_text(TINY.read_text() + settings)
+    printed = net.hosts["trainer"].type(f"shoal prepare deploy.toml {QUICK}")
+    commands = printed[printed.index("# run.example.org") :]
+    general = re.sub("[0-9a-f]{64}", "PUBLISHER", commands).replace(str(net.root / "here"), "/srv/shoal")
+    assert general in page, f"the page shows other commands than\n{general}"
+    stations: dict[str, list[str]] = {}
+    for line in commands.splitlines():
+        if line.startswith("# "):
+            stations[line[2:].partition(":")[0]] = lines = []
+        else:
+            lines.append(line)
+    return stations
+
+
+def await_text(wait_until: WaitUntil, path: Path, text: str) -> None:
+    """Until a file is there and says something."""
+    wait_until(lambda: path.exists() and text in path.read_text(), lambda: f"{text!r} in {path}")
+
+
+def check_links(net: Net) -> None:
+    """It takes its time from one machine to another, and nobody calls the closed one, though it listens."""
+    hosts = net.hosts
+    listening = [hosts[name].run(sys.executable, "-c", _LISTEN) for name in ("run", CLOSED)]
+    for process in listening:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    answered, _ = hosts[CLOSED].run(sys.executable, "-c", _CALL, hosts["run"].address, "10").communicate()
+    assert float(answered) >= 2 * DELAY_MS / 1000
+    refused, _ = hosts["desk"].run(sys.executable, "-c", _CALL, hosts[CLOSED].address, "0.5").communicate()
+    assert b"TimeoutError" in refused
+    for process in listening:
+        process.kill()
+
+
+def check_sockets(net: Net) -> None:
+    """Those listen who serve, at one address each, and nobody else does."""
+    found = {name: host.list_listening() for name, host in net.hosts.items()}
+    assert found == {name: [SERVING[name]] if name in SERVING else [] for name in HOSTS}
+
+
+def count_owners(net: Net) -> int:
+    """How many owners have handed something in."""
+    with closing(sqlite3.connect(f"file:{find_ledger(net)}?mode=ro", uri=True)) as connection:
+        return int(connection.execute("SELECT count(DISTINCT owner) FROM submission").fetchone()[0])
+
+
+def find_ledger(net: Net) -> Path:
+    return net.hosts["run"].folder / "coordinator" / "data" / "ledger.db"
+
+
+def check_ledger(net: Net) -> None:
+    """It holds, both workers were paid, and what it calls the weights is what trainer and workers have."""
+    evidence = collect_evidence(find_ledger(net))
+    assert evidence.holds, evidence.summary
+    earned = {line.owner: line.earned for line in evidence.leaders}
+    owners = {name: Key.load(net.hosts[name].folder / "worker" / "owner.key").public for name in WORKERS}
+    assert all(earned[owner] > 0 for owner in owners.values()), (owners, earned)
+    assert len(set(owners.values())) == 2
+
+    from shoal.launch.start import find_root
+
+    engine = open_engine(str(find_ledger(net)))
+    with read_snapshot(engine) as connection:
+        roots = {row.version: row.root for row in connection.execute(VERSION.select())}
+    engine.dispose()
+    last = net.hosts["trainer"].folder / "runs" / "deploy-seed0" / "versions" / f"v{STEPS:06d}"
+    assert max(roots) == STEPS and find_root(last) == roots[STEPS]
+    for name in owners:
+        pulled = list((net.hosts[name].folder / "worker" / "weights").glob("v*"))
+        assert pulled and all(find_root(folder) == roots[int(folder.name[1:])] for folder in pulled)
+
+
+def check_keys(net: Net) -> None:
+    """Each secret is on one machine."""
+    for name, expected in KEYS.items():
+        root = net.hosts[name].folder
+        found = {str(path.relative_to(root)) for path in root.rglob("*.key")}
+        assert {path.removeprefix("runs/deploy-seed0/") for path in found} == expected, name
+    secrets = list(net.root.glob("hosts/**/beacon.secret"))
+    assert secrets == [net.hosts["run"].folder / "coordinator" / "data" / "beacon.secret"]

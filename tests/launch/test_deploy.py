@@ -1,0 +1,138 @@
+"""A swarm on several machines: what is typed where, and which secrets are not on the way."""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import _build_parser
+from shoal.commands.swarm_settings import load_service
+from shoal.errors import ConfigError
+from shoal.keys import Key
+from shoal.launch import prepare
+from shoal.launch.deploy import describe_stations, list_stations
+from shoal.launch.layout import Layout
+from shoal.launch.prepare import Prepared, prepare_swarm
+from shoal.launch.run import start_swarm
+from shoal.launch.settings import LaunchConfig, load_launch
+from shoal.swarm.papers import load_papers
+
+Load = Callable[..., LaunchConfig]
+OPERATOR, VALIDATOR = Key.generate().public, Key.generate().public
+HOSTS = {
+    "coordinator": "http://run.example.org:8700",
+    "origin": "http://trainer.example.org:8600",
+    "relays": '["http://a.example.org:8601", "http://b.example.org"]',
+    "validators": f'["{VALIDATOR}"]',
+    "operator": OPERATOR,
+}
+
+
+def name_hosts(**changes: str) -> list[str]:
+    return [f"swarm.hosts.{name}={value}" for name, value in (HOSTS | changes).items()]
+
+
+@pytest.fixture
+def spread(out: Path, load_tiny: Load, monkeypatch: pytest.MonkeyPatch) -> Prepared:
+    """The tiny swarm, ready for several machines."""
+    monkeypatch.setattr(prepare, "_make_papers", None)  # they are there, and hold for any machines
+    config = load_tiny(out, 'swarm.cheats=["int8"]', *name_hosts())
+    layout = Layout.of(config)
+    layout.operator_key.unlink()
+    return prepare_swarm(config, layout, lambda _: None)
+
+
+def test_every_command_exists_and_serves_at_the_port_of_its_address(spread: Prepared) -> None:
+    parser = _build_parser()
+    listening = {}
+    for station in list_stations(spread):
+        for arguments in station.commands:
+            args = parser.parse_args(arguments)
+            assert callable(args.command)
+            if hasattr(args, "listen"):
+                listening[station.name] = args.listen
+    assert listening == {
+        "run.example.org": "0.0.0.0:8700",
+        "trainer.example.org": "0.0.0.0:8600",
+        "a.example.org": "0.0.0.0:8601",
+        "b.example.org": "0.0.0.0:80",
+    }
+
+
+def test_a_coordinator_by_https_is_given_its_certificate(spread: Prepared) -> None:
+    hosts = spread.config.swarm.hosts.model_copy(update={"coordinator": "https://run.example.org"})
+    swarm = spread.config.swarm.model_copy(update={"hosts": hosts})
+    spread.config = spread.config.model_copy(update={"swarm": swarm})
+    (command,) = list_stations(spread)[0].commands
+    assert "0.0.0.0:443" in command and command[-4:] == ("--tls-cert", "fullchain.pem", "--tls-key", "key.pem")
+
+
+def test_the_commands_are_lines_for_a_shell(spread: Prepared) -> None:
+    lines = describe_stations(spread).splitlines()
+    commands = [shlex.split(line) for line in lines if not line.startswith("# ")]
+    assert [tuple(words) for words in commands] == [
+        ("shoal", *arguments) for station in list_stations(spread) for arguments in station.commands
+    ]
+
+
+def test_the_coordinator_gets_all_it_needs_and_no_secret(spread: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = spread.layout.bundle
+    assert {path.name for path in bundle.iterdir()} == {"coordinator.toml", "recipe.json", "calibration.json"}
+    monkeypatch.chdir(bundle)
+    service = load_service(Path("coordinator.toml"), [], {})
+    assert service.urls == (HOSTS["coordinator"],) and service.host == "127.0.0.1"
+    assert service.relays == ("http://a.example.org:8601", "http://b.example.org")
+    assert (service.operator, service.params.validators) == (OPERATOR, (VALIDATOR,))
+    assert service.params.trainers == (spread.identities["trainer"].key.public,)
+    assert load_papers(service.recipe, service.calibration, service.params).recipe == spread.layout.recipe.read_bytes()
+
+
+def test_no_key_is_made_for_those_who_make_their_own(spread: Prepared) -> None:
+    assert set(spread.identities) == {"trainer"}
+    assert [path.name for path in spread.layout.launch.glob("*.key")] == ["publisher.key"]
+
+
+def test_an_operator_who_is_not_named_gets_a_key(spread: Prepared, out: Path, load_tiny: Load) -> None:
+    config = load_tiny(out, 'swarm.cheats=["int8"]', *name_hosts(operator=""))
+    again = prepare_swarm(config, spread.layout, lambda _: None)
+    assert again.operator == Key.load(spread.layout.operator_key).public
+
+
+def test_a_part_may_move(spread: Prepared, out: Path, load_tiny: Load) -> None:
+    (spread.layout.root / "versions").mkdir()  # the run was begun, though its ledger is elsewhere
+    moved = load_tiny(out, 'swarm.cheats=["int8"]', *name_hosts(relays='["http://c.example.org:8600"]'))
+    prepare_swarm(moved, spread.layout, lambda _: None)
+    assert "c.example.org" in (spread.layout.bundle / "coordinator.toml").read_text()
+    changed = load_tiny(out, 'swarm.cheats=["int8"]', "engine.max_tokens=7", *name_hosts())
+    with pytest.raises(ConfigError, match=r"begun with another engine\.max_tokens"):
+        prepare_swarm(changed, spread.layout, lambda _: None)
+
+
+def test_a_swarm_on_several_machines_is_not_run_on_one(out: Path, load_tiny: Load) -> None:
+    with pytest.raises(ConfigError, match="prints what to type where"):
+        start_swarm(load_tiny(out, *name_hosts()), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("coordinator", "", "coordinator: is missing"),
+        ("coordinator", "run.example.org", "is no address, which is https://HOST or http://HOST:PORT"),
+        ("coordinator", "http://run.example.org/x", "is no address"),
+        ("origin", "", "origin: is missing"),
+        ("origin", "https://trainer.example.org", "is no address, which is http://HOST:PORT"),
+        ("relays", "[]", "relays: is missing"),
+        ("relays", '["https://a.example.org"]', "is no address, which is http://HOST:PORT"),
+        ("validators", "[]", "validators: is missing"),
+        ("validators", '["abc"]', "not a public key"),
+        ("operator", "abc", "not a public key"),
+    ],
+)
+def test_what_is_missing_or_no_address_is_said(name: str, value: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_launch(None, name_hosts(**{name: value}))
+
+
+def test_strangers_may_do_all_the_work() -> None:
+    assert load_launch(None, [*name_hosts(), "swarm.workers=0", "swarm.cheats=[]"]).swarm.is_spread

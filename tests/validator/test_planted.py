@@ -1,0 +1,69 @@
+"""A canary's own word on its work, held against the validator's verdict."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.recipe import Recipe
+from shoal.redteam.bad_work import BadWork
+from shoal.redteam.int8 import Int8Author
+from shoal.redteam.planted import PlantedAuthor
+from shoal.redteam.stale import StaleAuthor
+from shoal.swarm.messages import Verdict
+from shoal.swarm.params import MILLION
+from shoal.toploc.calibration import Calibration
+from shoal.worker.author import Author, Work
+
+
+class EditedAuthor(Author):
+    """Changes the log-probs of one rollout, by so much."""
+
+    shift = 1.0
+
+    def finish(self, work: Work) -> Work:
+        first, *rest = work.groups
+        edited = replace(first.rollouts[0], logprobs=first.rollouts[0].logprobs - np.float32(self.shift))
+        return replace(work, groups=(replace(first, rollouts=(edited, *first.rollouts[1:])), *rest))
+
+
+@pytest.fixture
+def plant(hand_in, tmp_path: Path, calibration: Calibration):
+    """The validator's verdict on a canary's work, the leases it calls bad, and the job."""
+
+    def make(author: type[Author], *, version: int = 0, check_ppm: int = MILLION):
+        bad = BadWork(tmp_path)
+
+        def open_author(recipe: Recipe) -> Author:
+            return PlantedAuthor(author(recipe), calibration, bad, check_ppm=check_ppm)
+
+        case = hand_in(open_author, version=version)
+        return case.opinion().verdict, set(bad.list_leases()), case.job
+
+    return make
+
+
+@pytest.mark.parametrize(("author", "version"), [(StaleAuthor, 1), (Int8Author, 0), (EditedAuthor, 0)])
+def test_what_a_canary_calls_bad_is_what_a_validator_rejects(plant, hand_in, author, version: int) -> None:
+    verdict, bad, job = plant(author, version=version)
+    assert (verdict, bad) == (Verdict.HARD, {"l1"})
+    assert job.manifest == hand_in(author, version=version).job.manifest, "it hands in what the cheat made"
+
+
+@pytest.mark.parametrize(("author", "version"), [(Author, 1), (StaleAuthor, 0)])
+def test_what_a_validator_accepts_a_canary_does_not_call_bad(plant, author, version: int) -> None:
+    verdict, bad, _ = plant(author, version=version)
+    assert (verdict, bad) == (Verdict.ACCEPTED, set())
+
+
+def test_what_a_validator_that_looks_at_some_rollouts_may_not_see_is_not_called_bad(plant) -> None:
+    assert plant(EditedAuthor, check_ppm=MILLION // 2)[1] == set()
+
+
+def test_what_is_just_beyond_a_threshold_is_not_called_bad(plant, hand_in, monkeypatch) -> None:
+    """Another machine's numbers may be a little smaller."""
+    allowed = next(float(item.threshold) for item in hand_in().opinion().findings if item.check == "logprob")
+    monkeypatch.setattr(EditedAuthor, "shift", 1.5 * allowed)
+    verdict, bad, _ = plant(EditedAuthor)
+    assert (verdict, bad) == (Verdict.HARD, set())
