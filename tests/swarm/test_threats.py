@@ -53,7 +53,7 @@ THREATS = {
         coordinator/test_submissions.py::test_a_manifest_needs_the_signature_of_its_node
         coordinator/test_submissions.py::test_nobody_submits_under_the_lease_of_another
         coordinator/test_submissions.py::test_a_file_handed_in_for_other_groups_is_refused
-        blobs/test_disk.py::test_other_bytes_than_announced_leave_nothing
+        blobs/test_stores.py::test_other_bytes_than_announced_leave_nothing
     """,
     "copying another's rollouts": """
         coordinator/test_submissions.py::test_copied_rollouts_are_not_paid_and_the_first_is_not_punished
@@ -79,15 +79,15 @@ THREATS = {
     """,
     "crash the validator to be paid": """
         coordinator/test_verdicts.py::test_a_file_that_crashes_two_checkers_is_bad_form_and_unpaid
-        coordinator/test_verdicts.py::test_what_kills_every_validator_is_unpaid_in_the_end
-        coordinator/test_verdicts.py::test_what_kills_the_only_validator_ends_by_time
+        coordinator/test_verdicts.py::test_what_kills_every_validator_is_unpaid_in_the_end_and_held_against_nobody
+        coordinator/test_verdicts.py::test_what_kills_the_only_validator_does_so_a_few_times_and_ends_by_time
         rules/test_outcome.py::test_hard_takes_two_and_crashes_are_never_paid
     """,
     "path traversal, object overwrite": """
         api/test_attacks.py::test_no_part_of_a_path_has_a_second_spelling_or_leads_anywhere
         blobs/test_disk.py::test_nothing_but_a_hash_is_a_name
-        blobs/test_disk.py::test_a_name_that_is_no_hash_reaches_no_file
-        blobs/test_disk.py::test_two_uploads_of_one_blob_at_once_make_one_blob
+        blobs/test_stores.py::test_a_name_that_is_no_hash_reaches_nothing
+        blobs/test_stores.py::test_two_uploads_of_one_blob_at_once_make_one_blob
     """,
     "slowloris, slow body, idle sockets": """
         api/test_attacks.py::test_signed_heartbeats_go_on_while_two_thousand_sockets_dribble
@@ -163,8 +163,12 @@ THREATS = {
         test_verify.py::test_a_change_of_any_column_of_any_row_is_found
         test_verify.py::test_events_that_were_written_anew_do_not_give_the_signed_heads
         test_verify.py::test_a_ledger_that_was_cut_off_is_found_by_who_holds_a_later_head
+        coordinator/law/test_forged_credit.py::test_credit_that_the_coordinator_invents_is_named
+        coordinator/law/test_forged_work.py::test_work_that_the_coordinator_invents_is_named
+        coordinator/law/test_decisions.py::test_no_decision_makes_an_event_that_is_a_little_different
         coordinator/test_tampering.py::test_every_edited_added_or_removed_row_is_found
         api/test_client.py::test_a_fork_stops_the_node_for_good_and_the_evidence_is_kept
+        api/test_client.py::test_a_proof_that_was_altered_on_the_way_is_asked_for_again
     """,
     "malicious coordinator": """
         api/test_client.py::test_a_lease_that_is_not_signed_as_it_was_sent_is_not_worked_for

@@ -68,23 +68,29 @@ class Careers(RuleBasedStateMachine):
             if answer.lease is not None:
                 self.world.submit(node, answer.lease, salt=str(self.world.coordinator.ledger.size))
 
-    @rule(lazy=st.lists(st.sampled_from(JUDGES), max_size=3))
-    def plant_canary(self, lazy):
-        """Bad work that is judged by each validator as it does: some say that all is well."""
+    @rule(lazy=st.sampled_from(JUDGES), others=st.booleans())
+    def plant_canary(self, lazy, others):
+        """Bad work that one validator calls good; it says so first, or when others have doubts."""
         if not self.canaries:
             return
         name = self.canaries.pop()
         self.world.join(name, name)
         with contextlib.suppress(AuthError):
-            self.planted.append((name, self.world.submit(name, self.world.lease(name), salt=name)))
-            for judge in JUDGES:
-                self.judge_next(judge, Verdict.ACCEPTED if judge in lazy else Verdict.HARD)
+            submission = self.world.submit(name, self.world.lease(name), salt=name)
+            self.planted.append((name, submission, lazy))
+            order = [judge for judge in JUDGES if judge != lazy] if others else []
+            for judge in (*order[:1], lazy, *order[1:]):
+                self.judge_next(judge, Verdict.ACCEPTED if judge == lazy else Verdict.HARD)
 
-    @rule()
-    def reveal_canary(self):
+    @rule(ban=st.booleans())
+    def reveal_canary(self, ban):
+        """And its validator may be banned by then for something else."""
         if self.planted:
+            name, submission, lazy = self.planted.pop(0)
+            if ban:
+                self.world.order(Action.BAN, target=self.world.owner_id(lazy))
             with contextlib.suppress(AuthError):
-                self.world.reveal(*self.planted.pop(0))
+                self.world.reveal(name, submission)
 
     @rule(owner=st.sampled_from([*OWNERS, *JUDGES]), lift=st.booleans())
     def order_ban(self, owner, lift):

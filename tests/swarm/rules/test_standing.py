@@ -36,9 +36,7 @@ def test_a_row_is_broken_by_accepted_work_and_by_nothing_else():
 
 def test_accepted_work_lifts_the_limit_of_a_worker_and_not_that_of_a_judge():
     found = [
-        next_standing(
-            RunParams(), Standing.LIMITED, SubmissionState.ACCEPTED, accepted=1, soft_row=0, judges=judges
-        )
+        next_standing(RunParams(), Standing.LIMITED, SubmissionState.ACCEPTED, accepted=1, soft_row=0, judges=judges)
         for judges in (False, True)
     ]
     assert found == [Standing.PROBATION, Standing.LIMITED]

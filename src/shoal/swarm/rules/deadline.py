@@ -22,8 +22,10 @@ def lease_time(params: RunParams, group_ms: Sequence[int], count: int) -> int:
 
 
 def upload_time(upload_s: int, size: int, rollouts: int) -> int:
-    """Milliseconds that an upload gets. A file that is larger than such rollouts are wont to be gets no more for it: who
-    announces one may only want others to wait."""
+    """Milliseconds that an upload gets; a file gets no more for being larger than such rollouts are.
+
+    Who announces a large one may only want others to wait.
+    """
     return 1000 * upload_s + 1000 * min(size, ROLLOUT_BYTES * rollouts) // UPLOAD_BYTES_S
 
 

@@ -102,7 +102,19 @@ class Forger:
     """The history with one thing otherwise."""
 
     def __init__(self, history: History) -> None:
-        self.history = history
+        self.history, self.stranger = history, Key.generate()
+
+    def find_place(self, forged: list[Event]) -> int:
+        """The first event that is another one."""
+        pairs = zip(forged, self.history.events, strict=False)
+        return next((seq for seq, (left, right) in enumerate(pairs) if left != right), len(self.history.events))
+
+    def name_owner(self, owner: str) -> str:
+        return self.history.owners[owner].public
+
+    def repeat_command(self, kind: Kind, **values: Any) -> dict[str, Any]:
+        """What the operator said, said once more with another nonce."""
+        return {**self.history.find(kind).content, "nonce": "c" * 32, **values}
 
     def change(self, event: Event, postings: Iterable[Posting] | None = None, **fields: Any) -> list[Event]:
         """One event whose body says something else."""

@@ -49,6 +49,10 @@ def test_no_decision_makes_an_event_that_is_a_little_different(history, scratch)
     assert count > 1000
 
 
+def test_the_history_has_events_of_every_kind(history):
+    assert {event.kind for event in history.events} == set(Kind)
+
+
 def test_a_ledger_that_ends_inside_of_a_decision_is_refused(history, scratch):
     ban = next(event for event in history.list(Kind.BAN) if "hard verdict" in event.content["reason"])
     with pytest.raises(LawError, match=f"after event {ban.seq - 1}: the ledger ends where ban of"):

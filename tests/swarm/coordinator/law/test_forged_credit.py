@@ -1,0 +1,281 @@
+"""Credit, guilt and commands that are forged in an honest ledger, chained and signed anew: `verify` names them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shoal.swarm.event import Event, Kind
+from shoal.swarm.postings import Posting, move_credit
+
+MILLIARD = 10**9
+FORGERIES: dict[str, tuple[Callable[[Any], list[Event]], str]] = {}
+
+
+def says(words: str) -> Callable[[Any], Any]:
+    """A way to forge a ledger, and what the finding says of it."""
+
+    def note(make: Any) -> Any:
+        FORGERIES[make.__name__] = make, words
+        return make
+
+    return note
+
+
+def find_accepted(forge: Any) -> Event:
+    return forge.history.find(Kind.SUB_OUTCOME, state="accepted", appeal=0)
+
+
+def double_postings(event: Event) -> list[Posting]:
+    return [Posting(name, 2 * amount) for name, amount in event.postings]
+
+
+# Pay
+
+
+@says("comes to nothing")
+def pay_for_no_submission(forge):
+    bob = forge.name_owner("bob")
+    moved = move_credit("mint", f"pending:{bob}", MILLIARD)
+    hold = {"amount": MILLIARD, "number": 0, "owner": bob}
+    values = {**find_accepted(forge).content, "owner": bob, "paid": MILLIARD, "holds": [hold]}
+    return forge.append(forge.say(Kind.SUB_OUTCOME, "s999", moved, **values))
+
+
+@says("sub.outcome of")
+def pay_twice(forge):
+    paid = forge.history.find(Kind.SUB_OUTCOME, state="accepted", purse="pending")
+    return forge.insert(forge.history.events[paid.seq + 1], replace(paid, time_ms=0))
+
+
+@says("paid is")
+def pay_more(forge):
+    paid = find_accepted(forge)
+    return forge.change(paid, double_postings(paid), paid=2 * paid.content["paid"])
+
+
+@says(", by the rules")
+def pay_more_and_do_not_say_so(forge):
+    paid = find_accepted(forge)
+    return forge.change(paid, double_postings(paid))
+
+
+@says("state is 'accepted', by the rules 'rejected_soft'")
+def accept_what_was_rejected(forge):
+    return forge.change(forge.history.find(Kind.SUB_OUTCOME, state="rejected_soft"), state="accepted")
+
+
+@says("signals is")
+def deny_a_signal(forge):
+    return forge.change(find_accepted(forge), signals=[0])
+
+
+@says("width is")
+def widen_a_friend(forge):
+    return forge.change(find_accepted(forge), width=16)
+
+
+@says("has another time")
+def split_a_decision(forge):
+    outcome = find_accepted(forge)
+    return forge.swap(outcome, replace(outcome, time_ms=outcome.time_ms + 1))
+
+
+@says("comes to nothing")
+def free_what_was_not_held(forge):
+    bob = forge.name_owner("bob")
+    moved = move_credit(f"pending:{bob}", f"avail:{bob}", 1)
+    return forge.append(forge.say(Kind.CREDIT_POST, bob, moved, amount=1, holds=[]))
+
+
+@says("comes to nothing")
+def free_pay_too_early(forge):
+    early = forge.history.find(Kind.CREDIT_POST)
+    (seq, _), *_ = early.content["holds"]
+    after = next(event for event in forge.history.events[seq + 1 :] if event.kind == Kind.LEASE_GRANT)
+    return forge.insert(after, replace(early, time_ms=0))
+
+
+@says("amount is")
+def free_more_than_was_held(forge):
+    post = forge.history.find(Kind.CREDIT_POST)
+    return forge.change(post, amount=post.content["amount"] + 1)
+
+
+@says("free_ms is 0")
+def unbond_at_once(forge):
+    return forge.change(forge.history.find(Kind.STAKE_UNBOND, state="waiting"), free_ms=0)
+
+
+@says("comes to nothing")
+def give_a_bond_back_too_early(forge):
+    waiting = forge.history.find(Kind.STAKE_UNBOND, state="waiting")
+    moved = move_credit(f"unbond:{waiting.subject}", f"avail:{waiting.subject}", waiting.content["amount"])
+    early = forge.say(Kind.STAKE_UNBOND, waiting.subject, moved, bond=waiting.seq, state="released")
+    return forge.insert(forge.history.events[waiting.seq + 1], early)
+
+
+@says("nobody signed it")
+def ask_for_the_bond_of_another(forge):
+    asked = forge.history.find(Kind.STAKE_REQUEST)
+    return forge.swap(asked, replace(asked, actor=forge.history.key.public, signature=b""))
+
+
+@says("nobody signed it")
+def redeem_in_the_name_of_another(forge):
+    asked = forge.history.find(Kind.REDEEM_REQUEST)
+    return forge.swap(asked, replace(asked, actor=forge.history.key.public, signature=b""))
+
+
+@says("nobody signed it")
+def pay_out_without_the_operator(forge):
+    done = forge.history.find(Kind.REDEEM_DONE)
+    return forge.swap(done, replace(done, actor=forge.history.key.public, signature=b""))
+
+
+@says("no open request")
+def pay_out_twice(forge):
+    done, operator = forge.history.find(Kind.REDEEM_DONE), forge.history.operator
+    body = forge.repeat_command(Kind.REDEEM_DONE)
+    again = forge.sign(operator, Kind.REDEEM_DONE, done.subject, done.postings, **body)
+    return forge.insert(forge.history.events[done.seq + 1], again)
+
+
+@says("no open request")
+def give_back_what_was_paid_out(forge):
+    done = forge.history.find(Kind.REDEEM_DONE)
+    body = forge.repeat_command(Kind.REDEEM_FAILED, request=done.content["request"])
+    return forge.append(forge.sign(forge.history.operator, Kind.REDEEM_FAILED, "", done.postings, **body))
+
+
+# Guilt
+
+
+@says("follows from no decision")
+def slash_for_nothing(forge):
+    ann = forge.name_owner("ann")
+    body = {"amount": 1, "free_ms": 0, "owner": ann, "pending": 1, "rest": 0}
+    return forge.append(forge.say(Kind.SLASH, "s777", [Posting(f"avail:{ann}", -1), Posting("burn", 1)], **body))
+
+
+@says("by the rules")
+def keep_what_was_slashed(forge):
+    slash = forge.history.find(Kind.SLASH)
+    moved = [Posting("treasury" if name == "burn" else name, amount) for name, amount in slash.postings]
+    return forge.change(slash, moved)
+
+
+@says("amount is 1")
+def slash_less(forge):
+    return forge.change(forge.history.find(Kind.SLASH), amount=1)
+
+
+@says("nobody signed it")
+def ban_without_a_reason(forge):
+    ann = forge.name_owner("ann")
+    return forge.append(forge.say(Kind.BAN, ann, reason="we do not like you", target=ann))
+
+
+@says("where by the rules ban of")
+def convict_and_do_not_ban(forge):
+    ban = next(event for event in forge.history.list(Kind.BAN) if "hard verdict" in event.content["reason"])
+    return forge.swap(ban)
+
+
+@says("nobody signed it")
+def pardon_a_friend(forge):
+    dave = forge.name_owner("dave")
+    return forge.append(forge.say(Kind.UNBAN, dave, reason="a friend", target=dave))
+
+
+@says("comes to nothing")
+def trust_who_was_banned(forge):
+    return forge.append(forge.say(Kind.NODE_STANDING, forge.name_owner("dave"), reason="time", standing="trusted"))
+
+
+@says("where by the rules node.standing of")
+def keep_standing_from_who_earned_it(forge):
+    return forge.swap(forge.history.find(Kind.NODE_STANDING, standing="good"))
+
+
+@says("no such submission")
+def appeal_for_another(forge):
+    appeal = forge.history.find(Kind.APPEAL)
+    forged = forge.sign(forge.history.owners["bob"], Kind.APPEAL, appeal.subject, appeal.postings, **appeal.content)
+    return forge.swap(appeal, forged)
+
+
+@says("moves no credit")
+def appeal_without_its_fee(forge):
+    appeal = next(event for event in forge.history.list(Kind.APPEAL) if event.postings)
+    return forge.swap(appeal, replace(appeal, postings=()))
+
+
+# The operator's commands
+
+
+@says("nobody signed it")
+def change_prices_without_the_operator(forge):
+    old = forge.history.find(Kind.PARAMS).content
+    return forge.append(forge.say(Kind.PARAMS, "", action="params", params={**old["params"], "price": 999}))
+
+
+@says("and not signed by")
+def change_prices_as_somebody_else(forge):
+    return forge.append(forge.sign(forge.stranger, Kind.PARAMS, "", **forge.repeat_command(Kind.PARAMS)))
+
+
+@says("fixed for the whole run")
+def change_what_is_fixed(forge):
+    old = forge.history.find(Kind.PARAMS).content["params"]
+    body = forge.repeat_command(Kind.PARAMS, params={**old, "steps": 77})
+    return forge.append(forge.sign(forge.history.operator, Kind.PARAMS, "", **body))
+
+
+@says("comes to nothing")
+def do_a_command_twice(forge):
+    return forge.append(replace(forge.history.find(Kind.PARAMS), time_ms=0))
+
+
+@says("nobody signed it")
+def stop_the_run(forge):
+    return forge.append(forge.say(Kind.ADMIN, "", action="stop"))
+
+
+@says("was not sealed for this run")
+def reveal_what_was_no_canary(forge):
+    bob, canary = forge.name_owner("bob"), {"signature": "0" * 128, "submissions": []}
+    body = forge.repeat_command(Kind.CANARY_REVEAL, target=bob, canary=canary)
+    return forge.append(forge.sign(forge.history.operator, Kind.CANARY_REVEAL, bob, **body))
+
+
+@says("and not signed by")
+def seal_without_the_operator(forge):
+    body = forge.repeat_command(Kind.CANARY_SEAL, seals=["ab" * 32])
+    return forge.append(forge.sign(forge.stranger, Kind.CANARY_SEAL, "", **body))
+
+
+@says("missed_by is")
+def spare_a_validator(forge):
+    return forge.change(forge.history.find(Kind.CANARY_GRADE), state="caught", missed_by=[])
+
+
+@pytest.mark.parametrize("name", list(FORGERIES))
+def test_credit_that_the_coordinator_invents_is_named(name, forge, accuse):
+    make, words = FORGERIES[name]
+    forged = make(forge)
+    findings = accuse(forged)
+    assert [finding.check for finding in findings] == ["law"], findings
+    assert findings[0].text.startswith(f"event {forge.find_place(forged)}: "), findings
+    assert words in findings[0].text, findings
+
+
+def test_of_every_kind_about_credit_something_is_forged(forge):
+    forged = [make(forge) for make, _ in FORGERIES.values()]
+    assert {events[forge.find_place(events)].kind for events in forged} >= {
+        kind
+        for kind in Kind
+        if kind.split(".")[0]
+        in ("credit", "stake", "slash", "ban", "unban", "appeal", "canary", "redeem", "params", "admin")
+    }
