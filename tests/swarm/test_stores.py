@@ -260,7 +260,7 @@ def test_a_busy_store_gets_the_same_bytes_once_more(tmp_path: Path) -> None:
     run(check)
 
 
-@pytest.mark.parametrize(("work", "place"), [(put, PUT), (fetch, GET)])
+@pytest.mark.parametrize(("work", "place"), [(put, PUT), (fetch, GET)], ids=("put", "fetch"))
 def test_a_store_that_says_nothing_costs_no_more_than_the_time_it_was_given(
     tmp_path: Path, work: Any, place: str
 ) -> None:
