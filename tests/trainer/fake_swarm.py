@@ -119,7 +119,7 @@ class FakeSwarm:
         return VersionAnswer(version=version.version, open_steps=(), finished=version.version == self.params.steps)
 
     async def cut_batch(self, step: int, *, wait_s: int = 0) -> BatchAnswer:
-        if len(self.announced) - 1 < step - 1 - self.async_level:
+        if step not in self.batches or len(self.announced) - 1 < step - 1 - self.async_level:
             return BatchAnswer(batch=None, reason=f"step {step} is not open yet", retry_after_s=0)
         batch = self.batches[step]
         body = {"run": RUN, "step": step, "hash": batch.hash, "groups": len(batch.groups), "time_ms": 1}

@@ -108,6 +108,7 @@ def test_a_trainer_that_waits_for_a_batch_stops_at_once(tmp_path: Path, swarm: F
         swarm.async_level = -10  # nothing opens
         going = asyncio.create_task(life.go())
         while life.waits.longest() is None or life.waits.longest().name != "batch":  # type: ignore[union-attr]
+            assert not going.done(), going.exception()
             await asyncio.sleep(0.01)
         life.stopping.set()
         await going
@@ -124,6 +125,7 @@ def test_a_trainer_that_is_stopped_while_it_waits_saves_its_newest_step(tmp_path
         life = Life(config, swarm)
         going = asyncio.create_task(life.go())
         while not (life.trainer.step == 2 and life.waits.longest() is not None):
+            assert not going.done(), going.exception()
             await asyncio.sleep(0.01)
         assert [step for step, _ in list_checkpoints(life.run.checkpoints_path)] == [0]
         life.stopping.set()
