@@ -1,4 +1,4 @@
-"""Every part of a swarm is killed once, at a random time, and the run ends with the batches and weights that it must.
+"""The parts of a swarm are killed in turn, at random times, and the run ends with the batches and weights that it must.
 
 `bench/chaos.py` does the same fifty times; what it checks is in `bench/lineage.py`.
 """
@@ -61,10 +61,11 @@ def ended(chaos: Any, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return Ended(chaos, config, outcome, notes)
 
 
-def test_a_swarm_whose_every_part_was_killed_ends_as_one_that_nobody_touched(ended: Ended, tmp_path: Path) -> None:
+def test_a_swarm_whose_parts_were_killed_ends_as_one_that_nobody_touched(ended: Ended, tmp_path: Path) -> None:
     outcome = ended.outcome
     assert not outcome.flaws, "\n".join([*outcome.flaws, *ended.notes])
-    assert len({kill.part for kill in outcome.kills}) == len(outcome.kills) == KILLS
+    assert len(outcome.kills) == KILLS
+    assert {"coordinator", "trainer"} <= {kill.part for kill in outcome.kills}, "whoever else was still there"
     assert not ended.chaos.compare_alone(ended.config, tmp_path / "alone")
 
 
