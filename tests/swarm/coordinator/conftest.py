@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import itertools
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -340,8 +341,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def database(request: pytest.FixtureRequest) -> str:
-    """What a world's ledger is in."""
-    return str(getattr(request, "param", "sqlite"))
+    """What a world's ledger is in; SHOAL_TEST_DATABASE=postgresql has all of them there."""
+    return str(getattr(request, "param", os.environ.get("SHOAL_TEST_DATABASE", "sqlite")))
 
 
 @pytest.fixture
