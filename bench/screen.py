@@ -27,7 +27,8 @@ from rich.text import Text
 
 COLUMNS, ROWS, SIZE = 118, 46, 15
 BACK, INK = "#14181d", "#d8dee4"
-COLOURS = {"red": "#ff6b68", "green": "#7ec97e", "yellow": "#e5c07b", "cyan": "#62c8d4"}
+COLOURS = {1: "#ff6b68", 2: "#7ec97e", 3: "#e5c07b", 6: "#62c8d4"}
+"""by the terminal's number: red, green, yellow, cyan"""
 _MOVES = re.compile(rb"(?:\x1b\[\d*[A-KJ]|\r|\x1b\[\?25[lh])+")
 """how a page that is drawn over the last one begins"""
 
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("rest", nargs="*", help="arguments of `shoal demo`")
     args = parser.parse_args()
     drawn = record_screen([str(Path(sys.executable).with_name("shoal")), "demo", *args.rest], args.after)
-    pages = [page for page in _MOVES.split(drawn) if page.count(b"\n") > ROWS // 3]
+    pages = [page for page in _MOVES.split(drawn.replace(b"\r\n", b"\n")) if page.count(b"\n") > ROWS // 3]
     if not pages:
         sys.exit("the command drew no page in that time; give it more with --after")
     draw_screen(Text.from_ansi(pages[-1].decode("utf-8", "replace")), args.into)
@@ -99,8 +100,8 @@ def draw_line(
     x, y = place
     for segment in line:
         style = segment.style
-        name = style.color.name if style and style.color else ""
-        colour = COLOURS.get(name, "#7d868f" if style and style.dim else INK)
+        number = style.color.number if style and style.color else None
+        colour = COLOURS.get(number or 0, "#7d868f" if style and style.dim else INK)
         font = fonts[1 if style and style.bold else 0]
         draw.text((x, y), segment.text, font=font, fill=colour)
         x += fonts[0].getlength("m") * len(segment.text)
