@@ -3,6 +3,8 @@
 import argparse
 import os
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ from shoal.errors import ConfigError
 from shoal.files import write_output
 from shoal.keys import Key, check_public
 from shoal.swarm.api.answers import Done
+from shoal.swarm.client import OpenClient
 from shoal.swarm.clock import read_clock, show_time
 from shoal.swarm.delegation import MAX_LIFETIME_MS, Grant, Scope, sign_delegation, sign_revocation
 from shoal.swarm.messages import (
@@ -28,6 +31,7 @@ from shoal.swarm.messages import (
     UnbondStatement,
     sign_message,
 )
+from shoal.swarm.messages.signing import Signable
 
 DAY_MS = 86_400_000
 MAX_DAYS = MAX_LIFETIME_MS // DAY_MS - 1
@@ -120,9 +124,7 @@ async def _appeal(where: str, owner: Key, submission: str, authority: Path | Non
         appeal = AppealStatement(submission=submission)
     except ValueError:
         raise ConfigError(f"{submission[:40]!r}: no id of a submission, which is s and a number") from None
-    async with open_client(where, authority) as client:
-        descriptor, _ = await fetch_descriptor(client)
-        signature = sign_message(owner, descriptor.run, appeal)
+    async with _sign(where, owner, appeal, authority) as (client, signature):
         signed = SignedAppeal(appeal=appeal, owner=owner.public, signature=signature)
         answer = await client.bring("/v1/appeals", signed, AppealAnswer)
     text = f"the appeal of {answer.submission} is {answer.state}; its fee is {answer.fee} micro-credits"
@@ -130,9 +132,7 @@ async def _appeal(where: str, owner: Key, submission: str, authority: Path | Non
 
 
 async def _redeem(where: str, owner: Key, redeem: RedeemStatement, authority: Path | None) -> Outcome:
-    async with open_client(where, authority) as client:
-        descriptor, _ = await fetch_descriptor(client)
-        signature = sign_message(owner, descriptor.run, redeem)
+    async with _sign(where, owner, redeem, authority) as (client, signature):
         signed = SignedRedeem(redeem=redeem, owner=owner.public, signature=signature)
         answer = await client.bring("/v1/redeems", signed, RedeemAnswer)
     text = f"the request {answer.request} for {answer.amount} micro-credits is {answer.state}, event {answer.seq}"
@@ -140,10 +140,18 @@ async def _redeem(where: str, owner: Key, redeem: RedeemStatement, authority: Pa
 
 
 async def _unbond(where: str, owner: Key, unbond: UnbondStatement, authority: Path | None) -> Outcome:
-    async with open_client(where, authority) as client:
-        descriptor, _ = await fetch_descriptor(client)
-        signature = sign_message(owner, descriptor.run, unbond)
+    async with _sign(where, owner, unbond, authority) as (client, signature):
         signed = SignedUnbond(unbond=unbond, owner=owner.public, signature=signature)
         answer = await client.bring("/v1/unbonds", signed, UnbondAnswer)
     text = f"the bond of {answer.amount} micro-credits is free on {show_time(answer.free_ms)}, request {answer.request}"
     return Outcome(0, text, answer.model_dump(mode="json"))
+
+
+@asynccontextmanager
+async def _sign(
+    where: str, owner: Key, said: Signable, authority: Path | None
+) -> AsyncIterator[tuple[OpenClient, str]]:
+    """Who to bring a statement to, and its owner's signature for that run."""
+    async with open_client(where, authority) as client:
+        descriptor, _ = await fetch_descriptor(client)
+        yield client, sign_message(owner, descriptor.run, said)

@@ -284,3 +284,17 @@ def tell_end(world: Any) -> None:
     world.work("w1")
     world.train(3)
     world.wait(world.params.challenge_s + world.params.appeal_s + 1000)
+
+
+@pytest.fixture
+def check_named(forge, accuse):
+    """Forges a ledger, and sees that `verify` names the event and the reason."""
+
+    def check(make, words):
+        forged = make(forge)
+        findings = accuse(forged)
+        assert [finding.check for finding in findings] == ["law"], findings
+        assert findings[0].text.startswith(f"event {forge.find_place(forged)}: "), findings
+        assert words in findings[0].text, findings
+
+    return check

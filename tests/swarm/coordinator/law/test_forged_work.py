@@ -257,13 +257,8 @@ def begin_without_parameters(forge):
 
 
 @pytest.mark.parametrize("name", list(FORGERIES))
-def test_work_that_the_coordinator_invents_is_named(name, forge, accuse):
-    make, words = FORGERIES[name]
-    forged = make(forge)
-    findings = accuse(forged)
-    assert [finding.check for finding in findings] == ["law"], findings
-    assert findings[0].text.startswith(f"event {forge.find_place(forged)}: "), findings
-    assert words in findings[0].text, findings
+def test_work_that_the_coordinator_invents_is_named(name, check_named):
+    check_named(*FORGERIES[name])
 
 
 def test_of_every_kind_about_work_something_is_forged(forge):
