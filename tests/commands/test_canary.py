@@ -31,7 +31,7 @@ def fail(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["seal", NOBODY, "--key", "nowhere.key"], "nowhere.key: cannot be read"),
         (["seal", NOBODY, "--key", "operator.key", "--count", "0"], "--count: must be 1 or more"),
         (["seal", NOBODY, "--key", "operator.key", "--count", "65"], "--count: at most 64"),
-        (["plant", NOBODY, "--key", "operator.key", "--attack", "bribe"], "no such attack; there are int8, stale"),
+        (["plant", NOBODY, "--key", "operator.key", "--attack", "bribe"], "no such attack; there are adapter"),
         (["plant", NOBODY, "--key", "operator.key", "--wait", "0"], "--wait: must be 1 or more"),
         (["plant", NOBODY, "--key", "operator.key", "--slots", "0"], "--slots: must be 1 or more"),
         (["list"], "canaries: has no canaries"),

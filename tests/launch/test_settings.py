@@ -7,7 +7,7 @@ import pytest
 from shoal.config import load_config
 from shoal.errors import ConfigError
 from shoal.launch.settings import DEMO, LaunchConfig, load_launch
-from shoal.redteam.registry import list_attacks
+from shoal.redteam.registry import list_cheats
 from shoal.schema import list_settings
 
 ROOT = Path(__file__).parents[2]
@@ -65,8 +65,8 @@ def test_the_name_in_the_ledger_is_one_that_a_ledger_takes() -> None:
     check_run(load_launch(None, [f"name={'x' * 64}"]).run)
 
 
-def test_every_attack_can_be_asked_for() -> None:
-    for name in list_attacks():
+def test_every_attack_of_a_worker_can_be_asked_for() -> None:
+    for name in list_cheats():
         assert load_launch(None, [f'swarm.cheats=["{name}"]']).swarm.cheats == [name]
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shoal.redteam.int8 import Int8Author
-from shoal.redteam.stale import StaleAuthor
+from shoal.redteam.attacks.int8 import Int8Author
+from shoal.redteam.attacks.stale import StaleAuthor
 from shoal.rollout import Group, Rollout, Score
 from shoal.swarm.messages import RolloutEntry, Verdict
 from shoal.validator.opinion import Opinion

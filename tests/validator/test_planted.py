@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from shoal.recipe import Recipe
+from shoal.redteam.attacks.int8 import Int8Author
+from shoal.redteam.attacks.stale import StaleAuthor
 from shoal.redteam.bad_work import BadWork
-from shoal.redteam.int8 import Int8Author
 from shoal.redteam.planted import PlantedAuthor
-from shoal.redteam.stale import StaleAuthor
 from shoal.swarm.messages import Verdict
 from shoal.swarm.params import MILLION
 from shoal.toploc.calibration import Calibration

@@ -28,7 +28,7 @@ from shoal.errors import ConfigError
 from shoal.keys import Key
 from shoal.redteam.bad_work import BadWork
 from shoal.redteam.nest import Nest
-from shoal.redteam.registry import list_attacks, load_attack
+from shoal.redteam.registry import check_cheat, make_authors
 from shoal.swarm.asking import UnreachableError
 from shoal.swarm.client import OpenClient
 from shoal.swarm.messages import CommandAnswer, SubmissionState
@@ -46,8 +46,7 @@ def run_plant(args: argparse.Namespace) -> int:
     """Plant one, or go on with one that is planted."""
     check_engine(args)
     check_least("--wait", args.wait, 1)
-    if args.attack not in list_attacks():
-        raise ConfigError(f"--attack {args.attack}: no such attack; there are {', '.join(list_attacks())}")
+    check_cheat(args.attack)
     key = Key.load(args.key)
     from shoal.runtime import tune_process
 
@@ -110,7 +109,7 @@ class _Work:
 
         self._session = session
         calibration = await fetch_calibration(session, recipe, folder / "calibration.json")
-        cheat, ppm = load_attack(attack)(recipe), session.params.check_probation
+        cheat, ppm = make_authors(attack, recipe)[0], session.params.check_probation
         return PlantedAuthor(cheat, calibration, BadWork(folder), check_ppm=ppm)
 
 

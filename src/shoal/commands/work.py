@@ -76,18 +76,18 @@ def run_worker(args: argparse.Namespace) -> int:
 def run_cheat(args: argparse.Namespace) -> int:
     """The same, but cheating."""
     check_engine(args)
-    from shoal.redteam.registry import list_attacks
+    from shoal.redteam.registry import check_cheat
 
-    if args.attack not in list_attacks():
-        raise ConfigError(f"--attack {args.attack}: no such attack; there are {', '.join(list_attacks())}")
+    check_cheat(args.attack)
     return _run_node(args, lambda: write_work(args, partial(_make_cheat, args.attack)))
 
 
 def run_list(args: argparse.Namespace) -> int:
-    """The names of all attacks."""
-    from shoal.redteam.registry import list_attacks
+    """All attacks, and what must become of them."""
+    from shoal.redteam.registry import ATTACKS
 
-    print("\n".join(list_attacks()))
+    for attack in ATTACKS.values():
+        print(f"{attack.name:16} {attack.fate:10} {attack.text}")
     return 0
 
 
@@ -182,9 +182,9 @@ async def _make_author(session: "Session", recipe: "Recipe") -> "Author":
 
 
 async def _make_cheat(attack: str, session: "Session", recipe: "Recipe") -> "Author":
-    from shoal.redteam.registry import load_attack
+    from shoal.redteam.registry import make_authors
 
-    return load_attack(attack)(recipe)
+    return make_authors(attack, recipe)[0]
 
 
 async def _validate(args: argparse.Namespace) -> None:

@@ -8,19 +8,18 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from shoal.config import Count, RunConfig, Settings, build_config
 from shoal.errors import ConfigError
 from shoal.keys import check_public
+from shoal.redteam.registry import list_cheats
 from shoal.toml import read_toml
 from shoal.units import parse_rate
 
-Attack = Literal["int8", "stale"]
-"""names of `shoal.redteam.registry`"""
-Cheats = Annotated[list[Attack], Field(json_schema_extra={"allowed": 'a list of attacks, such as ["int8", "stale"]'})]
+Cheats = Annotated[list[str], Field(json_schema_extra={"allowed": 'a list of attacks, such as ["int8", "stale"]'})]
 Addresses = Annotated[list[str], Field(max_length=8, json_schema_extra={"allowed": "a list of up to 8 addresses"})]
 PublicKeys = Annotated[list[str], Field(max_length=16, json_schema_extra={"allowed": "a list of up to 16 public keys"})]
 _ADDRESS = re.compile(r"https?://(?:[A-Za-z0-9.-]{1,190}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
@@ -149,6 +148,9 @@ def check_launch(config: LaunchConfig) -> LaunchConfig:
         _check_hosts(config.swarm.hosts)
     elif config.swarm.workers + len(config.swarm.cheats) < 1:
         raise ConfigError("swarm.workers: somebody has to work; there are no workers and no cheats")
+    for name in config.swarm.cheats:
+        if name not in list_cheats():
+            raise ConfigError(f"swarm.cheats: {name[:80]!r} is no attack of a worker; see `shoal redteam list`")
     if config.swarm.rate:
         _check_rate(config.swarm.rate)
     if config.beacon:

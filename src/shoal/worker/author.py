@@ -4,7 +4,7 @@ This is the honest one. Whoever wants to cheat replaces one of its methods and l
 the attacks of `shoal.redteam` do so.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +16,8 @@ from shoal.node.weights import Opener
 from shoal.policy.model import Policy
 from shoal.recipe import Recipe
 from shoal.rollout import Group
+from shoal.submission.write import Proofs, Written, write_submission
 from shoal.worker.intake import Order, WorkLimits
-
-Proofs = Mapping[str, Sequence[bytes]]
-"""by id of the rollout"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +58,10 @@ class Author:
     def finish(self, work: Work) -> Work:
         """What is handed in."""
         return work
+
+    def write(self, path: Path, groups: Sequence[Group], proofs: Proofs) -> Written:
+        """The file of it, and what its manifest says."""
+        return write_submission(path, groups, proofs)
 
 
 def fit_slots(config: PretrainedConfig, recipe: Recipe, limits: WorkLimits, slots: int) -> int:

@@ -47,7 +47,7 @@ class Worker:
         self._done: asyncio.Queue[Work] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._mill = Mill(author, self._hand_over, limits=limits, slots=slots, spans=session.spans)
-        self._outbox = Outbox(folder)
+        self._outbox = Outbox(folder, author.write)
         self._supply = Supply(session, self._outbox, self._mill, author.recipe, limits)
         self._delivery = Delivery(session, self._outbox, self._supply.end)
         self._held = -1

@@ -12,7 +12,7 @@ Invariants:
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -21,12 +21,14 @@ from pydantic import BaseModel, ValidationError
 
 from shoal.errors import ConfigError
 from shoal.files import sweep_leftovers, write_atomic
-from shoal.submission.write import write_submission
+from shoal.rollout import Group
+from shoal.submission.write import Proofs, Written, write_submission
 from shoal.swarm.messages import Lease, LeaseRequest, Manifest
 from shoal.worker.author import Work
 
 _ASKING = "asking.json"
 
+Write = Callable[[Path, Sequence[Group], Proofs], Written]
 Kept = TypeVar("Kept", Lease, LeaseRequest, Manifest)
 
 
@@ -41,7 +43,9 @@ class Parcel:
 class Outbox:
     """The orders and parcels of one worker. Blocking; for one process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, write: Write = write_submission) -> None:
+        """`write` makes the file of work."""
+        self._write = write
         self._orders, self._parcels = folder / "orders", folder / "outbox"
         for path in (self._orders, self._parcels):
             path.mkdir(parents=True, exist_ok=True)
@@ -69,7 +73,7 @@ class Outbox:
         """Write work down, ready to be handed in."""
         lease = work.order.lease
         path = self._parcels / f"{lease}.parquet"
-        written = write_submission(path, work.groups, work.proofs)
+        written = self._write(path, work.groups, work.proofs)
         manifest = Manifest(
             lease=lease,
             fence=fence,

@@ -19,3 +19,8 @@ class StaleAuthor(Author):
         if self._first is None:
             self._first = super().open_policy(version, folder)
         return self._first
+
+
+def make_authors(recipe: Recipe) -> tuple[Author, ...]:
+    """One cheat."""
+    return (StaleAuthor(recipe),)

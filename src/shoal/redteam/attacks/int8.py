@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal.policy.model import Policy
+from shoal.recipe import Recipe
 from shoal.worker.author import Author
 
 
@@ -26,3 +27,8 @@ def round_rows(matrix: Tensor) -> Tensor:
     """A matrix as it comes back from int8 with one scale per row."""
     scale = matrix.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
     return (matrix / scale).round() * scale
+
+
+def make_authors(recipe: Recipe) -> tuple[Author, ...]:
+    """One cheat."""
+    return (Int8Author(recipe),)
