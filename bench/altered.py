@@ -1,11 +1,10 @@
-"""Models that are not quite the true one: rounded, cut down, adapted, or a step older."""
+"""A model that is a step older than the true one."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shoal.config import LearnerConfig
@@ -13,49 +12,7 @@ from shoal.learner.learner import Learner
 from shoal.rollout import Group, Rollout, Score
 from stage import GROUP
 
-_INT4_GROUP = 32
-_LORA_RANK, _LORA_SHARE = 8, 1e-3
 _WARM_STEPS = 3
-
-
-def map_linears(model: PreTrainedModel, change: Callable[[Tensor], Tensor]) -> PreTrainedModel:
-    """A copy with every matrix of its layers changed; embeddings and head stay."""
-    changed = copy.deepcopy(model)
-    with torch.no_grad():
-        for module in changed.model.layers.modules():
-            if isinstance(module, nn.Linear):
-                module.weight.copy_(change(module.weight.float()))
-    return changed
-
-
-def add_adapter(weight: Tensor) -> Tensor:
-    """A random update of rank 8 whose norm is a thousandth of the weight's."""
-    rng = torch.Generator().manual_seed(weight.shape[0] * 65537 + weight.shape[1])
-    update = torch.randn(weight.shape[0], _LORA_RANK, generator=rng) @ torch.randn(
-        _LORA_RANK, weight.shape[1], generator=rng
-    )
-    return weight + update * (_LORA_SHARE * weight.norm() / update.norm())
-
-
-def drop_layers(model: PreTrainedModel) -> PreTrainedModel:
-    """Every second layer is left out."""
-    shorter = copy.deepcopy(model)
-    shorter.model.layers = shorter.model.layers[::2]
-    shorter.config.num_hidden_layers = len(shorter.model.layers)
-    return shorter
-
-
-def round_channels(weight: Tensor) -> Tensor:
-    """Nearest of 255 levels, one scale per output channel."""
-    scale = weight.abs().amax(1, keepdim=True).clamp_(min=1e-12) / 127
-    return (weight / scale).round_() * scale
-
-
-def round_groups(weight: Tensor) -> Tensor:
-    """Nearest of 15 levels, one scale per 32 weights of a row."""
-    groups = weight.reshape(-1, _INT4_GROUP)
-    scale = groups.abs().amax(1, keepdim=True).clamp_(min=1e-12) / 7
-    return ((groups / scale).round_() * scale).view(weight.shape)
 
 
 def step_back(model: PreTrainedModel, rollouts: Sequence[Rollout], rate: float) -> PreTrainedModel:

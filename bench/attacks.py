@@ -1,7 +1,7 @@
 """The dishonest: each attack is a function from honest ingredients to what a cheater would hand in.
 
     @attack("name")
-    def some_attack(stage: Stage) -> Work: ...
+    def some_attack(stage: Stage) -> Forged: ...
 
 Cheaters here are careful. Whoever holds the true model states the log-probs and proofs that an honest worker would
 have for the same tokens, so only the choice of tokens is wrong; whoever runs another model has no better numbers than
@@ -9,7 +9,7 @@ that model's.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,12 +17,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from altered import add_adapter, drop_layers, map_linears, round_channels, round_groups, step_back
+from altered import step_back
 from models import load_subject
 from shoal.engine.choice import choose_tokens
-from shoal.rollout import Request, Rollout
-from shoal.seeds import derive_seed, token_uniforms
-from stage import GROUP, Stage, Work
+from shoal.redteam.altered import add_adapter, drop_layers, map_linears, round_channels, round_groups
+from shoal.redteam.attacks.best_of_n import TRIES, list_tries
+from shoal.redteam.attacks.edited_tokens import draw_places
+from shoal.redteam.attacks.prompt import edit_prompt as bend_prompt
+from shoal.redteam.choices import (
+    choose_cooler,
+    choose_fixed,
+    choose_likeliest,
+    choose_nucleus,
+    choose_others,
+    claim_tokens,
+    plan_uniforms,
+)
+from shoal.redteam.forge import Forged, lend_proofs
+from shoal.rollout import Rollout
+from shoal.seeds import token_uniforms
+from stage import GROUP, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +44,7 @@ class Attack:
     """One way of cheating."""
 
     name: str
-    run: Callable[[Stage], Work]
+    run: Callable[[Stage], Forged]
     dtypes: tuple[str, ...]
     """verifiers it makes sense against"""
     chooses: bool
@@ -44,10 +58,10 @@ UNLIKELY = 1e-6
 
 def attack(
     name: str, *dtypes: str, chooses: bool = False
-) -> Callable[[Callable[[Stage], Work]], Callable[[Stage], Work]]:
+) -> Callable[[Callable[[Stage], Forged]], Callable[[Stage], Forged]]:
     """Register a way of cheating, against verifiers of any dtype unless some are named."""
 
-    def register(run: Callable[[Stage], Work]) -> Callable[[Stage], Work]:
+    def register(run: Callable[[Stage], Forged]) -> Callable[[Stage], Forged]:
         ATTACKS[name] = Attack(name, run, dtypes or ("float32", "bfloat16"), chooses)
         return run
 
@@ -58,103 +72,89 @@ def attack(
 
 
 @attack("int8 weights")
-def quantise_eight(stage: Stage) -> Work:
+def quantise_eight(stage: Stage) -> Forged:
     return stage.generate(stage.alter("int8", lambda model: map_linears(model, round_channels)))
 
 
 @attack("int4 weights")
-def quantise_four(stage: Stage) -> Work:
+def quantise_four(stage: Stage) -> Forged:
     return stage.generate(stage.alter("int4", lambda model: map_linears(model, round_groups)))
 
 
 @attack("bf16 for fp32", "float32")
-def narrow_weights(stage: Stage) -> Work:
+def narrow_weights(stage: Stage) -> Forged:
     return stage.generate(stage.alter("bf16", lambda model: copy.deepcopy(model).bfloat16()))
 
 
 @attack("fp32 for bf16", "bfloat16")
-def widen_weights(stage: Stage) -> Work:
+def widen_weights(stage: Stage) -> Forged:
     return stage.generate(stage.alter("fp32", lambda model: copy.deepcopy(model).float()))
 
 
 @attack("one step older, lr 1e-5")
-def lag_step(stage: Stage) -> Work:
+def lag_step(stage: Stage) -> Forged:
     return stage.generate(_older(stage, 1e-5))
 
 
 @attack("one step older, lr 1e-6")
-def lag_small(stage: Stage) -> Work:
+def lag_small(stage: Stage) -> Forged:
     return stage.generate(_older(stage, 1e-6))
 
 
 @attack("LoRA merged")
-def merge_adapter(stage: Stage) -> Work:
+def merge_adapter(stage: Stage) -> Forged:
     return stage.generate(stage.alter("lora", lambda model: map_linears(model, add_adapter)))
 
 
 @attack("half the layers")
-def halve_layers(stage: Stage) -> Work:
+def halve_layers(stage: Stage) -> Forged:
     return stage.generate(stage.alter("half", drop_layers))
 
 
 @attack("edited prompt")
-def edit_prompt(stage: Stage) -> Work:
+def edit_prompt(stage: Stage) -> Forged:
     """One token of the prompt is another; the submission states the prompt that was asked."""
     vocabulary = stage.model.config.vocab_size
-    edited = []
-    for request in stage.requests:
-        ids = list(request.prompt_ids)
-        ids[len(ids) // 2] = derive_seed("prompt", request.id) % vocabulary
-        edited.append(replace(request, prompt_ids=tuple(ids)))
-    return stage.generate(stage.model, requests=edited)
+    return stage.generate(stage.model, requests=[bend_prompt(r, r.id, vocabulary) for r in stage.requests])
 
 
 # The true model computes, but tokens are chosen otherwise.
 
 
 @attack("temperature 0.9", chooses=True)
-def cool_sampling(stage: Stage) -> Work:
-    def choose(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        return claim_tokens(logits, temperatures, choose_tokens(logits, temperatures * 0.9, uniforms)[0])
-
-    return stage.generate(stage.model, choose=choose)
+def cool_sampling(stage: Stage) -> Forged:
+    return stage.generate(stage.model, choose=choose_cooler(0.9))
 
 
 @attack("top-p 0.95", chooses=True)
-def cut_tail(stage: Stage) -> Work:
-    def choose(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        return claim_tokens(logits, temperatures, choose_tokens(keep_nucleus(logits, 0.95), temperatures, uniforms)[0])
-
-    return stage.generate(stage.model, choose=choose)
+def cut_tail(stage: Stage) -> Forged:
+    return stage.generate(stage.model, choose=choose_nucleus(0.95))
 
 
 @attack("greedy", chooses=True)
-def take_likeliest(stage: Stage) -> Work:
-    def choose(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        return claim_tokens(logits, temperatures, logits.argmax(-1))
-
-    return stage.generate(stage.model, choose=choose)
+def take_likeliest(stage: Stage) -> Forged:
+    return stage.generate(stage.model, choose=choose_likeliest)
 
 
 @attack("best of 4", chooses=True)
-def pick_best(stage: Stage) -> Work:
+def pick_best(stage: Stage) -> Forged:
     """Three more seeds for each rollout; the likeliest of the four is handed in as if the right seed had given it."""
     tries = [stage.honest]
-    for turn in range(1, 4):
-        others = [replace(r, seed=derive_seed("try", turn, r.seed)) for r in stage.requests]
+    for turn in range(1, TRIES):
+        others = [replace(list_tries(r, TRIES)[turn], id=r.id) for r in stage.requests]
         tries.append(stage.generate(stage.model, requests=others))
     best = [int(np.argmax([work.rollouts[i].logprobs.mean() for work in tries])) for i in range(len(stage.requests))]
     rollouts = tuple(tries[turn].rollouts[index] for index, turn in enumerate(best))
-    return Work(rollouts, {r.id: tries[turn].proofs[r.id] for r, turn in zip(rollouts, best, strict=True)})
+    return Forged(rollouts, {r.id: tries[turn].proofs[r.id] for r, turn in zip(rollouts, best, strict=True)})
 
 
 @attack("1 token edited", chooses=True)
-def edit_one(stage: Stage) -> Work:
+def edit_one(stage: Stage) -> Forged:
     return _edit_tokens(stage, 1)
 
 
 @attack("1 hardly possible token, close to the draw", chooses=True)
-def edit_closely(stage: Stage) -> Work:
+def edit_closely(stage: Stage) -> Forged:
     """The editor knows the sampling check: of all places it takes the one where such a token is closest to the draw."""
     planned = plan_uniforms(stage.requests, {r.id: [_find_opening(stage, r)] for r in stage.honest.rollouts})
 
@@ -168,34 +168,28 @@ def edit_closely(stage: Stage) -> Work:
 
 
 @attack("5 tokens edited", chooses=True)
-def edit_five(stage: Stage) -> Work:
+def edit_five(stage: Stage) -> Forged:
     return _edit_tokens(stage, 5)
 
 
 @attack("50 tokens edited", chooses=True)
-def edit_fifty(stage: Stage) -> Work:
+def edit_fifty(stage: Stage) -> Forged:
     return _edit_tokens(stage, 50)
 
 
 @attack("cut off with a forced end", chooses=True)
-def force_end(stage: Stage) -> Work:
+def force_end(stage: Stage) -> Forged:
     """Rollouts end at half their length: the end token is put where it was not drawn."""
     places = {r.id: [r.num_tokens // 2] for r in stage.honest.rollouts if r.num_tokens > 1}
     planned = plan_uniforms(stage.requests, places)
-
-    def choose(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = choose_tokens(logits, temperatures, uniforms)[0]
-        tokens = torch.where(torch.isin(uniforms, planned), stage.eos_id, tokens)
-        return claim_tokens(logits, temperatures, tokens)
-
-    return stage.generate(stage.model, choose=choose)
+    return stage.generate(stage.model, choose=choose_fixed(planned, stage.eos_id))
 
 
 # Text of one, proof of another.
 
 
 @attack("laundered: a small model writes", chooses=True)
-def launder_scribe(stage: Stage) -> Work:
+def launder_scribe(stage: Stage) -> Forged:
     """Another model's text, then one honest prefill over it for log-probs and proofs."""
     if stage.subject.name == "text":
         writer = load_subject("scribe", stage.model.dtype).policy.model
@@ -205,61 +199,32 @@ def launder_scribe(stage: Stage) -> Work:
 
 
 @attack("laundered: int4 writes", chooses=True)
-def launder_int4(stage: Stage) -> Work:
+def launder_int4(stage: Stage) -> Forged:
     writer = stage.alter("int4", lambda model: map_linears(model, round_groups))
     return stage.prefill(stage.generate(writer).rollouts)
 
 
 @attack("proof of another rollout")
-def swap_proofs(stage: Stage) -> Work:
+def swap_proofs(stage: Stage) -> Forged:
     """A rollout of another prompt lends its proofs, in the number asked for and, for the last, of a last chunk."""
     honest = stage.honest
     lent = {}
     for index, rollout in enumerate(honest.rollouts):
         lender = honest.rollouts[(index + GROUP) % len(honest.rollouts)]
-        count, proofs = len(honest.proofs[rollout.id]), list(honest.proofs[lender.id])
-        lent[rollout.id] = ((proofs[:-1] or proofs) * count)[: count - 1] + proofs[-1:]
-    return Work(honest.rollouts, lent)
+        lent[rollout.id] = lend_proofs(honest.proofs[lender.id], len(honest.proofs[rollout.id]))
+    return Forged(honest.rollouts, lent)
 
 
 @attack("proof of an older version, lr 1e-5")
-def prove_older(stage: Stage) -> Work:
+def prove_older(stage: Stage) -> Forged:
     older = stage.prefill(stage.honest.rollouts, _older(stage, 1e-5))
-    return Work(stage.honest.rollouts, older.proofs)
+    return Forged(stage.honest.rollouts, older.proofs)
 
 
-def claim_tokens(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens with the log-probs that honest sampling would have recorded for them."""
-    logprobs = torch.log_softmax(logits / temperatures[:, None], dim=-1)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
-
-
-def keep_nucleus(logits: Tensor, share: float) -> Tensor:
-    """Logits (R, V) of the likeliest tokens that together have at least `share`; the rest -inf."""
-    order = logits.argsort(dim=-1, descending=True)
-    probs = torch.softmax(logits, -1).gather(1, order)
-    before = probs.cumsum(-1) - probs
-    cut = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, before >= share)
-    return logits.masked_fill(cut, float("-inf"))
-
-
-def plan_uniforms(requests: Sequence[Request], places: Mapping[str, Sequence[int]]) -> Tensor:
-    """The draws at given token places of each request: 53 bits name the place in whatever row the engine has it."""
-    draws = [token_uniforms(r.seed, 0, r.max_tokens)[list(places.get(r.id, ()))] for r in requests]
-    return torch.from_numpy(np.concatenate(draws))
-
-
-def _edit_tokens(stage: Stage, count: int) -> Work:
+def _edit_tokens(stage: Stage, count: int) -> Forged:
     """At `count` places of each rollout another draw stands instead; all that follows is written honestly."""
-    planned = plan_uniforms(stage.requests, _draw_places(stage, count))
-
-    def choose(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = choose_tokens(logits, temperatures, uniforms)[0]
-        without = logits.scatter(1, tokens[:, None], float("-inf"))
-        others = choose_tokens(without, temperatures, (uniforms + 0.5) % 1.0)[0]
-        return claim_tokens(logits, temperatures, torch.where(torch.isin(uniforms, planned), others, tokens))
-
-    return stage.generate(stage.model, choose=choose)
+    places = {rollout.id: draw_places(rollout, count) for rollout in stage.honest.rollouts}
+    return stage.generate(stage.model, choose=choose_others(plan_uniforms(stage.requests, places)))
 
 
 @torch.inference_mode()
@@ -277,14 +242,6 @@ def _measure_unlikely(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]
     high = probs.cumsum(-1)
     distances = torch.maximum(high - probs - uniforms[:, None], uniforms[:, None] - high)
     return distances.masked_fill(probs > UNLIKELY, torch.inf).min(-1)
-
-
-def _draw_places(stage: Stage, count: int) -> dict[str, list[int]]:
-    places = {}
-    for rollout in stage.honest.rollouts:
-        rng = np.random.default_rng(derive_seed("edit", count, rollout.id))
-        places[rollout.id] = rng.choice(rollout.num_tokens, min(count, rollout.num_tokens), replace=False).tolist()
-    return places
 
 
 def _older(stage: Stage, rate: float) -> PreTrainedModel:

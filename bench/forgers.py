@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from guesses import Bits, Forger, Guess, Limits, Texts, compare_patterns, measure_guesses, passes, pick_pattern
+from guesses import Forger, Guess, Limits, Texts, compare_patterns, measure_guesses, passes
 from shoal.engine.base import CHUNK
+from shoal.redteam.proofs import Bits, pick_pattern
 from shoal.seeds import derive_seed
 from shoal.toploc.build import find_moduli
 from shoal.toploc.field import P

@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.engine.base import CHUNK
+from shoal.redteam.proofs import Bits
 from shoal.seeds import derive_seed
 from shoal.toploc.field import Vandermonde, interpolate, to_canonical
 from shoal.toploc.proof import TOPK, pack_proofs
 from shoal.toploc.select import select_top, split_chunks
 from shoal.toploc.verify import verify_batch
 
-Bits = NDArray[np.uint16]
 _OUTSIDE = 128
 _BAND = 8
 
@@ -103,15 +103,6 @@ def compare_patterns(claimed: Bits, own: Bits) -> tuple[int, float, float, int]:
     signs = int(((claimed ^ own) >= 0x8000)[agree].sum())
     mean, median = (float(errors.mean()), float(np.median(errors))) if len(errors) else (np.inf, np.inf)
     return int((~agree).sum()), mean, median, signs
-
-
-def pick_pattern(patterns: Bits) -> np.uint16:
-    """The commonest exponent, the median mantissa of those that have it, and their commoner sign."""
-    exponents = patterns & 0x7F80
-    values, counts = np.unique(exponents, return_counts=True)
-    same = patterns[exponents == values[counts.argmax()]]
-    sign = 0x8000 if (same >= 0x8000).mean() > 0.5 else 0
-    return np.uint16(values[counts.argmax()] | int(np.median(same & 0x7F)) | sign)
 
 
 def share_hits(claimed: Bits, own: Bits) -> float:

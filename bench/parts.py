@@ -14,13 +14,14 @@ from attacks import ATTACKS, Attack
 from common import OUT
 from models import Subject, allow_bfloat16, has_smollm2, load_subject
 from records import SUBMISSION, WINDOWS, Record, load_records, measure_work, replay_attack, save_records
+from shoal.redteam.forge import Forged
 from shoal.rollout import Request
 from shoal.runtime import tune_process
 from shoal.seeds import derive_seed
 from shoal.toploc.build import build_batch
 from shoal.toploc.replay import replay_rollouts
 from shoal.toploc.variants import Way, run_way, use_threads
-from stage import GROUP, Stage, Work, draw_requests
+from stage import GROUP, Stage, draw_requests
 
 FOLDER = OUT / "separation"
 
@@ -125,14 +126,14 @@ def _measure_honest(part: Part, source: Source, paths: Mapping[str, Path]) -> No
     found = run_way(source.way, subject.policy.model, requests, eos_id=subject.policy.eos_id, sink=keep)
     rollouts = {rollout.id: rollout for rollout in found}
     proofs = build_batch([torch.cat(states[request.id]) for request in requests])
-    work = Work(tuple(rollouts[r.id] for r in requests), {r.id: p for r, p in zip(requests, proofs, strict=True)})
+    work = Forged(tuple(rollouts[r.id] for r in requests), {r.id: p for r, p in zip(requests, proofs, strict=True)})
     for replay, path in paths.items():
         count = source.replays[replay]
         save_records(path, _replay_honest(subject, replay, _cut_work(work, count), requests[:count]))
     _log(part, f"honest, {source.way.name}: {_count_tokens(work)} tokens, {time.process_time() - started:.1f} CPU s")
 
 
-def _replay_honest(subject: Subject, replay: str, work: Work, requests: Sequence[Request]) -> list[Record]:
+def _replay_honest(subject: Subject, replay: str, work: Forged, requests: Sequence[Request]) -> list[Record]:
     model, eos_id = subject.policy.model, subject.policy.eos_id
     if replay == "float64":
         model = copy.deepcopy(model).double()
@@ -175,11 +176,11 @@ def _vary_limits(requests: Sequence[Request]) -> tuple[Request, ...]:
     )
 
 
-def _cut_work(work: Work, count: int) -> Work:
-    return Work(work.rollouts[:count], work.proofs)
+def _cut_work(work: Forged, count: int) -> Forged:
+    return Forged(work.rollouts[:count], work.proofs)
 
 
-def _count_tokens(work: Work) -> int:
+def _count_tokens(work: Forged) -> int:
     return sum(rollout.num_tokens for rollout in work.rollouts)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from attacks import Attack
 from shoal.engine.base import CHUNK
+from shoal.redteam.forge import Forged
 from shoal.rollout import Finish, Request, Rollout, VersionRange
 from shoal.toploc.calibration import PUBLISHED, Calibration
 from shoal.toploc.check import Judge, Report, weigh_reports
@@ -23,7 +24,7 @@ from shoal.toploc.proof import Fault
 from shoal.toploc.replay import Replay, replay_rollouts
 from shoal.toploc.shape import check_odds, trace_choices
 from shoal.toploc.verify import ChunkResult, verify_batch
-from stage import Stage, Work
+from stage import Stage
 
 WINDOWS = (32, 128, 512)
 SUBMISSION = 16
@@ -88,7 +89,7 @@ class Verdict:
 
 
 def measure_work(
-    work: Work, requests: Sequence[Request], replays: Sequence[Replay], changed: Sequence[bool]
+    work: Forged, requests: Sequence[Request], replays: Sequence[Replay], changed: Sequence[bool]
 ) -> list[Record]:
     """Records of handed-in work from the replays of its rollouts."""
     results = verify_batch([r.hidden for r in replays], [list(work.proofs[rollout.id]) for rollout in work.rollouts])
@@ -105,7 +106,7 @@ def measure_work(
     ]
 
 
-def replay_attack(stage: Stage, attack: Attack, work: Work) -> list[Record]:
+def replay_attack(stage: Stage, attack: Attack, work: Forged) -> list[Record]:
     """Records of an attack, by one prefill with the stage's weights."""
     replays = replay_rollouts(stage.model, work.rollouts, eos_id=stage.eos_id, shape=True)
     pairs = zip(work.rollouts, stage.honest.rollouts, strict=True)

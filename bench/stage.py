@@ -1,35 +1,19 @@
 """A worker's stage: a model, the requests of some leases, and the ways of working on them, honest or not."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-import shoal.engine.torch as engine_module
 from models import Subject
-from shoal.engine.choice import choose_tokens
-from shoal.engine.torch import TorchEngine
+from shoal.engine.choice import Choose, choose_tokens
+from shoal.redteam.forge import Forged, decode_requests, prefill_tokens
 from shoal.rollout import Request, Rollout, VersionRange
 from shoal.seeds import derive_seed
-from shoal.toploc.build import build_batch
-from shoal.toploc.replay import replay_rollouts
 
 GROUP = 4
 """Rollouts per prompt; four groups are a submission."""
-Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""What the engine calls to choose tokens: logits (R, V), temperatures (R,), uniforms (R,) to tokens and log-probs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a worker hands in: rollouts, and the proofs of each by id."""
-
-    rollouts: tuple[Rollout, ...]
-    proofs: Mapping[str, Sequence[bytes]]
 
 
 @dataclass
@@ -40,7 +24,7 @@ class Stage:
     requests: tuple[Request, ...]
     slots: int = 64
     _models: dict[str, PreTrainedModel] = field(default_factory=dict)
-    _honest: Work | None = None
+    _honest: Forged | None = None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -51,7 +35,7 @@ class Stage:
         return self.subject.policy.eos_id
 
     @property
-    def honest(self) -> Work:
+    def honest(self) -> Forged:
         if self._honest is None:
             self._honest = self.generate(self.model)
         return self._honest
@@ -64,29 +48,17 @@ class Stage:
 
     def generate(
         self, model: PreTrainedModel, *, requests: Sequence[Request] | None = None, choose: Choose = choose_tokens
-    ) -> Work:
+    ) -> Forged:
         """Decode with a model and a way of choosing tokens; the result states what was asked, whatever was done."""
-        states: dict[str, list[Tensor]] = {}
-
-        def keep(rollout_id: str, start: int, hidden: Tensor) -> None:
-            states.setdefault(rollout_id, []).append(hidden.clone())
-
         requests = self.requests if requests is None else requests
-        with _choosing(choose):
-            engine = TorchEngine(model, eos_id=self.eos_id, slots=self.slots, sink=keep)
-            found = {rollout.id: rollout for rollout in engine.generate(requests)}
-        rollouts = [found[request.id] for request in requests]
-        proofs = build_batch([torch.cat(states[rollout.id]) for rollout in rollouts])
+        found = decode_requests(model, requests, eos_id=self.eos_id, slots=self.slots, choose=choose)
         asked = {request.id: request for request in self.requests}
-        stated = tuple(state_request(r, asked[r.id]) if r.id in asked else r for r in rollouts)
-        return Work(stated, {rollout.id: own for rollout, own in zip(rollouts, proofs, strict=True)})
+        stated = tuple(state_request(r, asked[r.id]) if r.id in asked else r for r in found.rollouts)
+        return Forged(stated, found.proofs)
 
-    def prefill(self, rollouts: Sequence[Rollout], model: PreTrainedModel | None = None) -> Work:
+    def prefill(self, rollouts: Sequence[Rollout], model: PreTrainedModel | None = None) -> Forged:
         """Log-probs and proofs of given tokens, as one prefill gives them."""
-        replays = replay_rollouts(self.model if model is None else model, rollouts, eos_id=self.eos_id)
-        proofs = build_batch([replay.hidden for replay in replays])
-        stated = tuple(replace(r, logprobs=replay.logprobs) for r, replay in zip(rollouts, replays, strict=True))
-        return Work(stated, {rollout.id: own for rollout, own in zip(rollouts, proofs, strict=True)})
+        return prefill_tokens(self.model if model is None else model, rollouts, eos_id=self.eos_id)
 
 
 def draw_requests(subject: Subject, name: str, count: int, max_tokens: int) -> tuple[Request, ...]:
@@ -112,12 +84,3 @@ def state_request(rollout: Rollout, request: Request) -> Rollout:
         seed=request.seed,
         versions=(VersionRange(0, 0, rollout.num_tokens),),
     )
-
-
-@contextmanager
-def _choosing(choose: Choose) -> Iterator[None]:
-    engine_module.choose_tokens = choose
-    try:
-        yield
-    finally:
-        engine_module.choose_tokens = choose_tokens

@@ -36,7 +36,7 @@ STAGES = (
     Stage("commit", ("shoal.swarm.client:NodeClient.commit",)),
     Stage("upload", ("shoal.swarm.client:NodeClient.upload",)),
     Stage("heartbeat", ("shoal.node.session:Session._beat",)),
-    Stage("claim", ("shoal.swarm.client:NodeClient.claim_job",)),
+    Stage("claim", ("shoal.swarm.client:NodeClient.claim_jobs",)),
     Stage("fetch", ("shoal.swarm.client:NodeClient.fetch_blob",)),
     Stage("form", ("shoal.submission.read:read_submission", "shoal.trainer.reading:JailReader.__call__")),
     Stage("meaning", ("shoal.validator.judge:Judge._judge_contents",)),

@@ -19,8 +19,10 @@ from shoal.commands.broadcast_flags import add_commands as add_broadcast
 from shoal.commands.canary import add_commands as add_canary
 from shoal.commands.launch import add_commands as add_launch
 from shoal.commands.ledger_flags import add_commands as add_ledger
+from shoal.commands.redteam import add_commands as add_redteam
 from shoal.commands.roles import add_commands as add_roles
 from shoal.commands.swarm_flags import add_commands as add_swarm
+from shoal.commands.verify_flags import add_commands as add_verify
 from shoal.commands.work import add_commands as add_work
 from shoal.errors import EXIT_MISTAKE, AwayError, ConfigError, DiskError
 
@@ -134,8 +136,10 @@ def _build_parser() -> _Parser:
     add_launch(commands)
     add_roles(commands)
     add_work(commands)
+    add_redteam(commands)
     add_broadcast(commands)
     add_swarm(commands)
+    add_verify(commands)
     add_canary(commands)
     add_ledger(commands)
 

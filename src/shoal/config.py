@@ -266,7 +266,8 @@ class RunConfig(Settings):
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """The settings of a TOML file (None: the defaults) with `a.b.c=value` overrides laid over it; the last one wins."""
     data = {} if path is None else read_toml(path)
-    data.pop("swarm", None)  # how many processes `shoal run` makes of the same run (shoal.launch.settings)
+    for table in ("swarm", "validation"):  # who takes part when `shoal run` makes a swarm of it (shoal.launch.settings)
+        data.pop(table, None)
     return build_config(RunConfig, data, overrides)
 
 

@@ -13,7 +13,7 @@ from shoal.engine.base import Engine
 from shoal.policy.tokenizer import decode_completion, encode_prompt
 from shoal.rollout import Group, Request, Rollout
 from shoal.seeds import derive_seed
-from shoal.tasks.base import Family, Task
+from shoal.tasks.base import Family, Task, score_text
 from shoal.tasks.split import train_task
 
 
@@ -83,5 +83,5 @@ def score_group(
 ) -> Group:
     """The group of a plan from its rollouts, by id."""
     own = tuple(rollouts[request.id] for request in plan.requests)
-    scores = tuple(family.score(plan.task, decode_completion(tokenizer, rollout.token_ids)) for rollout in own)
+    scores = tuple(score_text(family, plan.task, decode_completion(tokenizer, rollout.token_ids)) for rollout in own)
     return Group(index=plan.index, task_id=plan.task.id, rollouts=own, scores=scores)

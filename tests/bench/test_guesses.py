@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from forgers import Outlook, fit_channels, fit_constant, share_residues
-from guesses import Guess, Limits, Texts, compare_patterns, interpolate_guess, measure_guesses, passes, pick_pattern
+from guesses import Guess, Limits, Texts, compare_patterns, interpolate_guess, measure_guesses, passes
+from shoal.redteam.proofs import pick_pattern
 from shoal.toploc.field import P, Vandermonde, to_canonical
 from shoal.toploc.select import select_top
 

@@ -1,4 +1,4 @@
-"""`shoal worker`, `validator` and `redteam`: mistakes are sentences, and a node is one process."""
+"""`shoal worker` and `shoal validator`: mistakes are sentences, and a node is one process."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import main
-from shoal.redteam.registry import ATTACKS
 from shoal.rundir import lock_dir
 from shoal.swarm.asking import Patience
 
@@ -17,17 +16,6 @@ def fail(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     error = capsys.readouterr().err
     assert error.startswith("shoal: ") and error.count("\n") == 1, error
     return error
-
-
-def test_an_unknown_attack_is_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    error = fail(capsys, "redteam", "work", "http://127.0.0.1:1", "--attack", "bribe")
-    assert "no such attack; there are adapter" in error
-
-
-def test_the_attacks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["redteam", "list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(ATTACKS) and any(line.split()[:2] == ["int8", "hard"] for line in lines)
 
 
 @pytest.mark.parametrize("flag", ["--slots", "--memory"])

@@ -180,12 +180,12 @@ def test_a_run_survives_kill_minus_nine_between_all_its_acts(town: Town) -> None
     town.restart()
     assert town.act("ann", lambda client: client.commit(manifest)) == committed
     receipt = town.act("ann", lambda client: client.submit(manifest, path)).receipt
-    job = town.act("bob", lambda client: client.claim_job()).job
+    job = town.act("bob", lambda client: client.claim_jobs()).job
     assert job is not None and job.submission == receipt.submission
     assert "validators to judge 1 submission" in town.type("status", town.url)
     town.restart()
     assert town.act("ann", lambda client: client.submit(manifest, path)).receipt == receipt
-    again = town.act("bob", lambda client: client.claim_job()).job
+    again = town.act("bob", lambda client: client.claim_jobs()).job
     assert again is not None and again.deadline_ms >= job.deadline_ms  # moved by the outage
     assert again.model_copy(update={"deadline_ms": job.deadline_ms}) == job
 
@@ -331,7 +331,7 @@ def test_a_validator_that_accepts_a_canary_is_found_by_the_operators_command(
             (args.folder / "file").write_bytes(DATA)
             await session.client.submit(make_manifest(lease), args.folder / "file")
             async with open_joined(town.folder / "bob") as (bob, _):
-                job = (await bob.claim_job()).job
+                job = (await bob.claim_jobs()).job
                 assert job is not None
                 await bob.send_verdict(make_verdict(job))
             await asyncio.sleep(PATIENCE_S)
@@ -345,7 +345,7 @@ def test_a_validator_that_accepts_a_canary_is_found_by_the_operators_command(
     town.restart()
     assert f" of a canary was accepted by validator {bob[:8]}: it lies, or" in town.type("status", town.url)
     with pytest.raises(RefusedError, match="may not judge for a while"):
-        town.act("bob", lambda client: client.claim_job())
+        town.act("bob", lambda client: client.claim_jobs())
     assert ask_first(town, "b" * 32).first == 0, "what the canary filled is to be done again"
     assert "1 sealed and in stock" in town.type("canary", "list", "--folder", town.folder / "canaries")
     assert "no canary is planted" in town.type("canary", "reveal", town.url, *flags)

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.submission.bounds import Bounds, FormError
-from shoal.submission.frame import encode_columns
-from shoal.submission.jail import Jail, JailError, Limits
+from shoal.submission.bounds import NO_ROOM, Bounds, CrashError, FormError
+from shoal.submission.frame import encode_columns, encode_error
+from shoal.submission.jail import MAX_TRIES, Jail, JailError, Limits
 from shoal.submission.parse import parse_submission
 from shoal.submission.read import read_submission
 
@@ -38,8 +40,11 @@ def boot_with(parse: str) -> str:
     )
 
 
-def boot_lying(answer: bytes, report: bytes = b'{"code": 0}\n') -> str:
-    """A reader that answers with these bytes."""
+GOOD_END = b'{"code": 0}\n'
+
+
+def boot_lying(answer: bytes, report: bytes = GOOD_END, trial: bytes = GOOD_END) -> str:
+    """A reader that answers with these bytes; `trial` is what it reports when it is to read a file of its own."""
     return PATHS + (
         "import os, socket\n"
         "channel = socket.socket(fileno=int(sys.argv[1]))\n"
@@ -47,10 +52,20 @@ def boot_lying(answer: bytes, report: bytes = b'{"code": 0}\n') -> str:
         "while True:\n"
         "    message, files, _, _ = socket.recv_fds(channel, 4096, 2)\n"
         "    if not message: break\n"
-        f"    os.write(files[1], bytes.fromhex('{answer.hex()}'))\n"
+        "    is_trial = json.loads(message)['trial']\n"
+        f"    is_trial or os.write(files[1], bytes.fromhex('{answer.hex()}'))\n"
         "    os.close(files[0]); os.close(files[1])\n"
-        f"    channel.sendall({report!r})\n"
+        f"    channel.sendall({trial!r} if is_trial else {report!r})\n"
     )
+
+
+BOOT_DYING = PATHS + (
+    "import os, socket\n"
+    "channel = socket.socket(fileno=int(sys.argv[1]))\n"
+    "channel.sendall(b'{\"guards\": []}\\n')\n"
+    "socket.recv_fds(channel, 4096, 2)\n"
+)
+"""A reader that ends with its first file, as it does when the kernel needs its memory."""
 
 
 def ask(open_desk, good: bytes, parse: str) -> str:
@@ -74,9 +89,9 @@ def ask(open_desk, good: bytes, parse: str) -> str:
 )
 def test_a_file_that_ends_its_reader_twice_is_refused(open_desk, good, parse, words):
     desk = open_desk(boot=boot_with(parse), limits=Limits(cpu_s=1, wall_s=PATIENCE_S))
-    with pytest.raises(FormError, match=f"it ends its reader each time: {words}"):
+    with pytest.raises(CrashError, match=f"it ends its reader each time: {words}") as caught:
         desk.read(good)
-    assert desk.jail.num_started == 3
+    assert (desk.jail.num_started, caught.value.num_deaths) == (3, MAX_TRIES)
 
 
 def test_a_refused_file_costs_no_reader(open_desk, good):
@@ -122,6 +137,64 @@ def test_a_file_is_not_blamed_for_readers_that_cannot_start_any_more(open_desk, 
     )
     with pytest.raises(JailError, match="out of order"):
         open_desk(boot=boot).read(good)
+
+
+@pytest.mark.parametrize(
+    ("boot", "words"),
+    [
+        (boot_lying(b"", b'{"code": -9}\n'), "do not last here: it was ended by SIGKILL"),
+        (BOOT_DYING, "do not last here: the process that forks readers died"),
+        (boot_with("os._exit(3)"), "cannot read the file from the disk"),
+        (boot_lying(b"", b'{"code": -11}\n', trial=b'{"code": 1}\n'), "our own file either: it failed with code 1"),
+        (boot_lying(b"", b'{"code": -11}\n', trial=b'{"code": null}\n'), "our own file either: it cannot fork"),
+    ],
+)
+def test_a_file_is_not_blamed_for_what_ails_the_machine(open_desk, good, boot, words):
+    """The kernel that is out of memory, a disk that fails, a reader that reads nothing at all."""
+    with pytest.raises(JailError, match=words):
+        open_desk(boot=boot).read(good)
+
+
+def test_a_file_is_blamed_for_its_want_of_memory_only_if_there_is_as_much(open_desk, good):
+    answer = b"".join(encode_error(NO_ROOM))
+    with pytest.raises(FormError, match=NO_ROOM):
+        open_desk(boot=boot_lying(answer)).read(good)
+    with pytest.raises(JailError, match="our own file either"):
+        open_desk(boot=boot_lying(answer, trial=b'{"code": 1}\n')).read(good)
+
+
+def test_a_machine_without_descriptors_or_memory_blames_nobody(open_desk, good, monkeypatch):
+    desk = open_desk()
+    assert desk.read(good).groups
+
+    async def lack_memory(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shoal.submission.reader._receive_exactly", lack_memory)
+        with pytest.raises(JailError, match="no memory here"):
+            desk.read(good)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    path = desk.folder / "file"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(JailError, match="cannot be opened here"):
+            desk.runner.run(read_submission(desk.jail, path, WIDE))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert desk.read(good).groups
+
+
+def test_a_files_child_cannot_connect_to_this_machine(open_desk, good):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        port = server.getsockname()[1]
+        found = ask(open_desk, good, f"attempt(lambda: socket.socket().connect(('127.0.0.1', {port})))")
+        assert "Error" in found
+        with pytest.raises(BlockingIOError):
+            server.accept()
+        with socket.create_connection(("127.0.0.1", port)):  # anybody else can
+            assert server.accept()
 
 
 def test_a_reader_that_cannot_start_says_why(open_desk, good):

@@ -1,6 +1,7 @@
 """What a process takes from itself, one thing at a time."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -96,6 +97,45 @@ print(len(os.pread(file, 100, 0)), len(bytearray(1 << 24)), len(os.urandom(4)), 
 os._exit(0)
 """
     assert run(script) == "100 16777216 4"
+
+
+@pytest.mark.parametrize(("asked_mb", "found"), [(100, "done"), (160, "MemoryError")])
+def test_a_trial_takes_all_the_memory_that_a_file_may_take(asked_mb, found):
+    script = f"""
+from shoal.submission import child, layout, parse
+sample = layout.make_sample()
+child._warm_up(sample, parse.parse_submission)
+child._limit_child(memory_bytes=100 << 20, cpu_s=10, filtered=False)
+print(attempt(lambda: child._try_room({asked_mb} << 20, sample, parse.parse_submission)))
+"""
+    assert run(script) == found
+
+
+def test_a_reader_goes_first_when_memory_runs_out():
+    script = "print(sandbox.offer_first(), open('/proc/self/oom_score_adj').read())"
+    assert run(script) == "True 1000"
+
+
+@pytest.mark.parametrize("guard", ["calls", "limits", "network"])
+def test_each_guard_alone_keeps_a_process_from_connecting_to_this_machine(guard):
+    steps = {
+        "calls": "sandbox.refuse_privileges() and sandbox.filter_calls()",
+        "limits": "sandbox.set_limits(memory_bytes=1 << 26, cpu_s=10) is None",
+        "network": "sandbox.close_network()",
+    }
+    script = """
+for is_guarded in (False, True):
+    if is_guarded and not ({step}):
+        print("not permitted", flush=True)
+        os._exit(0)
+    print(attempt(lambda: socket.create_connection(("127.0.0.1", {port}), timeout=5)), flush=True)
+os._exit(0)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free, guarded = run(script.format(step=steps[guard], port=server.getsockname()[1])).split("\n")
+    if guarded == "not permitted":
+        pytest.skip(f"{guard} is not permitted here")
+    assert (free, guarded) in (("done", "PermissionError"), ("done", "OSError"))
 
 
 def test_the_network_is_left():

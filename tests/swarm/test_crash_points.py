@@ -179,7 +179,7 @@ class Crowd:
 
     async def judge(self, client: NodeClient) -> None:
         while not self.over:
-            job = (await client.claim_job()).job
+            job = (await client.claim_jobs()).job
             if job is None:
                 await asyncio.sleep(POLL_S)
                 continue

@@ -48,7 +48,7 @@ def test_what_is_fixed_cannot_be_changed_and_all_else_can():
 
 def test_new_and_limited_owners_are_checked_fully():
     params = RunParams()
-    shares = {standing: params.check_share(standing) for standing in Standing}
+    shares = {standing: params.check_share(standing, 16) for standing in Standing}
     assert shares[Standing.PROBATION] == shares[Standing.LIMITED] == 1_000_000
     assert shares[Standing.GOOD] > shares[Standing.TRUSTED] >= 50_000
 

@@ -117,7 +117,7 @@ def test_a_run_of_one_step_goes_from_the_first_join_to_the_last_version(tmp_path
                 receipt = (await worker.submit(manifest, path)).receipt
                 with pytest.raises(RefusedError):
                     await worker.fetch_blob(receipt.submission, manifest.blob, manifest.size, tmp_path / "stolen")
-                job = (await judge.claim_job()).job
+                job = (await judge.claim_jobs()).job
                 assert job is not None and job.submission == receipt.submission
                 await judge.fetch_blob(job.submission, manifest.blob, manifest.size, tmp_path / "copy")
                 assert (tmp_path / "copy").read_bytes() == DATA

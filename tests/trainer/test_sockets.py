@@ -109,7 +109,7 @@ class Worker:
         return generate_groups(engine, self.family, policy.tokenizer, plans)
 
     async def judge(self, judge: Session) -> None:
-        job = (await judge.client.claim_job()).job
+        job = (await judge.client.claim_jobs()).job
         assert job is not None
         path = self.folder / f"{job.submission}.copy"
         await judge.client.fetch_blob(job.submission, job.manifest.blob, job.manifest.size, path)

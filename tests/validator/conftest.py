@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engine.torch import TorchEngine
-from shoal.group import score_group
 from shoal.policy.model import Policy, open_policy
 from shoal.recipe import Recipe
+from shoal.redteam.offline import Scribe
 from shoal.rollout import Group
 from shoal.submission.jail import Jail
 from shoal.submission.write import write_submission
@@ -18,7 +17,6 @@ from shoal.swarm.messages import Job, Manifest
 from shoal.toploc.calibrate import Plan, calibrate_policy
 from shoal.toploc.calibration import Calibration
 from shoal.toploc.prompts import Source
-from shoal.toploc.stream import ProofBuilder
 from shoal.toploc.variants import Way
 from shoal.validator.judge import Judge
 from shoal.validator.opinion import Opinion
@@ -40,13 +38,26 @@ def calibration(policies: dict[int, Policy]) -> Calibration:
 
 
 @pytest.fixture(scope="session")
-def run_judge(recipe: Recipe, calibration: Calibration) -> Iterator[Callable[["Case"], Opinion]]:
-    """Judges with one reader for all tests: to start one takes longer than to judge."""
+def court(recipe: Recipe, calibration: Calibration) -> Iterator[tuple[asyncio.Runner, Judge]]:
+    """A judge with one reader for all tests: to start one takes longer than to judge."""
     with asyncio.Runner() as runner:
         jail = runner.run(Jail().__aenter__())
-        judge = Judge(recipe, calibration, jail)
-        yield lambda case: runner.run(judge.judge(case.job, case.path, case.policy))
+        yield runner, Judge(recipe, calibration, jail)
         runner.run(jail.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="session")
+def run_judge(court: tuple[asyncio.Runner, Judge]) -> Callable[["Case"], Opinion]:
+    """Judges one case."""
+    runner, judge = court
+    return lambda case: runner.run(judge.judge(case.job, case.path, case.policy))
+
+
+@pytest.fixture(scope="session")
+def judge_together(court: tuple[asyncio.Runner, Judge]) -> Callable[[Sequence["Case"]], list[Opinion]]:
+    """Judges several cases of one version at once."""
+    runner, judge = court
+    return lambda cases: runner.run(judge.judge_all([(case.job, case.path) for case in cases], cases[0].policy))
 
 
 @dataclass
@@ -111,14 +122,7 @@ def hand_in(
 
 def write_work(author: Author, versions: dict[int, Path], version: int, order) -> Work:
     """What the worker's mill does, at one go."""
-    policy = author.open_policy(0, versions[0])
-    proofs = ProofBuilder()
-    engine = TorchEngine(policy.model, eos_id=policy.eos_id, slots=8, version=0, sink=proofs)
-    if version:
-        engine.swap_weights(version, author.open_policy(version, versions[version]).model.state_dict())
-    plans = author.plan(order, policy.tokenizer)
-    requests = [request for plan in plans for request in plan.requests]
-    rollouts = {rollout.id: rollout for rollout in engine.generate(requests)}
-    groups = tuple(score_group(author.family, policy.tokenizer, plan, rollouts) for plan in plans)
-    own = {request.id: proofs.take(request.id) for request in requests}
-    return author.finish(Work(order=order, version=version, groups=groups, proofs=own, seconds=0.0))
+    scribe = Scribe(author, slots=8)
+    for number in sorted({0, version}):
+        scribe.load(number, versions[number])
+    return scribe.write(order)

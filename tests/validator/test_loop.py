@@ -1,35 +1,120 @@
-"""The validator's loop: a claim that waits does not keep it from its end."""
+"""The validator's loop: what it does with its claims, and what keeps it from its end."""
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from shoal.node.spans import SpanLog
 from shoal.node.waits import RoleWaits
-from shoal.swarm.messages import ClaimAnswer, HeartbeatAnswer, Standing
+from shoal.policy.model import Policy
+from shoal.shardcast.crew import GoneError
+from shoal.swarm.asking import RefusedError
+from shoal.swarm.messages import MAX_JOBS, ClaimAnswer, HeartbeatAnswer, Job, Standing, Verdict, VerdictStatement
+from shoal.swarm.params import RunParams
+from shoal.swarm.refusal import AuthError
+from shoal.validator import loop
 from shoal.validator.loop import Validator
+from shoal.validator.opinion import Opinion, Replayed
+from shoal.validator.pace import Pace, Stint
+from shoal.validator.shelf import Shelf
 
 PATIENCE_S = 60.0
+NEVER_MS = 10**15
 
 
 class FakeSession:
-    """A session whose coordinator never has a job."""
+    """A session whose coordinator has what it is given to hand out, and then nothing for ever."""
 
-    def __init__(self) -> None:
-        self.stopping, self.claimed = asyncio.Event(), asyncio.Event()
-        self.waits = RoleWaits("validator")
-        self.client = SimpleNamespace(claim_job=self._claim_job)
+    def __init__(self, *answers: ClaimAnswer) -> None:
+        self.stopping, self.idle = asyncio.Event(), asyncio.Event()
+        self.waits, self.spans = RoleWaits("validator"), SpanLog(None, "validator")
+        self.client = SimpleNamespace(
+            claim_jobs=self._claim_jobs, fetch_blob=self._fetch, send_verdict=self._send, clock_offset_ms=0
+        )
+        self.params, self.problem = RunParams(), ""
+        self.answers, self.missing = list(answers), set[str]()
+        self.said: list[VerdictStatement] = []
+        self.events: list[str] = []
         self.has_left = False
         self.describe = self.heard = None
 
-    async def _claim_job(self, *, wait_s: int) -> ClaimAnswer:
-        self.claimed.set()
-        await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
+    def note(self, text: str) -> None:
+        self.events.append(text)
 
     async def leave(self) -> None:
         self.has_left = True
+
+    async def _claim_jobs(self, *, wait_s: int, most: int) -> ClaimAnswer:
+        self.events.append("claims")
+        if self.answers:
+            return self.answers.pop(0)
+        self.idle.set()
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    async def _fetch(self, submission: str, blob: str, size: int, path: Path) -> None:
+        if submission in self.missing:
+            raise RefusedError(AuthError(404, "unknown_submission", "there is no such file"))
+        path.write_text(submission)
+
+    async def _send(self, statement: VerdictStatement) -> None:
+        self.said.append(statement)
+
+
+class FakeShelf:
+    """Has the weights that it is told to have."""
+
+    def __init__(self, find: Callable[[int], Awaitable[Any]]) -> None:
+        self.find = find
+
+
+class FakeJudge:
+    """Accepts all that it is shown, and remembers what it was shown at once."""
+
+    def __init__(self) -> None:
+        self.shown: list[list[str]] = []
+
+    async def judge_all(self, files: Sequence[tuple[Job, Path]], policy: Any) -> list[Opinion]:
+        assert [path.read_text() for _, path in files] == [job.submission for job, _ in files]
+        self.shown.append([job.submission for job, _ in files])
+        return [Opinion(verdict=Verdict.ACCEPTED, replayed=Replayed(rollouts=2, tokens=20)) for _ in files]
+
+
+async def have_all(version: int) -> Any:
+    return "weights"
+
+
+def make_job(name: str, *, version: int = 0, deadline_ms: int = NEVER_MS) -> Job:
+    manifest = SimpleNamespace(blob="ab" * 32, size=1)
+    return Job.model_construct(
+        submission=name, round=1, step=1, version=version, manifest=manifest, deadline_ms=deadline_ms
+    )
+
+
+def make_answer(*jobs: Job) -> ClaimAnswer:
+    return ClaimAnswer.model_construct(jobs=jobs, retry_after_s=0)
+
+
+def run_loop(
+    tmp_path: Path, session: FakeSession, find: Callable[[int], Awaitable[Any]] = have_all
+) -> tuple[Validator, FakeJudge]:
+    """The loop, until there is nothing left to claim."""
+    judge = FakeJudge()
+    validator = Validator(session, judge, FakeShelf(find), tmp_path)  # type: ignore[arg-type]
+
+    async def go() -> None:
+        running = asyncio.create_task(validator.run())
+        async with asyncio.timeout(PATIENCE_S):
+            await session.idle.wait()
+            session.stopping.set()
+            await running
+
+    asyncio.run(go())
+    return validator, judge
 
 
 @pytest.mark.parametrize("cause", ["stopping", "finished"])
@@ -38,7 +123,7 @@ def test_it_ends_while_a_claim_is_waiting(tmp_path: Path, cause: str) -> None:
         session = FakeSession()
         validator = Validator(session, None, None, tmp_path)  # type: ignore[arg-type]
         running = asyncio.create_task(validator.run())
-        await session.claimed.wait()
+        await session.idle.wait()
         if cause == "stopping":
             session.stopping.set()
         else:
@@ -48,6 +133,110 @@ def test_it_ends_while_a_claim_is_waiting(tmp_path: Path, cause: str) -> None:
         return session
 
     assert asyncio.run(go()).has_left
+
+
+def test_what_is_claimed_together_is_judged_together_and_told_one_by_one(tmp_path: Path) -> None:
+    session = FakeSession(make_answer(*(make_job(name) for name in ("s1", "s2", "s3"))), make_answer(make_job("s4")))
+    validator, judge = run_loop(tmp_path, session)
+    assert judge.shown == [["s1", "s2", "s3"], ["s4"]]
+    assert [statement.submission for statement in session.said] == ["s1", "s2", "s3", "s4"]
+    assert validator.verdicts[Verdict.ACCEPTED] == 4
+    assert not list((tmp_path / "jobs").iterdir()), "nothing of a file is kept"
+
+
+def test_jobs_of_several_versions_are_judged_by_their_own(tmp_path: Path) -> None:
+    session = FakeSession(make_answer(make_job("s1"), make_job("s2", version=1), make_job("s3")))
+    asked: list[int] = []
+
+    async def find(version: int) -> Any:
+        asked.append(version)
+        return "weights"
+
+    _, judge = run_loop(tmp_path, session, find)
+    assert (judge.shown, asked) == ([["s1", "s3"], ["s2"]], [0, 1])
+
+
+def test_a_file_that_cannot_be_had_says_nothing_of_those_beside_it(tmp_path: Path) -> None:
+    session = FakeSession(make_answer(make_job("s1"), make_job("s2")))
+    session.missing.add("s1")
+    _, judge = run_loop(tmp_path, session)
+    assert judge.shown == [["s2"]]
+    assert [(said.submission, said.verdict) for said in session.said] == [
+        ("s1", Verdict.INCONCLUSIVE),
+        ("s2", Verdict.ACCEPTED),
+    ]
+
+
+def test_a_version_that_nobody_has_any_more_makes_a_verdict_inconclusive(tmp_path: Path) -> None:
+    async def find(version: int) -> Any:
+        return None
+
+    session = FakeSession(make_answer(make_job("s1"), make_job("s2")))
+    _, judge = run_loop(tmp_path, session, find)
+    assert [said.verdict for said in session.said] == [Verdict.INCONCLUSIVE] * 2 and not judge.shown
+
+
+def test_relays_that_are_away_cost_one_claim_and_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job is left when its claim ends, and nothing is claimed until its weights are there."""
+    monkeypatch.setattr(loop, "_PAUSE_S", 0.05)
+    session = FakeSession(make_answer(make_job("s1", deadline_ms=0)), make_answer(make_job("s1")))
+    tries = 0
+
+    async def find(version: int) -> Any:
+        nonlocal tries
+        tries += 1
+        if tries == 1:  # longer than the claim
+            await asyncio.Event().wait()
+        session.events.append(f"weights of v{version}")
+        return "weights"
+
+    _, judge = run_loop(tmp_path, session, find)
+    left = next(index for index, event in enumerate(session.events) if "left to others" in event)
+    assert session.events[left + 1 :][:2] == ["weights of v0", "claims"]
+    assert [said.verdict for said in session.said] == [Verdict.ACCEPTED] and judge.shown == [["s1"]]
+
+
+def test_its_pace_is_told_and_decides_how_much_it_claims(tmp_path: Path) -> None:
+    session = FakeSession(make_answer(make_job("s1"), make_job("s2")))
+    validator, _ = run_loop(tmp_path, session)
+    metrics = validator._describe_state().metrics
+    assert metrics["verdicts_done"] == 2 and metrics["rollouts_done"] == 4
+    assert metrics["tokens_per_s"] >= metrics["rollouts_per_s"] > 0
+    assert "tokens/s" in validator.describe()
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(100.0, 1), (10.0, 3), (1.0, MAX_JOBS)])
+def test_as_much_is_claimed_as_can_be_judged_well_in_time(seconds: float, most: int) -> None:
+    pace = Pace()
+    assert pace.choose_most(120) == 1 and pace.describe() == ""
+    pace.add(Stint(jobs=1, rollouts=10, tokens=200, seconds=seconds))
+    assert pace.choose_most(120) == most
+    assert pace.tokens_per_s == pytest.approx(200 / seconds)
+
+
+def test_weights_in_memory_stay_within_their_bound(
+    policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policies[0]
+    size = sum(weight.numel() * weight.element_size() for weight in policy.model.parameters())
+    pulled: list[int] = []
+
+    async def pull(version: int) -> Path:
+        if version > 5:
+            raise GoneError("no source has this version any more")
+        pulled.append(version)
+        return Path(f"v{version}")
+
+    client = SimpleNamespace(pull=pull, progress=SimpleNamespace(sources=()))
+
+    async def go() -> list[Any]:
+        shelf = Shelf(FakeSession(), client, None, memory_bytes=2 * size)  # type: ignore[arg-type]
+        monkeypatch.setattr(shelf, "_opener", SimpleNamespace(open=lambda version, folder: policy))
+        return [await shelf.find(version) for version in (1, 2, 1, 3, 1, 2, 9)]
+
+    found = asyncio.run(go())
+    assert pulled == [1, 2, 3, 2], "those that were used last are at hand, the others are fetched on demand"
+    assert found[-1] is None and all(item is policy for item in found[:-1])
 
 
 def _say_finished() -> HeartbeatAnswer:

@@ -24,6 +24,7 @@ from shoal.swarm.closed import await_room
 from shoal.swarm.hosts import is_loopback
 from shoal.swarm.service import Service, ServiceConfig, list_differences, open_service
 from shoal.swarm.writer import WriterStoppedError
+from shoal.validator.stakes import describe_dial, list_warnings
 
 Say = Callable[[str], None]
 
@@ -105,6 +106,7 @@ def describe_service(config: ServiceConfig, data: Path, service: Service) -> str
         f"  coordinator  {descriptor.coordinator}",
         f"  operator     {descriptor.operator}{kept}",
         *(f"  to join      {command}" for command in joining),
+        *(f"  checks       {line}" for line in describe_dial(service.coordinator.params)),
     ]
     return "\n".join(lines)
 
@@ -115,6 +117,8 @@ def _tell_concerns(tell: Callable[..., None], config: ServiceConfig, service: Se
         tell("params kept", names=names, text="the run keeps its own parameters; `shoal admin params` changes them")
     if not is_loopback(config.host) and not config.tls_certificate:
         tell("no tls", text="served to other machines without TLS: put a proxy before it, or give a certificate")
+    for text in list_warnings(service.coordinator.params, join_work=config.join_work):
+        tell("cheating pays", text=text)
     if config.blob_store and not service.descriptor.stores:
         tell("store hidden", text="nodes use a bucket by https alone: here all files go through the coordinator")
 

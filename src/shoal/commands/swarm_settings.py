@@ -10,19 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from shoal.config import lay_override
+from shoal.config import Settings, lay_override
 from shoal.errors import ConfigError
 from shoal.keys import check_public
 from shoal.runname import check_run
 from shoal.schema import explain_errors
-from shoal.swarm.params import RunParams
+from shoal.swarm.params import RunParams, turn_dial
 from shoal.toml import read_toml
+from shoal.validator.dial import ValidationConfig
 
 if TYPE_CHECKING:
     from shoal.swarm.service import ServiceConfig
 
 _KEYS = ("params.trainers", "params.validators", "trainers", "validators")
 _LISTS = ("urls", *_KEYS)
+
+
+class _Dial(Settings):
+    """The table of a file that is about how much is checked."""
+
+    validation: ValidationConfig
 
 
 def load_service(path: Path | None, overrides: Sequence[str], flags: dict[str, Any]) -> "ServiceConfig":
@@ -33,6 +40,7 @@ def load_service(path: Path | None, overrides: Sequence[str], flags: dict[str, A
     for override in overrides:
         lay_override(ServiceConfig, data, override, example="params.steps=10")
     data |= {name: value for name, value in flags.items() if value is not None}
+    _take_dial(data)
     if "run" not in data:
         raise ConfigError("run: every run has a name; give --run NAME, or run = NAME in the settings")
     return _validate(ServiceConfig, data)
@@ -55,7 +63,20 @@ def describe_service() -> str:
     """Every setting with its default and meaning, a line for each."""
     from shoal.swarm.service import ServiceConfig
 
-    return "".join(f"  {key:<28} {text}\n" for key, text in _list_settings(ServiceConfig, ""))
+    settings = [*_list_settings(ServiceConfig, ""), *_list_settings(ValidationConfig, "validation.")]
+    return "".join(f"  {key:<28} {text}\n" for key, text in settings)
+
+
+def _take_dial(data: dict[str, Any]) -> None:
+    """Put what the table `[validation]` says where the ledger has it, among the parameters."""
+    if "validation" not in data:
+        return
+    dial = turn_dial(_validate(_Dial, {"validation": data.pop("validation")}).validation)
+    params = data.setdefault("params", {})
+    if isinstance(params, dict):  # else it is refused with the rest
+        if said := sorted(dial.keys() & params.keys()):
+            raise ConfigError(f"params.{said[0]}: [validation] says the same in other words; keep one of the two")
+        params.update(dial)
 
 
 def _list_settings(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:

@@ -28,6 +28,8 @@ def describe_status(status: Status) -> str:
         f"  nodes        {status.nodes_live} live, {status.nodes_stale} stale, {status.nodes_gone} gone",
         f"  to judge     {count_things(status.queue, 'submission')}",
         *(_describe_step(step) for step in status.open_steps),
+        *(f"  checks       {line}" for line in status.checks),
+        *(f"  watched      {line}" for line in status.watched),
     ]
     overdue = {wait.text for wait in status.waits if wait.overdue}
     lines += [f"  {'OVERDUE' if wait.text in overdue else 'waiting'}      {wait.text}" for wait in status.waits]

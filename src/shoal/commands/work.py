@@ -1,4 +1,4 @@
-"""`shoal worker`, `shoal validator` and `shoal redteam`: nodes that join a run and work for it.
+"""`shoal worker` and `shoal validator`: nodes that join a run and work for it.
 
 Exit codes beside those of all commands: 3, the run does not want this node any more; starting it again would not help.
 What a command needs is imported when it runs, so that help and mistakes come at once.
@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,23 +31,15 @@ _WHERE = "address of the coordinator, or the file of the run's descriptor"
 
 def add_commands(commands: Commands) -> None:
     """Add the parsers of these commands."""
-    worker = _add_node(commands, "worker", "lend this machine to a run: write rollouts for it, and be credited")
+    worker = add_node(commands, "worker", "lend this machine to a run: write rollouts for it, and be credited")
     add_engine(worker)
     worker.set_defaults(command=run_worker)
-    validator = _add_node(commands, "validator", "judge what workers hand in; the run's parameters name who may")
+    validator = add_node(commands, "validator", "judge what workers hand in; the run's parameters name who may")
     validator.set_defaults(command=run_validator)
-    text = "workers that cheat, to see that it does not pay"
-    redteam = commands.add_parser("redteam", help=text, description=text, allow_abbrev=False)
-    attacks = redteam.add_subparsers(metavar="COMMAND", title="commands", required=True)
-    cheat = _add_node(attacks, "work", "work for a run of your own, and cheat in one way")
-    cheat.add_argument("--attack", required=True, metavar="NAME", help="how; `shoal redteam list` lists the ways")
-    add_engine(cheat)
-    cheat.set_defaults(command=run_cheat)
-    listing = attacks.add_parser("list", help="list the attacks", allow_abbrev=False)
-    listing.set_defaults(command=run_list)
 
 
-def _add_node(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
+def add_node(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
+    """The parser of a command that is a node of a run."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     add = parser.add_argument
     add("where", metavar="URL", help=_WHERE)
@@ -70,31 +61,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 def run_worker(args: argparse.Namespace) -> int:
     """Work until the run is finished or a signal comes."""
     check_engine(args)
-    return _run_node(args, lambda: write_work(args, _make_author))
-
-
-def run_cheat(args: argparse.Namespace) -> int:
-    """The same, but cheating."""
-    check_engine(args)
-    from shoal.redteam.registry import check_cheat
-
-    check_cheat(args.attack)
-    return _run_node(args, lambda: write_work(args, partial(_make_cheat, args.attack)))
-
-
-def run_list(args: argparse.Namespace) -> int:
-    """All attacks, and what must become of them."""
-    from shoal.redteam.registry import ATTACKS
-
-    for attack in ATTACKS.values():
-        print(f"{attack.name:16} {attack.fate:10} {attack.text}")
-    return 0
+    return run_node(args, lambda: write_work(args, _make_author))
 
 
 def run_validator(args: argparse.Namespace) -> int:
     """Judge until the run is finished or a signal comes."""
     check_least("--threads", args.threads, 0)
-    return _run_node(args, lambda: _validate(args))
+    return run_node(args, lambda: _validate(args))
 
 
 def check_engine(args: argparse.Namespace) -> None:
@@ -104,7 +77,8 @@ def check_engine(args: argparse.Namespace) -> None:
     check_least("--memory", args.memory, 1)
 
 
-def _run_node(args: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, None]]) -> int:
+def run_node(args: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, None]]) -> int:
+    """Run a node to its end; what it needs a disk for waits while there is none."""
     from shoal.disk import guard_disk
     from shoal.keys import check_public
     from shoal.node.room import outlast_disk
@@ -179,12 +153,6 @@ async def _make_author(session: "Session", recipe: "Recipe") -> "Author":
     from shoal.worker.author import Author
 
     return Author(recipe)
-
-
-async def _make_cheat(attack: str, session: "Session", recipe: "Recipe") -> "Author":
-    from shoal.redteam.registry import make_authors
-
-    return make_authors(attack, recipe)[0]
 
 
 async def _validate(args: argparse.Namespace) -> None:

@@ -6,8 +6,13 @@ distribution can say how far u lies outside the interval of the submitted token.
 Changing breaks: the seeded-sampling check of every validator.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Logits (R, V), temperatures (R,) and uniforms (R,) to tokens and their log-probs. The honest one is below."""
 
 
 def choose_tokens(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

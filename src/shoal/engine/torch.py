@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from shoal.engine.base import CHUNK, HiddenSink
 from shoal.engine.cache import SlotCache
-from shoal.engine.choice import choose_tokens
+from shoal.engine.choice import Choose, choose_tokens
 from shoal.engine.prefix import Tokens, compute_prefixes
 from shoal.engine.rows import measure_rows
 from shoal.engine.slots import SlotTable
@@ -52,9 +52,18 @@ class TorchEngine:
     """Generates rollouts with a transformers model; the model is the engine's own from here on."""
 
     def __init__(
-        self, model: PreTrainedModel, *, eos_id: int, slots: int = 256, version: int = 0, sink: HiddenSink | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_id: int,
+        slots: int = 256,
+        version: int = 0,
+        sink: HiddenSink | None = None,
+        choose: Choose = choose_tokens,
     ) -> None:
+        """`choose` other than the default is for those who want to be found out: see shoal.redteam."""
         self._model, self._eos_id, self._slots, self._sink = model.eval(), eos_id, slots, sink
+        self._choose = choose
         self.version = version
         self._queue: deque[_Ticket] = deque()
         self._rows: list[_Ticket] = []
@@ -102,7 +111,7 @@ class TorchEngine:
         hidden = self._decode_rows(rows)
         uniforms = self._table.next_uniforms(rows)
         logits = compute_logits(self._model, hidden)[:rows]
-        tokens, logprobs = choose_tokens(logits, self._table.temperatures[:rows], uniforms)
+        tokens, logprobs = self._choose(logits, self._table.temperatures[:rows], uniforms)
         self._table.record(rows, tokens, logprobs)
         finished = (tokens == self._eos_id) | (self._table.counts[:rows] >= self._table.limits[:rows])
         if self._sink:

@@ -27,8 +27,9 @@ from shoal.node.identity import Identity, load_identity
 from shoal.node.session import Role
 from shoal.recipe import Recipe, dump_recipe
 from shoal.rundir import RESUMABLE
-from shoal.swarm.params import RunParams, dump_params
+from shoal.swarm.params import RunParams, dump_params, turn_dial
 from shoal.toml import dump_toml, read_toml
+from shoal.validator.stakes import describe_dial, list_warnings
 
 Note = Callable[[str], None]
 FREE = frozenset(
@@ -124,6 +125,7 @@ def prepare_swarm(config: LaunchConfig, layout: Layout, note: Note) -> Prepared:
     core = config.core.model_copy(update={"out": str(layout.root.parent)})  # whatever folder a part is started in
     write_atomic(layout.run_settings, dump_config(core).encode())
     write_atomic(layout.settings, dump_config(config).encode())
+    _tell_dial(prepared, note)
     return prepared
 
 
@@ -161,6 +163,7 @@ def build_params(prepared: Prepared) -> RunParams:
         lease_max_s=max(LEASE_MAX_S, swarm.lease_s),
         trainers=(prepared.identities["trainer"].key.public,),
         validators=prepared.validators,
+        **turn_dial(config.validation),
     )
 
 
@@ -194,6 +197,15 @@ def write_bundle(prepared: Prepared) -> None:
     for path in (layout.recipe, layout.calibration):
         write_atomic(layout.bundle / path.name, path.read_bytes())
     write_atomic(layout.bundle / layout.service.name, dump_toml(build_service(prepared)).encode())
+
+
+def _tell_dial(prepared: Prepared, note: Note) -> None:
+    """How much is checked, what that costs, and where cheating would pay."""
+    params = build_params(prepared)
+    for line in describe_dial(params):
+        note(f"checks: {line}")
+    for line in list_warnings(params, join_work=prepared.config.swarm.join_work):
+        note(f"warning: {line}")
 
 
 def _make_papers(config: LaunchConfig, layout: Layout, note: Note) -> None:

@@ -68,7 +68,7 @@ async def supervise_swarm(prepared: Prepared, note: Note) -> int:
     view = View(watch)
     supervisor.note = view.note
     try:
-        with _catch_signals(stop, supervisor.kill_all, view.note):
+        with catch_signals(stop, supervisor.kill_all, view.note):
             finished = await run_together(supervisor.run(lambda: True, stop), view.run())
     finally:
         watch.close()
@@ -97,7 +97,8 @@ def make_environment(threads: int) -> dict[str, str]:
 
 
 @contextmanager
-def _catch_signals(stop: asyncio.Event, kill: Callable[[], None], note: Note) -> Iterator[None]:
+def catch_signals(stop: asyncio.Event, kill: Callable[[], None], note: Note) -> Iterator[None]:
+    """While inside, the first signal stops all parts in order, and the second kills them."""
     loop = asyncio.get_running_loop()
 
     def take_signal() -> None:

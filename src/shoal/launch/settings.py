@@ -1,7 +1,7 @@
-"""The settings of a swarm: those of its run, and how many processes of each kind there are, or where they are.
+"""The settings of a swarm: those of its run, how many processes of each kind there are, or where, and what is checked.
 
-One TOML file describes both. `shoal train` of the same file leaves the table `[swarm]` aside, so that the two can be
-held against each other: with `async_level = 0` they give the same weights. This module imports no torch.
+One TOML file describes all. `shoal train` of the same file leaves `[swarm]` and `[validation]` aside, so that the two
+can be held against each other: with `async_level = 0` they give the same weights. This module imports no torch.
 """
 
 import re
@@ -18,6 +18,7 @@ from shoal.keys import check_public
 from shoal.redteam.registry import list_cheats
 from shoal.toml import read_toml
 from shoal.units import parse_rate
+from shoal.validator.dial import ValidationConfig, check_guarantee
 
 Cheats = Annotated[list[str], Field(json_schema_extra={"allowed": 'a list of attacks, such as ["int8", "stale"]'})]
 Addresses = Annotated[list[str], Field(max_length=8, json_schema_extra={"allowed": "a list of up to 8 addresses"})]
@@ -80,11 +81,12 @@ class LaunchConfig(RunConfig):
     """Everything about one swarm."""
 
     swarm: SwarmConfig = SwarmConfig()
+    validation: ValidationConfig = ValidationConfig()
 
     @property
     def core(self) -> RunConfig:
         """The run's own settings, as its trainer needs them."""
-        data = self.model_dump(exclude={"swarm"})
+        data = self.model_dump(exclude={"swarm", "validation"})
         return RunConfig.model_validate(data | {"threads": self.threads or self.swarm.threads})
 
     @property
@@ -153,6 +155,7 @@ def check_launch(config: LaunchConfig) -> LaunchConfig:
             raise ConfigError(f"swarm.cheats: {name[:80]!r} is no attack of a worker; see `shoal redteam list`")
     if config.swarm.rate:
         _check_rate(config.swarm.rate)
+    check_guarantee(config.validation.guarantee, config.validation.power, config.batch.group_size)
     if config.beacon:
         raise ConfigError("beacon: a swarm's beacons are its coordinator's; it is for `shoal train` alone")
     if not config.batch.filter:

@@ -134,7 +134,11 @@ class Session:
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of the role's work, with heartbeats beside it and signals caught."""
         with catch_signals(self.stopping, self.note):
-            return await run_together(work, self._keep_beating())
+            return await self.keep(work)
+
+    async def keep(self, work: Coroutine[Any, Any, T]) -> T:
+        """The same, without a look at signals: they are the business of who has several sessions in one process."""
+        return await run_together(work, self._keep_beating())
 
     def beat_soon(self) -> None:
         """Send a heartbeat now rather than when it is due: there is news on either side."""

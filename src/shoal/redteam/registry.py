@@ -90,11 +90,12 @@ _REWARDS = {
 _COPIES = {
     "copy_all": "all rollouts are those of another node's submission",
     "copy_one": "one rollout is that of another node's submission",
-    "copy_encoded": "the same, encoded as another file",
+    "copy_encoded": "all of them, unread, encoded as another file",
     "own_old": "its own earlier work again",
 }
 _SOFT = {
     "claimed_reward": "every rollout claims the full reward",
+    "flipped_reward": "what is right claims no reward, and what is wrong the full one",
     "padding": "tokens follow the end token",
     "early_stop": "completions end without an end token before their longest length",
     "stated_prompt": "another prompt is answered, and stated",

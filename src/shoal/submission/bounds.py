@@ -13,8 +13,20 @@ MAX_NUMBER = 1 << 53
 """of indices and versions; as in messages"""
 
 
+NO_ROOM = "it needs more memory than a file of its kind may"
+"""what is said of a file that does not fit into its reader"""
+
+
 class FormError(ValueError):
     """A file that is no submission within its bounds: one sentence that says why."""
+
+
+class CrashError(FormError):
+    """A file that ended its reader each time it was read, where a file of our own is read right afterwards."""
+
+    def __init__(self, num_deaths: int, reason: str) -> None:
+        super().__init__(f"it ends its reader each time: {reason}")
+        self.num_deaths, self.reason = num_deaths, reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

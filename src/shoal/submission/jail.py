@@ -1,13 +1,15 @@
 """A pool of readers: strangers' files are read here and nowhere else.
 
     reader   started -> ready -> (file -> answer)* -> killed
-    file     read -> reader died -> read again -> reader died -> a new reader works -> FormError
+    file     read -> reader died -> read again -> reader died -> a new reader reads our own -> CrashError
 
 Invariants:
 - each wait has a deadline, after which the reader's whole process group is killed. A reader that died, was late or
   broke the format is replaced, and so is one whose caller was cancelled;
-- `FormError` is the file's fault, `JailError` ours: a file is blamed for the deaths of its readers only if a new one,
-  which tries itself on a file of its own, works right afterwards.
+- `FormError` is the file's fault, `JailError` ours. A file is blamed for the deaths of its readers, or for its want of
+  memory, only if a file of our own is read right afterwards within the same limits, with all of that memory taken. What
+  somebody else ended (SIGKILL: the kernel when memory runs out) is never held against it;
+- a file is read twice at most, and our own once: whatever it does, there is an answer.
 
 Readers are killed with the thread that started them, so a jail belongs in the loop of a thread that stays.
 """
@@ -15,13 +17,15 @@ Readers are killed with the thread that started them, so a jail belongs in the l
 import asyncio
 import os
 import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from shoal.submission.bounds import Bounds, FormError
+from shoal.submission.bounds import NO_ROOM, Bounds, CrashError, FormError
 from shoal.submission.frame import Columns, FrameError
-from shoal.submission.reader import BOOT, ForkError, Reader, ReaderError
+from shoal.submission.reader import BOOT, LostError, MeansError, Reader, ReaderError
 
 MAX_TRIES = 2
 _BURY_S = 10.0
@@ -32,7 +36,11 @@ class JailError(Exception):
 
 
 class _DeathError(Exception):
-    """A reader died of a file, or had to be killed."""
+    """A reader died of a file, or had to be killed; or was lost, which is no fault of the file."""
+
+    def __init__(self, reason: str, *, lost: bool = False) -> None:
+        super().__init__(reason)
+        self.lost = lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +75,7 @@ class Jail:
 
     async def read(self, path: Path, bounds: Bounds) -> Columns:
         """The columns of a file; FormError if it has none, JailError if that could not be found out."""
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = _open_file(path)
         try:
             _check_file(os.fstat(file), bounds)
             async with self._places:
@@ -76,7 +84,7 @@ class Jail:
             os.close(file)
 
     async def find_guards(self) -> tuple[str, ...]:
-        """What this machine permits of network, user, parent, privileges, calls; limits are set on any."""
+        """What this machine permits of network, memory, user, parent, privileges, calls; limits are set on any."""
         async with self._places:
             reader = await self._take_reader()
             self._idle.append(reader)
@@ -90,32 +98,56 @@ class Jail:
         await asyncio.gather(*(asyncio.to_thread(reader.process.wait, _BURY_S) for reader in dead))
 
     async def _persist(self, file: int, bounds: Bounds) -> Columns:
-        reason = ""
+        deaths: list[_DeathError] = []
         for _ in range(MAX_TRIES):
             try:
                 return await self._read_once(file, bounds)
             except _DeathError as error:
-                reason = str(error)
-        self._idle.append(await self._start_reader())
-        raise FormError(f"it ends its reader each time: {reason}")
+                deaths.append(error)
+            except FormError as error:
+                if str(error) == NO_ROOM:
+                    await self._try_room(file, bounds)
+                raise
+        reason = str(deaths[-1])
+        if any(death.lost for death in deaths):
+            raise JailError(f"readers of submissions do not last here: {reason}")
+        await self._try_room(file, bounds)
+        raise CrashError(len(deaths), reason)
 
     async def _read_once(self, file: int, bounds: Bounds) -> Columns:
+        try:
+            async with self._borrow_reader() as reader, asyncio.timeout(self.limits.wall_s):
+                return await reader.read(file, bounds, self.limits.cpu_s)
+        except TimeoutError:
+            raise _DeathError(f"it was killed after {self.limits.wall_s:g} s") from None
+        except (ReaderError, FrameError) as error:
+            raise _DeathError(str(error)) from None
+        except (LostError, OSError) as error:
+            raise _DeathError(str(error), lost=True) from None
+        except MeansError as error:
+            raise JailError(f"a reader of submissions does not work: {error}") from error
+        except MemoryError:
+            raise JailError("there is no memory here for what a file holds") from None
+
+    async def _try_room(self, file: int, bounds: Bounds) -> None:
+        """Read our own file within the limits of a stranger's; JailError if that does not work here either."""
+        try:
+            async with self._borrow_reader() as reader, asyncio.timeout(self.limits.wall_s):
+                await reader.try_room(file, bounds, self.limits.cpu_s)
+        except (ReaderError, FrameError, LostError, MeansError, OSError) as error:  # a timeout is an OSError
+            raise JailError(f"a reader of submissions cannot read our own file either: {error}") from None
+
+    @asynccontextmanager
+    async def _borrow_reader(self) -> AsyncIterator[Reader]:
+        """A reader for one job; it serves on if the job was done, be it by refusing a file."""
         reader = await self._take_reader()
         is_sound = False
         try:
-            async with asyncio.timeout(self.limits.wall_s):
-                columns = await reader.read(file, bounds, self.limits.cpu_s)
+            yield reader
             is_sound = True
-            return columns
         except FormError:
             is_sound = True
             raise
-        except TimeoutError:
-            raise _DeathError(f"it was killed after {self.limits.wall_s:g} s") from None
-        except (ReaderError, FrameError, OSError) as error:
-            raise _DeathError(str(error)) from None
-        except ForkError as error:
-            raise JailError(f"a reader of submissions does not work: {error}") from error
         finally:
             if is_sound:
                 self._idle.append(reader)
@@ -145,7 +177,7 @@ class Jail:
             return reader
         except TimeoutError:
             raise JailError(f"a reader of submissions was not ready after {self.limits.start_s:g} s") from None
-        except (ReaderError, FrameError, OSError) as error:
+        except (LostError, FrameError, OSError) as error:
             raise JailError(f"a reader of submissions cannot start: {error} ({reader.read_complaint()})") from error
         finally:
             if not is_ready:
@@ -154,6 +186,15 @@ class Jail:
     def _end_reader(self, reader: Reader) -> None:
         reader.kill()
         self._dead.append(reader)
+
+
+def _open_file(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise  # who asks has not put it there
+    except OSError as error:  # no descriptor left, a disk that fails
+        raise JailError(f"a file cannot be opened here ({error.strerror})") from error
 
 
 def _check_file(status: os.stat_result, bounds: Bounds) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shoal.submission.bounds import FINISH_BYTES, PROOF_BYTES, REASON_BYTES, TASK_BYTES, Bounds, FormError
+from shoal.submission.bounds import FINISH_BYTES, NO_ROOM, PROOF_BYTES, REASON_BYTES, TASK_BYTES, Bounds, FormError
 from shoal.submission.frame import Columns, find_excess, measure_columns
 from shoal.submission.layout import CODECS, COLUMNS, ENCODINGS, MAX_FOOTER_BYTES, SCHEMA, make_sample
 
@@ -41,7 +41,7 @@ def parse_submission(data: bytes, bounds: Bounds) -> Columns:
     except FormError:
         raise
     except MemoryError:
-        raise FormError("it needs more memory than a file of its kind may") from None
+        raise FormError(NO_ROOM) from None
     except (pa.ArrowException, OSError, ValueError) as error:
         raise FormError(f"not a readable Parquet file ({_quote_line(error)})") from None
     if excess := find_excess(measure_columns(columns), bounds):

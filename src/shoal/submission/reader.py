@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.submission.bounds import Bounds, FormError
-from shoal.submission.child import MAX_JOB_BYTES
+from shoal.submission.child import EXIT_UNREAD, MAX_JOB_BYTES
 from shoal.submission.frame import (
     LENGTH_BYTES,
     MAX_HEAD_BYTES,
@@ -48,10 +48,14 @@ _MAX_COMPLAINT_BYTES = 1 << 16
 
 
 class ReaderError(Exception):
-    """A reader that died, or whose child for this file did."""
+    """A reader whose child for this file died."""
 
 
-class ForkError(Exception):
+class LostError(Exception):
+    """A reader that somebody else ended, or its child: the kernel when memory runs out, an operator."""
+
+
+class MeansError(Exception):
     """A reader without the means to read, whatever the file."""
 
 
@@ -96,14 +100,12 @@ class Reader:
 
     async def read(self, file: int, bounds: Bounds, cpu_s: int) -> Columns:
         """Have one file read."""
-        memory_bytes = _BASE_BYTES + 2 * os.fstat(file).st_size + _DECODING_FACTOR * limit_bytes(bounds)
-        job = json.dumps(asdict(bounds) | {"memory_bytes": memory_bytes, "cpu_s": cpu_s}).encode()
-        assert len(job) <= MAX_JOB_BYTES, "a job is read in one piece"
+        job = asdict(bounds) | {"memory_bytes": _limit_memory(file, bounds), "cpu_s": cpu_s, "trial": False}
         ours, theirs = socket.socketpair()
         with ours:
             ours.setblocking(False)
             with theirs:
-                socket.send_fds(self._channel, [job], [file, theirs.fileno()])
+                self._send_job(job, file, theirs.fileno())
             answer = await _receive_answer(ours, bounds)
         await self._check_end()
         if answer is None:
@@ -111,6 +113,11 @@ class Reader:
         if isinstance(answer, str):
             raise FormError(answer)
         return answer
+
+    async def try_room(self, file: int, bounds: Bounds, cpu_s: int) -> None:
+        """Have it read a file of its own within the limits of this one, with all of the memory taken."""
+        self._send_job({"memory_bytes": _limit_memory(file, bounds), "cpu_s": cpu_s, "trial": True}, file, file)
+        await self._check_end()
 
     def kill(self) -> None:
         """End it with all its children, at once; `process.wait` returns soon after."""
@@ -120,13 +127,22 @@ class Reader:
         if self.process.returncode is None:
             os.killpg(self.process.pid, signal.SIGKILL)
 
+    def _send_job(self, job: dict[str, Any], *descriptors: int) -> None:
+        message = json.dumps(job).encode()
+        assert len(message) <= MAX_JOB_BYTES, "a job is read in one piece"
+        socket.send_fds(self._channel, [message], descriptors)
+
     async def _check_end(self) -> None:
         """Wait for how the child of this file ended."""
         match await self._receive_line():
             case {"code": 0}:
                 return
             case {"code": None}:
-                raise ForkError("it cannot fork")
+                raise MeansError("it cannot fork")
+            case {"code": int(code)} if code == EXIT_UNREAD:
+                raise MeansError("it cannot read the file from the disk")
+            case {"code": int(code)} if code == -signal.SIGKILL:  # no limit of ours ends it so, nor can it itself
+                raise LostError(_describe_end(code))
             case {"code": int(code)}:
                 raise ReaderError(_describe_end(code))
         raise FrameError("a report of another kind")
@@ -136,7 +152,7 @@ class Reader:
         while not line.endswith(b"\n"):
             piece = await loop.sock_recv(self._channel, _MAX_LINE_BYTES)
             if not piece:
-                raise ReaderError("it died")
+                raise LostError("the process that forks readers died, which looks at no file")
             line += piece
             if len(line) > _MAX_LINE_BYTES:
                 raise FrameError("a report without an end")
@@ -175,6 +191,11 @@ async def _receive_exactly(channel: socket.socket, num_bytes: int) -> bytearray 
             return None
         filled += count
     return buffer
+
+
+def _limit_memory(file: int, bounds: Bounds) -> int:
+    """Bytes that reading may take."""
+    return _BASE_BYTES + 2 * os.fstat(file).st_size + _DECODING_FACTOR * limit_bytes(bounds)
 
 
 def _describe_end(code: int) -> str:

@@ -1,6 +1,7 @@
 """What a process takes from itself before it looks at a stranger's file. Nothing here can be undone.
 
-    whole reader  no network (a namespace with nothing in it), no root, no new privileges, killed with its parent
+    whole reader  no network (a namespace with nothing in it), first to go when memory is short, no root, no new
+                  privileges, killed with its parent
     one file      memory, CPU time, no files written or opened, no processes, and the few system calls that are left
 
 All but the limits is Linux. What a machine does not permit is left out and said: `guards` names what holds.
@@ -21,6 +22,7 @@ NOBODY = 65534
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SECCOMP_MODE_FILTER = 2
+_FIRST_TO_GO = "1000"
 _BPF_LOAD, _BPF_EQUAL, _BPF_RETURN = 0x20, 0x15, 0x06
 _REFUSE, _ALLOW, _KILL = 0x00050001, 0x7FFF0000, 0x80000000
 """refuse: the call returns EPERM"""
@@ -59,6 +61,18 @@ def close_network() -> bool:
     if sys.platform != "linux":
         return False
     return _call_libc("unshare", _CLONE_NEWNET) or _call_libc("unshare", _CLONE_NEWUSER | _CLONE_NEWNET)
+
+
+def offer_first() -> bool:
+    """Be the one that the kernel ends when memory runs out, with our children, and not who judges by us.
+
+    Anybody may offer itself; but only before a change of user, after which our own files there are not ours.
+    """
+    try:
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO)
+    except OSError:
+        return False
+    return True
 
 
 def drop_root() -> bool:

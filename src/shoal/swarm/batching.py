@@ -23,6 +23,7 @@ from shoal.swarm.state.spans import list_batch, list_entries
 from shoal.swarm.state.steps import StepRow, find_step, find_version, newest_version
 from shoal.swarm.tags import Tag
 from shoal.swarm.turn import Turn
+from shoal.swarm.watching import watch_owners
 
 _RETRY_S = 2
 
@@ -55,6 +56,7 @@ def cut_batch(turn: Turn, *, node: str, step: int) -> BatchAnswer:
     turn.append(Kind.BATCH_CUT, f"step-{step}", {"groups": len(entries), "hash": hash_batch(entries), "step": step})
     for lease in list_on_step(turn.connection, step):
         end_lease(turn, lease, "cancelled", f"the batch of step {step} is complete")
+    watch_owners(turn)
     cut = find_step(turn.connection, step)
     assert cut is not None, "it was cut"
     return _answer_batch(turn, cut)

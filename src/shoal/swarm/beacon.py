@@ -5,8 +5,8 @@
 Invariants:
 - the tip fixes all beacons before the run starts: the coordinator cannot choose one later;
 - a revealed beacon says nothing about later ones: nobody can know tasks and seeds before their step opens;
-- the secret, which is as it were beacon `steps` + 1, draws which rollouts are checked, and is revealed when the run is
-  finished: then everybody can check how they were drawn;
+- the secret, which is as it were beacon `steps` + 1, draws which rollouts are checked and which verdicts are doubted,
+  and is revealed when the run is finished: then everybody can check how they were drawn;
 - task and seeds of a group follow from (beacon, index) by a hash, whoever computes it.
 
 Changing breaks: every group of every run.
@@ -22,6 +22,7 @@ from shoal.seeds import derive_seed
 SECRET_BYTES = 32
 _CHAIN_TAG = b"shoal-beacon-1\n"
 _CHECK_TAG = b"shoal-check-1\n"
+_SECOND_TAG = b"shoal-second-1\n"
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
@@ -60,6 +61,10 @@ class BeaconChain:
         """The seed of which rollouts of a submission are checked; it cannot be known before the run is over."""
         return draw_check(self._secret, submission, blob)
 
+    def draw_second(self, submission: str, blob: str) -> int:
+        """A number below a million by which second opinions are drawn; it cannot be known before the run is over."""
+        return draw_second(self._secret, submission, blob)
+
     def reveal_secret(self) -> str:
         """The end of the chain, for when the run is finished."""
         return self._secret.hex()
@@ -80,6 +85,12 @@ def check_beacon(beacon: str, earlier: str) -> bool:
 def draw_check(secret: bytes, submission: str, blob: str) -> str:
     """The seed of a check, for who knows the secret."""
     return sha256(_CHECK_TAG + secret + f"{submission} {blob}".encode()).hexdigest()
+
+
+def draw_second(secret: bytes, submission: str, blob: str) -> int:
+    """The draw of a second opinion, for who knows the secret: one is asked for if it is below the share."""
+    drawn = sha256(_SECOND_TAG + secret + f"{submission} {blob}".encode()).digest()
+    return int.from_bytes(drawn[:8], "big") * 1_000_000 >> 64
 
 
 def number_beacon(beacon: str) -> int:

@@ -161,14 +161,14 @@ class OpenClient:
         body = message.model_dump_json().encode()
         headers = [("Content-Length", str(len(body))), ("Content-Type", "application/json")]
         attempt = partial(self._link.ask, "POST", target, headers, body, MAX_ANSWER_BYTES)
-        return _parse_answer(model, await self._asker.persist(attempt))
+        return parse_answer(model, await self._asker.persist(attempt))
 
     def close(self) -> None:
         """Close what is idle."""
         self._link.close()
 
     async def _get(self, target: str, model: type[Model], max_bytes: int = MAX_ANSWER_BYTES) -> Model:
-        return _parse_answer(model, await self._get_answer(target, max_bytes))
+        return parse_answer(model, await self._get_answer(target, max_bytes))
 
     async def _get_answer(self, target: str, max_bytes: int = MAX_ANSWER_BYTES) -> Answer:
         return await self._asker.persist(partial(self._link.ask, "GET", target, [], b"", max_bytes))
@@ -282,7 +282,7 @@ class NodeClient(OpenClient):
             except RefusedError as error:
                 if error.refusal.code not in _UPLOAD_HERE:
                     raise
-        answer = _parse_answer(ReceiptAnswer, await self._carrier.put_here(committed.submission, manifest, path))
+        answer = parse_answer(ReceiptAnswer, await self._carrier.put_here(committed.submission, manifest, path))
         return self._keep_receipt(committed.submission, manifest, answer)
 
     async def ask_receipt(self, submission: str, manifest: Manifest) -> ReceiptAnswer:
@@ -292,9 +292,9 @@ class NodeClient(OpenClient):
 
     # Judging and training
 
-    async def claim_job(self, *, wait_s: int = 0) -> ClaimAnswer:
+    async def claim_jobs(self, *, wait_s: int = 0, most: int = 1) -> ClaimAnswer:
         """Take a submission to judge; the answer may be kept back for `wait_s` until there is one."""
-        return await self._call("POST", "/v1/claims", ClaimAnswer, ClaimRequest(wait_s=wait_s))
+        return await self._call("POST", "/v1/claims", ClaimAnswer, ClaimRequest(wait_s=wait_s, most=most))
 
     async def fetch_blob(self, submission: str, blob: str, size: int, path: Path) -> None:
         """The file of a submission into a new file, which is there only if it has the right bytes."""
@@ -346,7 +346,7 @@ class NodeClient(OpenClient):
             headers = [*self._signer.sign_request(method, target, body), *(extra or [])]
             return await self._link.ask(method, target, headers, body, max_bytes)
 
-        return _parse_answer(model, await self._asker.persist(attempt, self._signer))
+        return parse_answer(model, await self._asker.persist(attempt, self._signer))
 
     async def _prove_head(self, shown: SignedHead) -> Relation:
         """Offer a head, with its proof if it takes one; one that fails may have been altered on the way."""
@@ -395,7 +395,8 @@ class NodeClient(OpenClient):
         return stamp
 
 
-def _parse_answer(model: type[Model], answer: Answer) -> Model:
+def parse_answer(model: type[Model], answer: Answer) -> Model:
+    """The message that an answer holds; `UnreachableError` if it holds none."""
     try:
         return model.model_validate_json(answer.body)
     except ValidationError as error:

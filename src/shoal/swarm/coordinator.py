@@ -26,6 +26,7 @@ from shoal.swarm import (
     batching,
     commanding,
     crediting,
+    evidence,
     explain,
     judging,
     leasing,
@@ -47,6 +48,7 @@ from shoal.swarm.messages import (
     ClaimAnswer,
     CommandAnswer,
     CommitAnswer,
+    EvidenceAnswer,
     Heartbeat,
     HeartbeatAnswer,
     LeaderLine,
@@ -190,6 +192,10 @@ class Coordinator:
         """What `Authenticator` asks for each request; from memory, at once."""
         return self.mirror.find_member(node)
 
+    def find_owner(self, key: str) -> str | None:
+        """The owner that a key speaks for, banned or not; from memory, at once."""
+        return self.mirror.find_owner(key)
+
     async def join(self, node: str, delegation: bytes) -> MemberInfo:
         """Take in a node that showed its stamp of work, or renew its owner's delegation."""
         return await self._decide(partial(membership.join_node, node=node, document=delegation))
@@ -260,9 +266,9 @@ class Coordinator:
 
     # Validation
 
-    async def claim_job(self, validator: str) -> ClaimAnswer:
-        """Give a validator a submission to judge; the claim it holds already, if it has one."""
-        return await self._decide(partial(queueing.claim_job, node=validator), "claim")
+    async def claim_jobs(self, validator: str, most: int = 1) -> ClaimAnswer:
+        """Give a validator submissions to judge; the claims it holds already, if it has any."""
+        return await self._decide(partial(queueing.claim_jobs, node=validator, most=most), "claim")
 
     async def post_verdict(self, validator: str, signed: SignedVerdict) -> VerdictAnswer:
         """Record a verdict, with all that follows from it."""
@@ -271,6 +277,16 @@ class Coordinator:
     async def appeal(self, signed: SignedAppeal) -> AppealAnswer:
         """Record an owner's appeal; whoever brings it."""
         return await self._decide(partial(judging.open_appeal, signed=signed))
+
+    async def show_evidence(self, key: str, submission: str) -> EvidenceAnswer:
+        """By what a submission was judged, once it is decided; for its owner, or its owner's nodes, and nobody else."""
+        return await self._decide(partial(evidence.show_evidence, key=key, submission=submission))
+
+    async def open_evidence(self, key: str, submission: str) -> BlobReader:
+        """The file of it, for the same."""
+        name = await self._decide(partial(evidence.allow_evidence, key=key, submission=submission))
+        with self._await_store(submission):
+            return await self.blobs.open(name)
 
     # Batches and versions
 

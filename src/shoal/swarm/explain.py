@@ -13,9 +13,11 @@ from shoal.swarm.messages import SubmissionState
 from shoal.swarm.postings import MICRO
 from shoal.swarm.rows import read_event
 from shoal.swarm.state.credit import find_appeal
+from shoal.swarm.state.history import find_history
 from shoal.swarm.state.queue import find_job, list_verdicts
 from shoal.swarm.state.run import count_away, read_run
 from shoal.swarm.state.submissions import SubmissionRow, find_submission, list_duplicates
+from shoal.swarm.watching import describe_watch
 
 _PURSES = {
     "mint": "where credit is made",
@@ -30,7 +32,12 @@ _PURSES = {
 }
 _REJECTIONS = (SubmissionState.FORM, SubmissionState.SOFT, SubmissionState.HARD)
 
-_TOLD = (Kind.SUB_OUTCOME, Kind.SLASH, Kind.APPEAL, Kind.CANARY_GRADE)
+_TOLD = (Kind.SUB_OUTCOME, Kind.SLASH, Kind.APPEAL, Kind.CANARY_GRADE, Kind.VAL_DOUBT, Kind.VAL_GRADE)
+_DOUBTS = {
+    "drawn": "a second opinion was drawn",
+    "rejected": "a rejection is confirmed by another owner's validator",
+    "watched": "its owner is watched",
+}
 
 _EVENTS = text("SELECT seq FROM event WHERE subject = :subject ORDER BY seq")
 
@@ -39,7 +46,7 @@ def explain_submission(connection: Connection, submission: str) -> str:
     """All that is known of a submission; ConfigError if there is none."""
     row = _require_submission(connection, submission)
     lines = [*_tell_start(row), *_tell_duplicates(connection, row), *_tell_verdicts(connection, row)]
-    lines += [*_tell_outcomes(connection, row), *_tell_rest(connection, row)]
+    lines += [*_tell_outcomes(connection, row), *_tell_watch(connection, row), *_tell_rest(connection, row)]
     return "\n".join(lines)
 
 
@@ -81,6 +88,12 @@ def _tell_verdicts(connection: Connection, row: SubmissionRow) -> Iterator[str]:
             yield f"  {finding['check']}: {finding['statistic']}, threshold {finding['threshold']}{where}: {word}"
 
 
+def _tell_watch(connection: Connection, row: SubmissionRow) -> Iterator[str]:
+    history = find_history(connection, row.owner)
+    if history is not None and history.watch_seq:
+        yield f"Its owner is watched since event {history.watch_seq}: {describe_watch(history)}."
+
+
 def _tell_outcomes(connection: Connection, row: SubmissionRow) -> Iterator[str]:
     for (seq,) in connection.execute(_EVENTS, {"subject": row.submission}):
         event = read_event(connection, int(seq))
@@ -99,15 +112,26 @@ def _tell_event(event: Event) -> str:
         case Kind.SLASH:
             return f"Event {event.seq}: {content['amount']} micro-credits of owner {content['owner']} were burned."
         case Kind.CANARY_GRADE:
-            return f"Event {event.seq}: a canary, known to be bad; {_tell_grade(content)}."
+            known = "good" if content["good"] else "bad"
+            return f"Event {event.seq}: a canary, known to be {known}; {_tell_grade(content)}."
+        case Kind.VAL_DOUBT:
+            return f"Event {event.seq}: one verdict is not enough ({_DOUBTS[content['because']]})."
+        case Kind.VAL_GRADE:
+            return f"Event {event.seq}: the work was {content['side']}; {_tell_right(content)}."
     return f"Event {event.seq}: the owner appealed."
 
 
 def _tell_grade(content: dict[str, Any]) -> str:
-    if content["state"] != "missed":
-        return "it was rejected" if content["state"] == "caught" else "nobody judged it"
-    trained = f", and step {content['trained']} was trained on it" if content["trained"] else ""
-    return f"accepted by validator {', '.join(content['missed_by'])}{trained}"
+    said, names = "rejected" if content["good"] else "accepted", ", ".join(content["missed_by"])
+    if content["state"] not in ("missed", "wronged"):
+        return {"caught": "it was rejected", "passed": "it was accepted"}.get(content["state"], "nobody judged it")
+    trained = f", and step {content['trained']} was trained on it" if content["trained"] and not content["good"] else ""
+    return f"{said} by validator {names}{trained}"
+
+
+def _tell_right(content: dict[str, Any]) -> str:
+    wrong = [grade["validator"] for grade in content["grades"] if not grade["right"]]
+    return f"validator {', '.join(wrong)} was wrong about it" if wrong else "all who judged it were right"
 
 
 def _tell_rest(connection: Connection, row: SubmissionRow) -> Iterator[str]:

@@ -1,9 +1,14 @@
 """Verdicts and appeals: what validators found, and when that is enough."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 from shoal.swarm.balances import read_balances
 from shoal.swarm.callers import require_member, require_validator
 from shoal.swarm.delegation import Scope
-from shoal.swarm.event import encode_body
+from shoal.swarm.event import Kind, encode_body
+from shoal.swarm.grading import grade_verdicts, is_clear, read_votes
 from shoal.swarm.messages import (
     AppealAnswer,
     SignedAppeal,
@@ -14,20 +19,23 @@ from shoal.swarm.messages import (
     VerdictRecord,
     VerdictStatement,
 )
-from shoal.swarm.opinions import CONVICTIONS, count_opinions, refuse_vain
+from shoal.swarm.opinions import CONVICTIONS, Doubt, count_opinions, needs_second_opinion, refuse_vain
 from shoal.swarm.postings import TREASURY, move_credit, name_account
 from shoal.swarm.queueing import holds_claim
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.rows import read_event
-from shoal.swarm.rules.outcome import Vote, decide_outcome, end_waiting
+from shoal.swarm.rules.outcome import decide_outcome, end_waiting, list_majority
 from shoal.swarm.settling import Finding, settle_appeal, settle_submission
 from shoal.swarm.state.canaries import is_revealed
 from shoal.swarm.state.credit import find_appeal, last_appeal
+from shoal.swarm.state.judges import find_doubt
+from shoal.swarm.state.nodes import find_ban, find_node
 from shoal.swarm.state.queue import JobRow, VerdictRow, find_job, list_verdicts, list_waiting
 from shoal.swarm.state.run import count_away
 from shoal.swarm.state.submissions import SubmissionRow, find_submission
 from shoal.swarm.tags import Tag
 from shoal.swarm.turn import Turn
+from shoal.swarm.watching import check_numbers, list_work
 
 MAX_AT_ONCE = 64
 _APPEALABLE = (SubmissionState.FORM, SubmissionState.SOFT, SubmissionState.HARD)
@@ -46,13 +54,17 @@ def post_verdict(turn: Turn, *, node: str, signed: SignedVerdict) -> VerdictAnsw
     statement = turn.open_message(node, said, signed.signature)
     _check_verdict(submission, said)
     turn.record(statement)
-    votes = [vote for vote in list_verdicts(turn.connection, said.submission) if vote.appeal == job.appeal]
+    votes = _list_votes(turn, job)
     state = _decide_votes(turn, submission, job, votes)
-    if state is not None:
-        _settle(turn, submission, job, _describe_finding(submission, state, votes, said))
+    doubt = Doubt() if state is None else _doubt_verdict(turn, submission, job, votes)
+    if doubt.because:
+        turn.append(Kind.VAL_DOUBT, submission.submission, _describe_doubt(job, said, doubt))
+    elif state is not None:
+        finding = _describe_finding(submission, state, votes, said)
+        _settle(turn, submission, job, replace(finding, round=said.round, spared=doubt.share))
     elif count_opinions(turn, submission) == 0:  # nobody else can be asked, so there is nothing to wait for
-        state, because = end_waiting(_read_votes(votes)), "no other validator could be asked"
-        _settle(turn, submission, job, Finding(state, because, votes, round=said.round))
+        finding = _end_votes(submission, job, votes, "no other validator could be asked")
+        _settle(turn, submission, job, replace(finding, round=said.round))
     return _answer_verdict(turn, list_verdicts(turn.connection, said.submission)[-1])
 
 
@@ -64,9 +76,8 @@ def expire_opinions(turn: Turn) -> bool:
     for waiting in jobs:
         submission, job = _find_job(turn, waiting.submission)
         if job.state == "queued":  # not ended by a conviction a moment ago
-            votes = [vote for vote in list_verdicts(turn.connection, job.submission) if vote.appeal == job.appeal]
-            state = end_waiting(_read_votes(votes))
-            _settle(turn, submission, job, Finding(state, "nobody gave another opinion in time", votes))
+            because = "nobody gave another opinion in time"
+            _settle(turn, submission, job, _end_votes(submission, job, _list_votes(turn, job), because))
     return len(jobs) == MAX_AT_ONCE
 
 
@@ -127,40 +138,88 @@ def _check_verdict(submission: SubmissionRow, said: VerdictStatement) -> None:
         raise AuthError(400, "groups", "an accepted submission is described group by group, in order")
     if said.tokens > submission.tokens:
         raise AuthError(400, "tokens", "more validated tokens than the manifest has")
+    check_numbers(said)
 
 
 def _decide_votes(
     turn: Turn, submission: SubmissionRow, job: JobRow, votes: list[VerdictRow]
 ) -> SubmissionState | None:
-    state = decide_outcome(_read_votes(votes), turn.params.max_rounds)
-    if job.appeal and state is SubmissionState.ACCEPTED and submission.state == SubmissionState.HARD:
-        cleared = sum(vote.verdict == Verdict.ACCEPTED for vote in votes)
-        return state if cleared >= CONVICTIONS else None
-    return state
+    doubt = None if job.appeal else find_doubt(turn.connection, job.submission)
+    doubted = doubt is not None and bool(doubt.because)
+    state = decide_outcome(read_votes(votes), turn.params.max_rounds, doubted=doubted)
+    return None if state is not None and _lacks_clearance(submission, job, state, votes) else state
 
 
-def _read_votes(votes: list[VerdictRow]) -> list[Vote]:
-    return [Vote(Verdict(vote.verdict), bool(vote.crashed)) for vote in votes]
+def _lacks_clearance(
+    submission: SubmissionRow, job: JobRow, state: SubmissionState, votes: Sequence[VerdictRow]
+) -> bool:
+    """Whether too few clear what two convicted."""
+    if not job.appeal or state is not SubmissionState.ACCEPTED or submission.state != SubmissionState.HARD:
+        return False
+    return sum(vote.verdict == Verdict.ACCEPTED for vote in votes) < CONVICTIONS
+
+
+def _doubt_verdict(turn: Turn, submission: SubmissionRow, job: JobRow, votes: Sequence[VerdictRow]) -> Doubt:
+    """Whether what the verdicts decide needs another opinion: only what one alone decides can."""
+    clear = [vote for vote in votes if is_clear(vote)]
+    if job.appeal or len(clear) != 1 or find_doubt(turn.connection, job.submission) is not None:
+        return Doubt()
+    return needs_second_opinion(turn, submission, Verdict(clear[0].verdict))
+
+
+def _describe_doubt(job: JobRow, said: VerdictStatement, doubt: Doubt) -> dict[str, Any]:
+    """Who is asked about what was accepted looks at the same rollouts, or they would not judge the same."""
+    share = job.check_ppm if said.verdict is Verdict.ACCEPTED else 0
+    return {"because": doubt.because, "check_ppm": share, "share": doubt.share}
+
+
+def _list_votes(turn: Turn, job: JobRow) -> list[VerdictRow]:
+    """The verdicts that count now: those on the appeal, if there is one; none of who was banned since."""
+    votes = [vote for vote in list_verdicts(turn.connection, job.submission) if vote.appeal == job.appeal]
+    return [vote for vote in votes if not _is_banned(turn, vote)]
+
+
+def _is_banned(turn: Turn, vote: VerdictRow) -> bool:
+    node = find_node(turn.connection, vote.validator)
+    assert node is not None, "a verdict has a validator"
+    return find_ban(turn.connection, node.node, node.owner) is not None
+
+
+def _end_votes(submission: SubmissionRow, job: JobRow, votes: list[VerdictRow], because: str) -> Finding:
+    """What is left if nobody else says anything."""
+    state = end_waiting(read_votes(votes))
+    if _lacks_clearance(submission, job, state, votes):
+        return Finding(SubmissionState.INCONCLUSIVE, because, votes)
+    if state is SubmissionState.ACCEPTED:
+        return _describe_accepted(submission, [vote for vote in votes if is_clear(vote)], because)
+    return Finding(state, because, votes)
 
 
 def _describe_finding(
     submission: SubmissionRow, state: SubmissionState, votes: list[VerdictRow], said: VerdictStatement
 ) -> Finding:
     failed = [finding.check for finding in said.findings if not finding.passed]
-    because = f"failed: {', '.join(failed)}" if failed else f"by {len(votes)} verdicts"
     if state is not SubmissionState.ACCEPTED:
-        return Finding(state, because, votes, round=said.round)
-    assert said.verdict is Verdict.ACCEPTED, "what is accepted is accepted by its last verdict"
-    signals = tuple(int(group.signal) for group in said.groups)
-    tokens = min(said.tokens, submission.tokens)
-    return Finding(state, because, votes, round=said.round, tokens=tokens, signals=signals)
+        return Finding(state, f"failed: {', '.join(failed)}" if failed else f"by {len(votes)} verdicts", votes)
+    agreed = list_majority(read_votes(votes))
+    together = [vote for vote, is_one in zip(votes, agreed, strict=True) if is_one]
+    lone = [vote for vote in votes if vote.verdict == Verdict.ACCEPTED]
+    finding = _describe_accepted(submission, together or lone, f"by {len(votes)} verdicts")
+    return replace(finding, work=list_work(said)) if said.verdict is Verdict.ACCEPTED else finding
+
+
+def _describe_accepted(submission: SubmissionRow, votes: Sequence[VerdictRow], because: str) -> Finding:
+    """Accepted, with the numbers that these verdicts have in common."""
+    tokens, signals = min(votes[-1].tokens, submission.tokens), tuple(map(int, votes[-1].signals))
+    return Finding(SubmissionState.ACCEPTED, because, votes, tokens=tokens, signals=signals)
 
 
 def _settle(turn: Turn, submission: SubmissionRow, job: JobRow, finding: Finding) -> None:
     if job.appeal:
         settle_appeal(turn, submission, finding)
-    else:
-        settle_submission(turn, submission, finding)
+        return
+    settle_submission(turn, submission, finding)
+    grade_verdicts(turn, submission, _list_votes(turn, job))
 
 
 def _repeat_verdict(turn: Turn, vote: VerdictRow, node: str, said: VerdictStatement) -> VerdictAnswer:

@@ -5,12 +5,14 @@
 Invariants:
 - work is given out for open steps only, and only as much as their batches lack;
 - a span has at most two holders at once, the second one being its backup;
+- while others want work an owner gets no more of a step than its share of the batch (see `rules.share`);
 - what an owner returned or let expire is kept for it for a while: who does not like its tasks meets them again;
 - but not for ever: after a few leases they are for anybody, and who holds them makes them no younger, so that a backup
   is due when it would have been. Whose leases come to nothing again and again has to rest. Nobody stops a step.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.swarm.callers import Rows, require_member
@@ -24,10 +26,11 @@ from shoal.swarm.rules.age import oldest_version
 from shoal.swarm.rules.batch import count_missing
 from shoal.swarm.rules.deadline import is_backup_due, lease_time
 from shoal.swarm.rules.width import rest_time
+from shoal.swarm.sharing import Room, find_room
 from shoal.swarm.state.leases import LeaseRow, count_held, find_lease, find_request, find_slowest, list_due
 from shoal.swarm.state.queue import is_crowded
 from shoal.swarm.state.spans import find_offer, find_span
-from shoal.swarm.state.steps import find_step, list_steps, newest_version
+from shoal.swarm.state.steps import StepRow, find_step, list_steps, newest_version
 from shoal.swarm.state.submissions import count_open
 from shoal.swarm.tags import Tag
 from shoal.swarm.turn import Turn
@@ -57,11 +60,11 @@ def grant_lease(turn: Turn, *, node: str, request_key: str) -> LeaseAnswer:
     refusal = _find_refusal(turn, caller)
     if refusal is not None:
         return refusal
-    choice = _choose_span(turn, caller)
+    steps = list_steps(turn.connection, "open")
+    rooms = {step.step: find_room(turn, step, caller.owner.owner) for step in steps}
+    choice = _choose_span(turn, caller, steps, rooms)
     if choice is None:
-        return _refuse_lease(
-            "no_need", "every open step has its groups on their way; a new step opens when one is trained"
-        )
+        return _explain_none(turn, caller, steps, rooms)
     name = f"l{turn.next_seq}"
     turn.append(Kind.LEASE_GRANT, name, _describe_lease(turn, caller, request_key, choice))
     lease = find_lease(turn.connection, name)
@@ -122,22 +125,31 @@ def _check_width(turn: Turn, caller: Rows) -> LeaseAnswer | None:
     return None
 
 
-def _choose_span(turn: Turn, caller: Rows) -> Choice | None:
-    steps = list_steps(turn.connection, "open")
+def _choose_span(turn: Turn, caller: Rows, steps: Sequence[StepRow], rooms: Mapping[int, Room]) -> Choice | None:
     until_ms = turn.now_ms - 1000 * turn.params.reserve_s
     for step in steps:
         offer = find_offer(turn.connection, step.step, caller.owner.owner, until_ms)
-        if offer is not None:
+        if offer is not None and offer.count <= rooms[step.step].groups:
             return Choice(offer.step, offer.first, offer.count, offer.fence + 1, fresh=False)
         missing = count_missing(turn.params, step.signal, step.on_their_way, step.next_index)
-        if missing:
-            count = min(missing, turn.params.groups_per_lease)
+        count = min(missing, turn.params.groups_per_lease, rooms[step.step].groups)
+        if count:
             return Choice(step.step, step.next_index, count, fence=1, fresh=True)
     for step in steps:
         slow = find_slowest(turn.connection, step.step, caller.owner.owner)
-        if slow is not None and _is_slow(turn, slow):
+        if slow is not None and slow.count <= rooms[step.step].groups and _is_slow(turn, slow):
             return Choice(slow.step, slow.first, slow.count, slow.fence + 1, fresh=False, backup=True)
     return None
+
+
+def _explain_none(turn: Turn, caller: Rows, steps: Sequence[StepRow], rooms: Mapping[int, Room]) -> LeaseAnswer:
+    """Why there is nothing for a caller: it has its share of what is missing, or nothing is."""
+    waits = [room.wait_s for room in rooms.values() if room.wait_s]
+    boundless = {step.step: Room(turn.params.groups_per_batch) for step in steps}
+    if waits and _choose_span(turn, caller, steps, boundless) is not None:
+        reason = "this owner writes as much of each open step as one may while others want work"
+        return _refuse_lease("share", reason, retry_s=min(_RETRY_S, *waits))
+    return _refuse_lease("no_need", "every open step has its groups on their way; a new step opens when one is trained")
 
 
 def _is_slow(turn: Turn, lease: LeaseRow) -> bool:

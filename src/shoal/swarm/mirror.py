@@ -22,7 +22,8 @@ from shoal.swarm.params import parse_params
 from shoal.swarm.rows import count_events
 from shoal.swarm.rules.age import oldest_version, open_steps
 from shoal.swarm.server_auth import Member
-from shoal.swarm.state.canaries import count_graded
+from shoal.swarm.state.canaries import CANARY_STATES, count_graded
+from shoal.swarm.state.history import count_watched, list_watched
 from shoal.swarm.state.leases import list_active, list_times
 from shoal.swarm.state.nodes import list_bans, list_nodes, list_owners
 from shoal.swarm.state.run import RunRow
@@ -80,7 +81,9 @@ class Mirror:
         self._times: deque[tuple[str, int]] = deque(maxlen=MAX_TIMES)
         for owner, time_ms in list_times(connection, MAX_TIMES, MAX_OWN_TIMES):
             self._note_time(owner, time_ms)
-        self.canaries = {state: count_graded(connection, state) for state in ("caught", "missed", "unseen")}
+        self.canaries = {state: count_graded(connection, state) for state in CANARY_STATES}
+        watched = list_watched(connection, count_watched(connection))
+        self._watched = {row.owner: row.because for row in watched}
         self.seen: dict[str, Seen] = {}
         self.started_ms = 0
         self.full_ms = 0
@@ -102,6 +105,13 @@ class Mirror:
         if member is None:
             return None
         return replace(member, is_banned=True) if self._bans & {node, member.owner} else member
+
+    def find_owner(self, key: str) -> str | None:
+        """The owner that a key speaks for: its own or its node's, banned or not; none for a node that was revoked."""
+        member = self._members.get(key)
+        if member is not None:
+            return None if member.is_revoked else member.owner
+        return key if key in self.standings else None
 
     def is_banned(self, key: str) -> bool:
         return key in self._bans
@@ -135,7 +145,7 @@ class Mirror:
             accepted=accepted,
             earned=earned,
             finished=self.finished,
-            reasons=self._list_reasons(node),
+            reasons=self._list_reasons(node, member.owner),
         )
 
     def last_seen(self, node: str) -> int:
@@ -214,8 +224,10 @@ class Mirror:
         held = self.leases.get(lease)
         return held is not None and held.node == node
 
-    def _list_reasons(self, node: str) -> tuple[str, ...]:
+    def _list_reasons(self, node: str, owner: str) -> tuple[str, ...]:
         reasons = [self._reasons[node]] if node in self._reasons else []
+        if owner in self._watched:
+            reasons.append(f"no blame, but this owner's work is checked in full for a while: {self._watched[owner]}")
         if self.finished:
             reasons.append("the run is finished")
         elif self.stopped:
@@ -256,6 +268,12 @@ class Mirror:
         self.standings.setdefault(content["owner"], Standing.PROBATION)
         self.seen[node] = Seen(time_ms)
 
+    def _follow_watch(self, owner: str, content: dict[str, Any]) -> None:
+        if content["state"] == "over":
+            self._watched.pop(owner, None)
+        else:
+            self._watched[owner] = content["because"]
+
     def _follow_ban(self, kind: str, target: str) -> None:
         if kind == Kind.BAN:
             self._bans.add(target)
@@ -265,7 +283,7 @@ class Mirror:
             self.standings[target] = Standing.BANNED if kind == Kind.BAN else Standing.PROBATION
 
     def _follow_work(self, event: Event) -> None:
-        """Leases and what is handed in for them."""
+        """Leases, what is handed in for them, and how that is looked at."""
         content = event.content
         match event.kind:
             case Kind.LEASE_GRANT:
@@ -276,6 +294,8 @@ class Mirror:
                     self._reasons[content["node"]] = f"lease {event.subject}: {content['because']}"
             case Kind.SUB_COMMIT:
                 self.leases.pop(content["lease"], None)
+            case Kind.NODE_WATCH:
+                self._follow_watch(event.subject, content)
             case Kind.CANARY_GRADE:
                 self.canaries[content["state"]] += 1
 

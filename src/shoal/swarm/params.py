@@ -11,6 +11,14 @@ from pydantic import Field, ValidationError, model_validator
 from shoal.config import Settings
 from shoal.errors import ConfigError
 from shoal.swarm.messages import MAX_ROLLOUTS, Digest, Standing
+from shoal.validator.dial import (
+    MAX_SUBMISSIONS,
+    Guarantee,
+    ValidationConfig,
+    check_guarantee,
+    count_checked,
+    hasten,
+)
 
 FIXED = frozenset({"steps", "async_level", "groups_per_batch", "max_groups", "group_size", "max_tokens"})
 """Changing breaks: the beacon chain, leases that are out, the order of batches."""
@@ -21,6 +29,10 @@ Natural = Annotated[int, Field(ge=0, le=2**31)]
 Seconds = Annotated[int, Field(ge=1, le=10**8)]
 Share = Annotated[int, Field(ge=0, le=MILLION)]
 """in millionths"""
+Part = Annotated[int, Field(ge=1, le=MILLION)]
+"""in millionths, and not nothing"""
+LEAST_CHECKED = 50_000
+"""share of rollouts below which no owner's record brings it, in millionths"""
 
 
 class RunParams(Settings):
@@ -107,8 +119,30 @@ class RunParams(Settings):
     """soft rejections in a row"""
     limited_s: Seconds = 3600
     check_probation: Share = MILLION
-    check_good: Annotated[int, Field(ge=50_000, le=MILLION)] = 250_000
-    check_trusted: Annotated[int, Field(ge=50_000, le=MILLION)] = 100_000
+    """share of a new owner's rollouts that is replayed"""
+    check_good: Annotated[int, Field(ge=LEAST_CHECKED, le=MILLION)] = LEAST_CHECKED
+    """the same of owners in good standing, at least; the guarantee may ask for more"""
+    check_trusted: Annotated[int, Field(ge=LEAST_CHECKED, le=MILLION)] = LEAST_CHECKED
+    guarantee_fraction: Part = 100_000
+    """an owner that cheats in this share of its submissions, or of the rollouts of each, ..."""
+    guarantee_submissions: Annotated[int, Field(ge=1, le=MAX_SUBMISSIONS)] = 100
+    """... is caught within so many submissions, half as many if its standing is not more than good, ..."""
+    guarantee_probability: Annotated[int, Field(ge=1, lt=MILLION)] = 990_000
+    """... with this probability"""
+    check_power: Part = 750_000
+    """chance that a cheated rollout is found when it is replayed"""
+    second_share: Share = 50_000
+    """of submissions that one validator accepted, how many a second one of another owner judges too"""
+    reject_share: Share = MILLION
+    """the same of those that one rejected; `second_share` holds for owners that are limited"""
+    owner_share: Part = MILLION
+    """of a batch, what one owner may write while others want work; a million for no bound"""
+    share_wait_s: Seconds = 30
+    """after which one owner may write more than that, if nobody else took what is missing"""
+    watch_rate: Share = 1000
+    """chance that an honest owner's work ever looks odd, in millionths; 0: no owner is watched"""
+    watch_submissions: Count = 20
+    """accepted submissions for which an owner that looked odd is checked in full"""
     canary_every_s: Natural = 0
     """alarm if no canary was caught for so long; 0 for runs without"""
 
@@ -131,13 +165,48 @@ class RunParams(Settings):
             raise ValueError("heartbeat_s, stale_s and gone_s must grow")
         if self.hold_max_s < self.challenge_s or self.unbond_s <= self.challenge_s:
             raise ValueError("hold_max_s must be at least challenge_s, and unbond_s more")
+        check_guarantee(self.guarantee, self.power, self.group_size)
         return self
 
-    def check_share(self, standing: Standing) -> int:
-        """Share of rollouts whose proof is checked, in millionths."""
-        return {Standing.GOOD: self.check_good, Standing.TRUSTED: self.check_trusted}.get(
-            standing, self.check_probation
+    @property
+    def guarantee(self) -> Guarantee:
+        """What the run promises about cheats."""
+        return Guarantee(
+            fraction=self.guarantee_fraction / MILLION,
+            submissions=self.guarantee_submissions,
+            probability=self.guarantee_probability / MILLION,
         )
+
+    @property
+    def power(self) -> float:
+        """`check_power` as a chance."""
+        return self.check_power / MILLION
+
+    def check_share(self, standing: Standing, rollouts: int) -> int:
+        """Share of a submission's rollouts that is replayed, in millionths: what the guarantee takes, or the floor."""
+        if standing is Standing.TRUSTED:
+            floor, promise = self.check_trusted, self.guarantee
+        elif standing is Standing.GOOD:
+            floor, promise = self.check_good, hasten(self.guarantee)
+        else:
+            return self.check_probation
+        least = count_checked(promise, self.power, rollouts) or rollouts
+        return max(floor, least * MILLION // rollouts)
+
+
+def count_drawn(share: int, rollouts: int) -> int:
+    """How many rollouts a share in millionths is: rounded up, and at least one."""
+    return max(1, -(-share * rollouts // MILLION))
+
+
+def turn_dial(config: ValidationConfig) -> dict[str, int]:
+    """The parameters that a dial sets."""
+    return {
+        "guarantee_fraction": round(config.guarantee.fraction * MILLION),
+        "guarantee_submissions": config.guarantee.submissions,
+        "guarantee_probability": round(config.guarantee.probability * MILLION),
+        "check_power": round(config.power * MILLION),
+    }
 
 
 def parse_params(content: Any) -> RunParams:

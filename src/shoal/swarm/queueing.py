@@ -1,37 +1,58 @@
 """Claims: who judges what. At least once: a claim that is not fulfilled in time goes to somebody else.
 
 A validator that claims and does not judge cannot sink what it claimed: others are asked, and it may not judge for a
-while when it did so too often in a row.
+while when it did so too often in a row. It may have a few claims at once, of one version, for they are cheaper to judge
+together; each is a decision of its own, has a deadline of its own and ends by a verdict of its own.
 """
 
 from shoal.swarm.callers import Rows, require_validator
 from shoal.swarm.event import Kind
-from shoal.swarm.messages import ClaimAnswer, Job, Manifest, Standing, SubmissionState
-from shoal.swarm.rows import read_event
+from shoal.swarm.jobs import describe_job, fix_terms
+from shoal.swarm.messages import MAX_JOBS, ClaimAnswer, Standing
 from shoal.swarm.state.nodes import find_node, find_owner
-from shoal.swarm.state.queue import JobRow, find_claimed, find_job, find_lapse, find_next, list_lapsed
-from shoal.swarm.state.steps import find_step
-from shoal.swarm.state.submissions import SubmissionRow, find_submission, list_duplicates
+from shoal.swarm.state.queue import (
+    JobRow,
+    count_ready,
+    find_job,
+    find_lapse,
+    find_like,
+    find_next,
+    list_claimed,
+    list_lapsed,
+)
+from shoal.swarm.state.submissions import find_submission
 from shoal.swarm.turn import Turn
 
 MAX_AT_ONCE = 64
 _RETRY_S = 2
 
 
-def claim_job(turn: Turn, *, node: str) -> ClaimAnswer:
-    """The submission that a validator judges next; the one it has claimed already, if any."""
-    job = take_job(turn, node=node)
-    if job is None:
-        return ClaimAnswer(job=None, retry_after_s=_RETRY_S)
-    return ClaimAnswer(job=_describe_job(turn, job))
+def claim_jobs(turn: Turn, *, node: str, most: int = 1) -> ClaimAnswer:
+    """The submissions that a validator judges next; those it has claimed already, if any.
+
+    Not more than half of what waits, so that others find work too.
+    """
+    held = _list_held(turn, node)
+    if not held:
+        room = min(most, MAX_JOBS, -(-count_ready(turn.connection, 2 * MAX_JOBS) // 2))
+        while len(held) < max(room, 1) and (job := take_job(turn, node=node)):
+            held.append(job)
+    if not held:
+        return ClaimAnswer(retry_after_s=_RETRY_S)
+    return ClaimAnswer(jobs=tuple(describe_job(turn, job) for job in held))
 
 
 def take_job(turn: Turn, *, node: str) -> JobRow | None:
-    """What a validator has claimed, and claims now if it had nothing."""
-    while expire_claims(turn):  # those whose time is over though nobody has looked since
-        pass
+    """What a validator claims now: the job whose turn it is; beside what it holds, another of the same version."""
+    held = _list_held(turn, node)
     caller = require_validator(turn, node)
-    return find_claimed(turn.connection, node, turn.now_ms) or _claim_next(turn, caller)
+    job = _find_more(turn, caller, held) if held else _find_next(turn, caller)
+    if job is None:
+        return None
+    deadline_ms = turn.now_ms + 1000 * turn.params.claim_s
+    body = {"deadline_ms": deadline_ms, "owner": job.owner, "round": job.round, "validator": node}
+    turn.append(Kind.VAL_CLAIM, job.submission, {**body, **fix_terms(turn, job)})
+    return find_job(turn.connection, job.submission)
 
 
 def holds_claim(turn: Turn, job: JobRow, caller: Rows) -> bool:
@@ -62,51 +83,26 @@ def _lapse_claim(turn: Turn, job: JobRow) -> None:
         turn.append(Kind.NODE_STANDING, owner.owner, {"reason": reason, "standing": Standing.LIMITED.value})
 
 
-def _claim_next(turn: Turn, caller: Rows) -> JobRow | None:
-    node, owner = caller.node.node, caller.owner.owner
-    job = find_next(turn.connection, node, owner, turn.params.max_claims)
-    if job is None:
+def _list_held(turn: Turn, node: str) -> list[JobRow]:
+    """What a validator has claimed and may still judge."""
+    while expire_claims(turn):  # those whose time is over though nobody has looked since
+        pass
+    require_validator(turn, node)
+    return list_claimed(turn.connection, node, turn.now_ms)
+
+
+def _find_next(turn: Turn, caller: Rows) -> JobRow | None:
+    return find_next(turn.connection, caller.node.node, caller.owner.owner, turn.params.max_claims)
+
+
+def _find_more(turn: Turn, caller: Rows, held: list[JobRow]) -> JobRow | None:
+    """Another first opinion, beside first opinions.
+
+    A file that ends who looks at it takes the claims beside it along. So only what nobody has tried is claimed with
+    others: what lapsed once is claimed alone from then on, and cannot sink others a second time.
+    """
+    if len(held) >= MAX_JOBS or any(job.claims != 1 or job.judge for job in held):
         return None
-    deadline_ms = turn.now_ms + 1000 * turn.params.claim_s
-    body = {"deadline_ms": deadline_ms, "owner": job.owner, "round": job.round, "validator": node}
-    turn.append(Kind.VAL_CLAIM, job.submission, body)
-    return find_job(turn.connection, job.submission)
-
-
-def _describe_job(turn: Turn, job: JobRow) -> Job:
-    submission = find_submission(turn.connection, job.submission)
+    submission = find_submission(turn.connection, held[0].submission)
     assert submission is not None, "a job has a submission"
-    step = find_step(turn.connection, submission.step)
-    assert step is not None, "a submission is of a step that was opened"
-    owner = find_owner(turn.connection, submission.owner)
-    assert owner is not None, "a submission has an owner"
-    standing = Standing.PROBATION if job.round > 1 or job.appeal else Standing(owner.standing)
-    return Job(
-        submission=job.submission,
-        round=job.round,
-        step=submission.step,
-        first=submission.first,
-        count=submission.count,
-        group_size=turn.params.group_size,
-        max_tokens=turn.params.max_tokens,
-        beacon=step.beacon,
-        version=submission.version,
-        manifest=_read_manifest(turn, submission),
-        check_ppm=turn.params.check_share(standing),
-        check_seed=turn.setting.chain.draw_check(job.submission, submission.blob),
-        duplicates=_find_copies(turn, job.submission),
-        deadline_ms=job.deadline_ms,
-    )
-
-
-def _find_copies(turn: Turn, submission: str) -> tuple[int, ...]:
-    """Rollouts that accepted work had before. Who only announced them, or handed in rubbish, has no claim to them."""
-    rows = list_duplicates(turn.connection, submission)
-    return tuple(row.place for row in rows if row.rival_state == SubmissionState.ACCEPTED)
-
-
-def _read_manifest(turn: Turn, submission: SubmissionRow) -> Manifest:
-    """As it was committed."""
-    event = read_event(turn.connection, int(submission.submission[1:]))
-    assert event is not None, "it was committed before it was received"
-    return Manifest.model_validate_json(event.body)
+    return find_like(turn.connection, caller.owner.owner, submission.version)

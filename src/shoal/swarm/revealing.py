@@ -1,4 +1,7 @@
-"""What follows when the operator reveals a canary: who accepted what had to be rejected, and the end of the canary.
+"""What follows when the operator reveals a canary: who was wrong about its work, and the end of the canary.
+
+Who accepted what had to be rejected did not look, or lies; who rejected what no check finds fault with lies too. What
+is neither bad nor good beyond doubt is not named, and nobody is graded by it.
 
 Invariants:
 - the canary's seal was in the ledger before its first node joined, and its owner's key opens it;
@@ -8,13 +11,17 @@ Invariants:
 - a canary keeps nothing: what it holds is burned, what it has begun is void, and it is banned.
 """
 
+from collections.abc import Sequence
+
 from shoal.swarm.balances import read_balances
 from shoal.swarm.ending import empty_outcome, void_work
 from shoal.swarm.event import Kind
-from shoal.swarm.messages import Command, Standing, SubmissionState, Verdict
+from shoal.swarm.grading import BOND, grade_by_canary, is_clear, is_right
+from shoal.swarm.messages import Command, Standing, SubmissionState
 from shoal.swarm.postings import Posting, name_account
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.rules.pay import burn_purses
+from shoal.swarm.rules.trust import Side
 from shoal.swarm.seals import find_seal
 from shoal.swarm.settling import burn_credit
 from shoal.swarm.state.canaries import find_sealed
@@ -53,8 +60,9 @@ def check_reveal(turn: Turn, command: Command) -> None:
         raise AuthError(409, "not_sealed", "this owner did not join, or joined before it was sealed")
     if has_appeal(turn.connection, owner):
         raise AuthError(409, "appealed", "an appeal of this owner is open; reveal it when that is decided")
-    rows = [find_submission(turn.connection, name) for name in canary.submissions]
-    if any(row is None or row.owner != owner for row in rows) or len(set(canary.submissions)) != len(rows):
+    names = (*canary.submissions, *canary.good)
+    rows = [find_submission(turn.connection, name) for name in names]
+    if any(row is None or row.owner != owner for row in rows) or len(set(names)) != len(rows):
         raise AuthError(400, "canary", "the submissions of a canary are those of its owner, each named once")
 
 
@@ -66,33 +74,46 @@ def post_reveal(turn: Turn, command: Command) -> tuple[Posting, ...]:
 
 
 def end_canary(turn: Turn, command: Command) -> None:
-    """End a canary that was revealed, and grade those who judged its bad work."""
+    """End a canary that was revealed, and grade those who judged its work."""
     owner = command.target
     if find_ban(turn.connection, owner, owner) is None:
         turn.append(Kind.BAN, owner, {"reason": "a canary, revealed", "target": owner})
         void_work(turn, owner)
     assert command.canary is not None, "it was checked"
     for name in command.canary.submissions:
-        submission = find_submission(turn.connection, name)
-        assert submission is not None, "it was checked"
-        _grade_submission(turn, submission)
+        submission = _grade_submission(turn, name, Side.BAD)
+        if submission.state == SubmissionState.ACCEPTED:
+            _withdraw_work(turn, submission)
+    for name in command.canary.good:
+        _grade_submission(turn, name, Side.GOOD)
 
 
-def _grade_submission(turn: Turn, submission: SubmissionRow) -> None:
-    votes = list_verdicts(turn.connection, submission.submission)
-    missed_by = [vote.validator for vote in votes if vote.verdict == Verdict.ACCEPTED]
-    caught = "caught" if submission.state in _REJECTIONS else "unseen"
+def _grade_submission(turn: Turn, name: str, side: Side) -> SubmissionRow:
+    """Grade who judged a piece of a canary's work; returns it as it was."""
+    submission = find_submission(turn.connection, name)
+    assert submission is not None, "it was checked"
+    votes = list_verdicts(turn.connection, name)
+    wrong = [vote.validator for vote in votes if is_clear(vote) and not is_right(vote, side)]
     body = {
-        "missed_by": missed_by,
+        "good": int(side is Side.GOOD),
+        "missed_by": wrong,
         "owner": submission.owner,
-        "state": "missed" if missed_by else caught,
+        "state": _name_grade(submission, side, wrong),
         "trained": _find_trained(turn, submission),
     }
-    turn.append(Kind.CANARY_GRADE, submission.submission, body)
-    if submission.state == SubmissionState.ACCEPTED:
-        _withdraw_work(turn, submission)
-    for validator in missed_by:
+    turn.append(Kind.CANARY_GRADE, name, body)
+    for validator in wrong:
         _punish_validator(turn, submission, validator)
+    grade_by_canary(turn, submission, votes, side)
+    return submission
+
+
+def _name_grade(submission: SubmissionRow, side: Side, wrong: Sequence[str]) -> str:
+    if side is Side.BAD:
+        caught = "caught" if submission.state in _REJECTIONS else "unseen"
+        return "missed" if wrong else caught
+    passed = "passed" if submission.state == SubmissionState.ACCEPTED else "unseen"
+    return "wronged" if wrong else passed
 
 
 def _find_trained(turn: Turn, submission: SubmissionRow) -> int:
@@ -111,12 +132,12 @@ def _withdraw_work(turn: Turn, submission: SubmissionRow) -> None:
 
 
 def _punish_validator(turn: Turn, submission: SubmissionRow, validator: str) -> None:
-    """Who accepted a canary loses its bond, and may not judge for a while."""
+    """Who was wrong about a canary loses its bond, and may not judge for a while."""
     node = find_node(turn.connection, validator)
     assert node is not None, "a verdict has a validator"
-    burn_credit(turn, submission, node.owner, ("stake", "unbond"))
+    burn_credit(turn, submission, node.owner, BOND)
     owner = find_owner(turn.connection, node.owner)
     assert owner is not None, "a node has an owner"
     if owner.standing != Standing.BANNED:
-        reason = f"accepted {submission.submission} of a canary"
+        reason = f"was wrong about {submission.submission} of a canary"
         turn.append(Kind.NODE_STANDING, owner.owner, {"reason": reason, "standing": Standing.LIMITED.value})

@@ -26,6 +26,7 @@ _EVENT_COLUMNS = "seq, time_ms, kind, actor, subject, body, signature, prev_hash
 _EVENT_TYPES = (int, int, str, str, str, bytes, bytes, bytes, bytes)
 _RANGE = "WHERE seq >= :start AND seq < :stop ORDER BY seq"
 _EVENTS = text(f"SELECT {_EVENT_COLUMNS} FROM event {_RANGE} LIMIT {_BLOCK}")
+_ABOUT = text("SELECT seq FROM event WHERE subject = :subject AND kind = :kind ORDER BY seq")
 _POSTINGS = text(f"SELECT seq, line, account, amount FROM posting {_RANGE}, line")
 _HASHES = text(f"SELECT seq, hash FROM event {_RANGE}")
 _NODE = text("SELECT hash FROM merkle_node WHERE level = :level AND position = :position")
@@ -52,6 +53,13 @@ def find_event(connection: Connection, digest: bytes) -> Event | None:
     """The event with this hash."""
     seq = connection.execute(text("SELECT seq FROM event WHERE hash = :hash"), {"hash": digest}).scalar()
     return None if seq is None else read_event(connection, seq)
+
+
+def list_events(connection: Connection, subject: str, kind: str) -> list[Event]:
+    """The events of one kind about something, in order."""
+    values = {"subject": subject, "kind": kind}
+    numbers = connection.execute(_ABOUT, values).scalars().all()
+    return [event for seq in numbers if (event := read_event(connection, seq)) is not None]
 
 
 def read_events(connection: Connection, start: int, stop: int) -> Iterator[Event]:

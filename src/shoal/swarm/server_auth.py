@@ -113,6 +113,7 @@ class Authenticator:
         run: str,
         audience: str,
         find_member: Callable[[str], Member | None],
+        find_owner: Callable[[str], str | None] = lambda _: None,
         nonces: NonceBook,
         gate: StampCheck,
         limits: AuthLimits | None = None,
@@ -121,6 +122,7 @@ class Authenticator:
         self._run = run
         self._audience = audience
         self._find_member = find_member
+        self._find_owner = find_owner
         self._nonces = nonces
         self._gate = gate
         self._verify = verify or verify_known
@@ -169,6 +171,18 @@ class Authenticator:
         self._check_rates(address, None, now_s)
         self._gate.check_stamp(head.work, head.node, now_ms)
         self._check_signature(head, address, now_ms)
+        return _make_caller(head, None)
+
+    def check_accused(self, method: str, target: str, headers: RawHeaders, peer_ip: str, now_ms: int) -> Caller:
+        """The same for who wants to see what concerns an owner: the owner or one of its nodes, banned or not."""
+        head = self._read_head(method, target, headers, now_ms, 0)
+        owner = self._find_owner(head.node)
+        if owner is None:
+            raise AuthError(401, "unknown_key", "this key is of no owner and no node of this run, or was revoked")
+        address, now_s = name_address(peer_ip), now_ms / 1000
+        self._check_rates(address, owner, now_s)
+        self._check_signature(head, address, now_ms)
+        self._owners.take_tokens(owner, now_s)
         return _make_caller(head, None)
 
     def _read_head(

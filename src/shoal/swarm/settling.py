@@ -6,8 +6,8 @@ Invariants:
 - what a conviction takes is burned.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.swarm.balances import read_balances
@@ -25,6 +25,7 @@ from shoal.swarm.state.nodes import OwnerRow, find_ban, find_node, find_owner
 from shoal.swarm.state.queue import VerdictRow
 from shoal.swarm.state.submissions import SubmissionRow, list_duplicates
 from shoal.swarm.turn import Turn
+from shoal.swarm.watching import end_watch
 
 _BLAMED = (SubmissionState.FORM, SubmissionState.SOFT, SubmissionState.HARD)
 
@@ -36,10 +37,15 @@ class Finding:
     state: SubmissionState
     because: str
     votes: Sequence[VerdictRow]
+    """those that count: one that contradicts what two others saw is paid nothing"""
     round: int = 0
     """of the verdict that decided; 0 if time did"""
     tokens: int = 0
     signals: tuple[int, ...] = ()
+    work: Mapping[str, list[list[int]]] = field(default_factory=dict)
+    """what an accepted submission is like, see `watching.list_work`"""
+    spared: int = 0
+    """share, in millionths, with which a second opinion was drawn and not found to be needed; 0 if none was"""
 
 
 def settle_submission(turn: Turn, submission: SubmissionRow, finding: Finding) -> None:
@@ -51,6 +57,8 @@ def settle_submission(turn: Turn, submission: SubmissionRow, finding: Finding) -
     body, payments = _describe_outcome(turn, submission, owner, finding)
     turn.append(Kind.SUB_OUTCOME, submission.submission, body, post_payments(payments))
     _change_standing(turn, owner, finding.state)
+    if finding.state is SubmissionState.ACCEPTED:
+        end_watch(turn, submission.owner)
     if finding.state is SubmissionState.HARD:
         convict_owner(turn, submission)
 
@@ -86,12 +94,12 @@ def convict_owner(turn: Turn, submission: SubmissionRow) -> None:
 
 
 def burn_credit(turn: Turn, submission: SubmissionRow, owner: str, purses: Sequence[str]) -> None:
-    """Burn what an owner has in some purses, for what it did to a submission."""
+    """Burn what an owner has in some purses, for what it did to a submission; once."""
     accounts = {purse: name_account(purse, owner) for purse in purses}
     balances = read_balances(turn.connection, list(accounts.values()))
     held = {purse: balances[account] for purse, account in accounts.items()}
     loss = count_loss(turn.params, **held)
-    if loss.total == 0:
+    if loss.total == 0 or find_loss(turn.connection, submission.submission, owner):
         return
     free_ms = max((bond.free_ms for bond in list_bonds(turn.connection, owner)), default=0)
     body = {"amount": loss.total, "free_ms": free_ms, "owner": owner, "pending": int("pending" in purses)}
@@ -111,7 +119,7 @@ def _check_duplicates(turn: Turn, submission: SubmissionRow, finding: Finding) -
     for row in list_duplicates(turn.connection, submission.submission):
         if row.rival_state == SubmissionState.ACCEPTED:
             because = f"rollout {row.place} has the tokens of one in {row.rival}, which was handed in before"
-            return Finding(SubmissionState.SOFT, because, finding.votes, finding.round)
+            return Finding(SubmissionState.SOFT, because, finding.votes, finding.round, spared=finding.spared)
     return finding
 
 
@@ -127,11 +135,11 @@ def _describe_outcome(
         lease = _find_lease(turn, submission)
         pay = pay_tokens(turn.params, lease.price, submission.owner, finding.tokens, owner.staked)
         group_ms = (lease.ended_ms - lease.granted_ms) // lease.count
-        body |= {"group_ms": group_ms, "signals": list(finding.signals), "tokens": finding.tokens}
+        body |= {"group_ms": group_ms, "signals": list(finding.signals), "tokens": finding.tokens, **finding.work}
         if pay is not None:
             body |= {"earned": pay.amount, "paid": pay.amount, "purse": pay.purse}
             payments.append(pay)
-    body |= {"holds": _list_holds(payments, owner), "round": finding.round}
+    body |= {"holds": _list_holds(payments, owner), "round": finding.round, "spared": finding.spared}
     body["staked"] = [payment.owner for payment in payments if payment.purse == "stake"]
     return body, payments
 

@@ -11,6 +11,7 @@ from shoal.swarm.params import RunParams
 from shoal.swarm.rules.batch import is_exhausted
 from shoal.swarm.rules.deadline import progress_time
 from shoal.swarm.state.canaries import CanaryRow, last_caught, list_missed
+from shoal.swarm.state.history import count_watched, list_watched
 from shoal.swarm.state.leases import LeaseRow, list_oldest
 from shoal.swarm.state.nodes import list_leaders
 from shoal.swarm.state.queue import count_doubted, count_queued, oldest_queued
@@ -21,6 +22,8 @@ from shoal.swarm.state.steps import StepRow, find_version, list_steps, newest_ve
 from shoal.swarm.state.submissions import count_awaited
 from shoal.swarm.turn import Setting
 from shoal.swarm.waits import Wait, WaitBook
+from shoal.swarm.watching import describe_watch
+from shoal.validator.stakes import describe_dial
 
 _MAX_SKEW_MS = 5000
 _MAX_COUNTED = 1000
@@ -66,6 +69,8 @@ def build_status(connection: Connection, setting: Setting, book: WaitBook, now_m
         nodes_gone=gone,
         waits=tuple(described),
         alarms=(*find_alarms(connection, params, now_ms, mirror.started_ms), *_describe_clock(ahead_ms), *overdue),
+        watched=tuple(_list_watched(connection)),
+        checks=describe_dial(params),
     )
 
 
@@ -124,10 +129,19 @@ def read_leaders(connection: Connection, limit: int) -> list[LeaderLine]:
     ]
 
 
+def _list_watched(connection: Connection) -> Iterator[str]:
+    rows = list_watched(connection, _MAX_NAMED)
+    yield from (f"owner {row.owner[:8]}: {describe_watch(row)}" for row in rows)
+    if len(rows) == _MAX_NAMED and (more := count_watched(connection) - _MAX_NAMED):
+        yield f"{more} more"
+
+
 def _describe_missed(canary: CanaryRow) -> str:
     names = ", ".join(f"validator {name[:8]}" for name in canary.validators)
     trained = f"; step {canary.trained} was trained on it" if canary.trained else ""
-    return f"{canary.submission} of a canary was accepted by {names}: it lies, or its checks do not work{trained}"
+    said = "rejected though it is good" if canary.good else "accepted"
+    trained = "" if canary.good else trained
+    return f"{canary.submission} of a canary was {said} by {names}: it lies, or its checks do not work{trained}"
 
 
 def _find_redeems(connection: Connection) -> Iterator[Wait]:

@@ -3,7 +3,8 @@
 Invariants:
 - what is promised is in the ledger before anything is uploaded, so nobody can copy what is seen on the way;
 - of several holders of a span the first whose file is whole delivers it; the others are told, and not blamed;
-- a rollout that somebody handed in before is found by its hash, and is held against the later one only.
+- a rollout that somebody handed in before is found by its hash, and is held against the later one only. Whether two
+  rollouts are equal by chance their tokens do not say, so that is for validators, who see how likely they are.
 """
 
 from shoal.swarm.callers import require_member
@@ -143,9 +144,6 @@ def _check_manifest(turn: Turn, lease: LeaseRow, manifest: Manifest) -> None:
         )
     if any(not 1 <= rollout.tokens <= params.max_tokens for rollout in manifest.rollouts):
         raise AuthError(400, "tokens", f"a rollout has 1 to {params.max_tokens} tokens")
-    long = [rollout.hash for rollout in manifest.rollouts if rollout.tokens >= params.duplicate_tokens > 0]
-    if len(set(long)) < len(long):
-        raise AuthError(400, "copies", "the same rollout twice; each is sampled with a seed of its own")
     if not 1 <= manifest.size <= params.blob_max_bytes:
         raise AuthError(413, "too_large", f"a file has 1 to {params.blob_max_bytes} bytes")
     newest = newest_version(turn.connection)

@@ -35,6 +35,7 @@ class Tag(StrEnum):
     HEAD = "shoal-head-1"
     COMMAND = "shoal-command-1"
     CANARY = "shoal-canary-1"
+    EVIDENCE = "shoal-evidence-1"
 
 
 class DocumentError(ValueError):

@@ -3,7 +3,12 @@
 - A task is a pure function of its family's options and a random source; equal prompts have equal ids.
 - The prompt holds everything the answer is judged by, so a score never depends on a family's options.
 - The answer of a completion is what follows its last `;`, or all of it if there is none: work may be written before it.
-- `score` is pure and deterministic, raises on no string and reads at most `MAX_COMPLETION_CHARS`.
+- `score` is pure and deterministic, raises on no string and reads at most `MAX_COMPLETION_CHARS`. What it reads bounds
+  its time, and no clock, which would stop a worker and a validator at different places.
+- A score has the same bits on every machine: it is a whole number, or one division of two (IEEE 754 rounds a quotient
+  in one way only; logarithms and sums of floats differ from library to library). Workers and validators compare scores
+  exactly.
+- All get their scores from `score_text`: a verifier that fails over a text gives 0, on either side.
 """
 
 import hashlib
@@ -17,6 +22,8 @@ from shoal.rollout import Score
 MAX_COMPLETION_CHARS = 65_536
 """Longer completions score 0 unread, which bounds the time of every verifier. Changing breaks: recorded rewards."""
 
+_FAILURES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What code that reads a text may raise over one that it was not made for."""
 _ID_HEX = 16
 _QUOTE_CHARS = 24
 _BLANKS = " \t\r\n"
@@ -51,6 +58,20 @@ class Family(Protocol):
         """A correct completion, without the end token."""
 
     def score(self, task: Task, completion: str) -> Score: ...
+
+
+def score_text(family: Family, task: Task, completion: str) -> Score:
+    """What a family's verifier gives for a completion, whoever wrote it: a score from 0 to 1, whatever happens."""
+    try:
+        score = family.score(task, completion)
+    except _FAILURES as error:
+        return Score(0.0, f"the verifier failed: {type(error).__name__}")
+    return score if 0.0 <= score.value <= 1.0 else Score(0.0, "the verifier gave no score")
+
+
+def is_dear(family: Family) -> bool:
+    """Whether to score again all that strangers hand in would cost too much: the family says so by `dear = True`."""
+    return bool(getattr(family, "dear", False))
 
 
 def build_task(verifier: str, prompt: str, info: Mapping[str, Any], *, kin: str | None = None) -> Task:

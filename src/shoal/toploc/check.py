@@ -1,4 +1,4 @@
-"""Everything that is checked about a submission's rollouts, in one call and one prefill.
+"""Everything that is checked about the rollouts of a submission, or of several, in one call and one prefill.
 
 - The requests are ours (from the lease), the rollouts and proofs the peer's. Nothing in them raises: a rollout that
   cannot be replayed has a failed finding instead. Rollouts, requests and proofs are matched by id.
@@ -21,7 +21,7 @@ from shoal.toploc.chunks import ChunkStats, measure_chunks
 from shoal.toploc.field import P
 from shoal.toploc.finding import Check, Finding, rank_finding
 from shoal.toploc.logprobs import compare_logprobs
-from shoal.toploc.replay import Replay, RolloutError, admit_rollout, join_replays, replay_rollouts
+from shoal.toploc.replay import Replay, RolloutError, admit_rollout, join_replays, replay_batches
 from shoal.toploc.sequence import Evidence, Stream
 from shoal.toploc.shape import check_odds, trace_choices, trace_tails
 from shoal.toploc.tail import bound_hits
@@ -59,6 +59,15 @@ class Report:
         return max(self.findings, key=rank_finding, default=None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """What is checked of one submission: our requests, and what a peer handed in for them."""
+
+    requests: Sequence[Request]
+    rollouts: Sequence[Rollout]
+    proofs: Mapping[str, Sequence[bytes]]
+
+
 def check_rollouts(
     models: Mapping[int, PreTrainedModel],
     requests: Sequence[Request],
@@ -74,32 +83,32 @@ def check_rollouts(
     `models` are the trusted weights by version, at least one. `seeded=False` is for engines that cannot sample by seed:
     the shape test then stands in for the sampling check.
     """
-    _check_limits(requests, models, calibration)
-    asked = {request.id: request for request in requests}
-    assert len(asked) == len(requests), "every request has an id of its own"
-    found: dict[str, list[Rollout]] = {}
-    for rollout in rollouts:
-        found.setdefault(rollout.id if isinstance(rollout.id, str) else "", []).append(rollout)
-    reports: dict[str, Report] = {}
-    admitted: list[Rollout] = []
-    for request in requests:
-        try:
-            rollout = _admit_one(next(iter(models.values())), request, found.get(request.id, []))
-        except RolloutError as error:
-            reports[request.id] = _refuse_rollout(request.id, str(error))
-            continue
-        if missing := {span.version for span in rollout.versions} - set(models):
-            text = f"the weights of version {min(missing)} are not at hand"
-            reports[request.id] = Report(rollout_id=request.id, findings=(), unchecked=text)
-            continue
-        admitted.append(rollout)
-    replays = _replay_all(models, admitted, eos_id, shape=not seeded)
-    results = verify_batch([replay.hidden for replay in replays], [_take_proofs(proofs, r.id) for r in admitted])
-    for rollout, replay, own in zip(admitted, replays, results, strict=True):
-        judge = Judge(calibration=calibration, eos_id=eos_id, max_tokens=asked[rollout.id].max_tokens, seeded=seeded)
-        reports[rollout.id] = judge.judge_rollout(rollout, replay, own)
-    unasked = [_refuse_rollout(name, "id: nobody asked for it") for name in found if name not in asked]
-    return [reports[request.id] for request in requests] + unasked
+    batch = Batch(requests=requests, rollouts=rollouts, proofs=proofs)
+    return check_batches(models, [batch], calibration, eos_id=eos_id, seeded=seeded)[0]
+
+
+def check_batches(
+    models: Mapping[int, PreTrainedModel],
+    batches: Sequence[Batch],
+    calibration: Calibration,
+    *,
+    eos_id: int,
+    seeded: bool = True,
+) -> list[list[Report]]:
+    """The reports of several submissions, cheaper together than one by one and with the same numbers, to the bit.
+
+    No pack holds rollouts of two submissions: how a matrix product is summed depends on how many rows it has.
+    """
+    cases = [_Case.open(models, batch, calibration) for batch in batches]
+    replays = _replay_all(models, [case.admitted for case in cases], eos_id, shape=not seeded)
+    claimed = [_take_proofs(case.batch.proofs, rollout.id) for case in cases for rollout in case.admitted]
+    results = iter(verify_batch([replay.hidden for own in replays for replay in own], claimed))
+    for case, own in zip(cases, replays, strict=True):
+        for rollout, replay in zip(case.admitted, own, strict=True):
+            most = case.asked[rollout.id].max_tokens
+            judge = Judge(calibration=calibration, eos_id=eos_id, max_tokens=most, seeded=seeded)
+            case.reports[rollout.id] = judge.judge_rollout(rollout, replay, next(results))
+    return [case.list_reports() for case in cases]
 
 
 def weigh_reports(reports: Sequence[Report], calibration: Calibration, evidence: Evidence | None = None) -> Evidence:
@@ -179,6 +188,45 @@ class Judge:
         return findings
 
 
+class _Case:
+    """A batch on its way: what of it can be replayed, and the reports so far."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.asked = {request.id: request for request in batch.requests}
+        assert len(self.asked) == len(batch.requests), "every request has an id of its own"
+        self.found: dict[str, list[Rollout]] = {}
+        for rollout in batch.rollouts:
+            self.found.setdefault(rollout.id if isinstance(rollout.id, str) else "", []).append(rollout)
+        self.admitted: list[Rollout] = []
+        self.reports: dict[str, Report] = {}
+
+    @classmethod
+    def open(cls, models: Mapping[int, PreTrainedModel], batch: Batch, calibration: Calibration) -> "_Case":
+        """A batch whose rollouts were admitted, or have the report that says why not."""
+        _check_limits(batch.requests, models, calibration)
+        case = cls(batch)
+        for request in batch.requests:
+            case._admit(models, request)
+        return case
+
+    def list_reports(self) -> list[Report]:
+        unasked = [_refuse_rollout(name, "id: nobody asked for it") for name in self.found if name not in self.asked]
+        return [self.reports[request.id] for request in self.batch.requests] + unasked
+
+    def _admit(self, models: Mapping[int, PreTrainedModel], request: Request) -> None:
+        try:
+            rollout = _admit_one(next(iter(models.values())), request, self.found.get(request.id, []))
+        except RolloutError as error:
+            self.reports[request.id] = _refuse_rollout(request.id, str(error))
+            return
+        if missing := {span.version for span in rollout.versions} - set(models):
+            text = f"the weights of version {min(missing)} are not at hand"
+            self.reports[request.id] = Report(rollout_id=request.id, findings=(), unchecked=text)
+            return
+        self.admitted.append(rollout)
+
+
 def _check_limits(requests: Sequence[Request], models: Mapping[int, PreTrainedModel], calibration: Calibration) -> None:
     assert models, "weights to check with are needed"
     for model in models.values():
@@ -200,15 +248,21 @@ def _admit_one(model: PreTrainedModel, request: Request, found: Sequence[Rollout
 
 
 def _replay_all(
-    models: Mapping[int, PreTrainedModel], rollouts: Sequence[Rollout], eos_id: int, *, shape: bool
-) -> list[Replay]:
-    """Replays in order. What several versions wrote is replayed whole under each, and joined."""
-    found: dict[str, dict[int, Replay]] = {rollout.id: {} for rollout in rollouts}
+    models: Mapping[int, PreTrainedModel], batches: Sequence[Sequence[Rollout]], eos_id: int, *, shape: bool
+) -> list[list[Replay]]:
+    """Replays by batch, in order. What several versions wrote is replayed whole under each, and joined."""
+    found: list[dict[str, dict[int, Replay]]] = [{rollout.id: {} for rollout in batch} for batch in batches]
     for version, model in models.items():
-        own = [rollout for rollout in rollouts if any(span.version == version for span in rollout.versions)]
-        for rollout, replay in zip(own, replay_rollouts(model, own, eos_id=eos_id, shape=shape), strict=True):
-            found[rollout.id][version] = replay
-    return [join_replays(rollout.versions, found[rollout.id]) for rollout in rollouts]
+        own = [[r for r in batch if any(span.version == version for span in r.versions)] for batch in batches]
+        for batch, replays, known in zip(
+            own, replay_batches(model, own, eos_id=eos_id, shape=shape), found, strict=True
+        ):
+            for rollout, replay in zip(batch, replays, strict=True):
+                known[rollout.id][version] = replay
+    return [
+        [join_replays(rollout.versions, known[rollout.id]) for rollout in batch]
+        for batch, known in zip(batches, found, strict=True)
+    ]
 
 
 def _take_proofs(proofs: Mapping[str, Sequence[bytes]], rollout_id: str) -> Sequence[bytes]:

@@ -76,7 +76,6 @@ def admit_rollout(rollout: Rollout, request: Request, model: PreTrainedModel) ->
     return replace(rollout, prompt_ids=prompt_ids, token_ids=token_ids, logprobs=own)
 
 
-@torch.inference_mode()
 def replay_rollouts(
     model: PreTrainedModel,
     rollouts: Sequence[Rollout],
@@ -86,16 +85,21 @@ def replay_rollouts(
     pack_tokens: int = PACK_TOKENS,
 ) -> list[Replay]:
     """Replays in the order of the rollouts, which must have been admitted and have ids of their own."""
-    assert len({rollout.id for rollout in rollouts}) == len(rollouts), "every rollout has an id of its own"
-    if not rollouts:
-        return []
-    layers = fuse_layers(model) if is_lean(model) else None
-    prompts: dict[bytes, int] = {}
-    samples = [Sample(prompts.setdefault(r.prompt_ids.tobytes(), len(prompts)), r, 0.0) for r in rollouts]
-    found: dict[str, Replay] = {}
-    for pack in build_packs(samples, pack_tokens, strips=True):
-        found |= _replay_pack(model, layers, pack, eos_id, shape)
-    return [found[rollout.id] for rollout in rollouts]
+    return replay_batches(model, [rollouts], eos_id=eos_id, shape=shape, pack_tokens=pack_tokens)[0]
+
+
+@torch.inference_mode()
+def replay_batches(
+    model: PreTrainedModel,
+    batches: Sequence[Sequence[Rollout]],
+    *,
+    eos_id: int,
+    shape: bool = False,
+    pack_tokens: int = PACK_TOKENS,
+) -> list[list[Replay]]:
+    """Replays of several batches, each with the bits that it has alone: none shares a pack with another."""
+    layers = fuse_layers(model) if is_lean(model) and any(batches) else None
+    return [_replay_batch(model, layers, batch, eos_id, shape, pack_tokens) for batch in batches]
 
 
 def join_replays(spans: Sequence[VersionRange], replays: Mapping[int, Replay]) -> Replay:
@@ -144,6 +148,25 @@ def _is_span(span: object) -> bool:
     return isinstance(span, VersionRange) and all(
         isinstance(number, int) for number in (span.version, span.start, span.end)
     )
+
+
+def _replay_batch(
+    model: PreTrainedModel,
+    layers: list[Layer] | None,
+    rollouts: Sequence[Rollout],
+    eos_id: int,
+    shape: bool,
+    pack_tokens: int,
+) -> list[Replay]:
+    assert len({rollout.id for rollout in rollouts}) == len(rollouts), "every rollout has an id of its own"
+    if not rollouts:
+        return []
+    prompts: dict[bytes, int] = {}
+    samples = [Sample(prompts.setdefault(r.prompt_ids.tobytes(), len(prompts)), r, 0.0) for r in rollouts]
+    found: dict[str, Replay] = {}
+    for pack in build_packs(samples, pack_tokens, strips=True):
+        found |= _replay_pack(model, layers, pack, eos_id, shape)
+    return [found[rollout.id] for rollout in rollouts]
 
 
 def _replay_pack(

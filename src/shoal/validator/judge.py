@@ -1,30 +1,37 @@
 """From a file to an opinion: form, meaning, proof, cheap to dear. The first stage that fails decides.
 
     form     it is no submission                                -> rejected_form
+             it ends its reader each time                       -> inconclusive: if another finds so too, rejected_form
     meaning  it is not the work that was leased                 -> rejected_soft (rejected_form for its manifest)
+             it is a copy                                       -> the proof is asked: rejected_hard or rejected_soft
     proof    it was not sampled with the weights it states      -> rejected_hard, which takes two validators
     doubt    weights not at hand, no reader to be had           -> inconclusive: unpaid, nobody is blamed
 
 Invariants:
 - nothing in a file raises: what cannot be read is a finding;
-- an opinion is a function of job, file, weights and calibration: whoever holds the same four finds the same numbers.
+- an opinion is a function of job, file, weights and calibration: whoever holds the same four finds the same numbers,
+  whatever else is judged beside it.
 """
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.learner.filter import has_signal
 from shoal.policy.model import Policy
 from shoal.recipe import Recipe
-from shoal.submission.bounds import Bounds, FormError
+from shoal.submission.bounds import Bounds, CrashError, FormError
 from shoal.submission.claims import Contents
 from shoal.submission.jail import Jail, JailError
 from shoal.submission.read import read_submission
-from shoal.swarm.messages import GroupFinding, Job, Verdict
+from shoal.swarm.messages import Job, Verdict
+from shoal.swarm.params import MILLION
+from shoal.swarm.rules.outcome import CRASH_CHECK
 from shoal.toploc.calibration import Calibration
-from shoal.validator.meaning import Meaning
-from shoal.validator.opinion import Opinion, note_breach, reject
-from shoal.validator.proof import check_proofs
+from shoal.validator.history import count_drift, describe_group
+from shoal.validator.meaning import COPY_CHECK, Meaning
+from shoal.validator.opinion import Opinion, Replayed, note_breach, note_measure, reject
+from shoal.validator.proof import Case, Proof, check_proofs
 
 _FORMAL = frozenset({"manifest", "groups"})
 """checks of meaning that are about the file as a whole"""
@@ -38,13 +45,22 @@ class Judge:
 
     async def judge(self, job: Job, path: Path, policy: Policy) -> Opinion:
         """What is to be said of the file at `path`; `policy` is that of the job's version."""
+        return (await self.judge_all([(job, path)], policy))[0]
+
+    async def judge_all(self, files: Sequence[tuple[Job, Path]], policy: Policy) -> list[Opinion]:
+        """The same of several files, whose jobs are of one version; each as it would be alone."""
+        read = await asyncio.gather(*(self._read(job, path, policy) for job, path in files))
+        return await asyncio.to_thread(self._judge_read, [job for job, _ in files], read, policy)
+
+    async def _read(self, job: Job, path: Path, policy: Policy) -> Contents | Opinion:
         try:
-            contents = await read_submission(self._jail, path, self.bound_file(job, policy))
+            return await read_submission(self._jail, path, self.bound_file(job, policy))
+        except CrashError as error:
+            return reject(Verdict.INCONCLUSIVE, [note_measure(CRASH_CHECK, error.num_deaths, 0, error.reason)])
         except FormError as error:
             return reject(Verdict.FORM, [note_breach("form", str(error))])
         except JailError as error:
             return reject(Verdict.INCONCLUSIVE, [note_breach("reader", str(error))])
-        return await asyncio.to_thread(self._judge_contents, job, contents, policy)
 
     def bound_file(self, job: Job, policy: Policy) -> Bounds:
         """How large the file may be."""
@@ -57,28 +73,41 @@ class Judge:
             max_prompt_tokens=config.max_position_embeddings,
         )
 
-    def _judge_contents(self, job: Job, contents: Contents, policy: Policy) -> Opinion:
+    def _judge_read(self, jobs: Sequence[Job], read: Sequence[Contents | Opinion], policy: Policy) -> list[Opinion]:
+        """Opinions on what was read, with one replay for all whose meaning holds."""
         meaning = Meaning(self._recipe, policy.tokenizer)
+        told = [
+            found if isinstance(found, Opinion) else self._find_meaning(meaning, job, found)
+            for job, found in zip(jobs, read, strict=True)
+        ]
+        cases = [case for case in told if isinstance(case, Case)]
+        seeded, eos_id = self._recipe.seeded, policy.eos_id
+        proofs = iter(check_proofs(cases, policy.model, self._calibration, eos_id=eos_id, seeded=seeded))
+        return [self._weigh_proof(item, next(proofs)) if isinstance(item, Case) else item for item in told]
+
+    def _find_meaning(self, meaning: Meaning, job: Job, contents: Contents) -> Case | Opinion:
         plans = meaning.plan(job)
-        if breaches := list(meaning.find_breaches(job, plans, contents)):
+        breaches = tuple(meaning.find_breaches(job, plans, contents))
+        if any(finding.check != COPY_CHECK for finding in breaches):
             formal = any(finding.check in _FORMAL for finding in breaches)
             return reject(Verdict.FORM if formal else Verdict.SOFT, breaches)
-        findings = check_proofs(
-            job,
-            plans,
-            contents,
-            policy.model,
-            self._calibration,
-            eos_id=policy.eos_id,
-            seeded=self._recipe.seeded,
-        )
-        if not all(finding.passed for finding in findings):
-            return reject(Verdict.HARD, findings)
+        if breaches:
+            # Whether it is fraud or a chance in a million is for the seeds to say, and they are asked of all rollouts.
+            job = job.model_copy(update={"check_ppm": MILLION})
+        return Case(job=job, plans=plans, contents=contents, breaches=breaches)
+
+    def _weigh_proof(self, case: Case, proof: Proof) -> Opinion:
+        replayed = Replayed(rollouts=proof.num_rollouts, tokens=proof.num_tokens)
+        if not proof.holds:
+            return reject(Verdict.HARD, [*proof.findings, *case.breaches], replayed)
+        if case.breaches:
+            return reject(Verdict.SOFT, [*case.breaches, *proof.findings], replayed)
+        groups = case.contents.groups
         return Opinion(
             verdict=Verdict.ACCEPTED,
-            findings=tuple(findings),
-            tokens=sum(group.num_tokens for group in contents.groups),
-            groups=tuple(
-                GroupFinding(index=group.index, signal=has_signal(group.rewards)) for group in contents.groups
-            ),
+            findings=tuple(proof.findings),
+            tokens=sum(group.num_tokens for group in groups),
+            groups=tuple(describe_group(group, signal=has_signal(group.rewards)) for group in groups),
+            drift=count_drift(proof.reports, self._calibration),
+            replayed=replayed,
         )

@@ -1,15 +1,21 @@
-"""The validator's loop: claim, fetch, judge, say.
+"""The validator's loop: claim, fetch, judge, say. A few jobs of one version at a time.
 
 Invariants:
-- one claim at a time; a claim that cannot be finished in its time is left, and somebody else gets it;
+- nothing more is claimed before all that was claimed is settled. A claim that cannot be finished in its time is left,
+  and somebody else gets it;
 - files are removed once their verdict is heard; nothing of a file is kept;
-- a file that cannot be judged here (no weights, no reader) gets an inconclusive verdict: somebody else may know more.
+- a file that cannot be judged here (no reader, a version that no relay has any more) gets an inconclusive verdict:
+  somebody else may know more. Relays that are away are no such reason: they are waited for until the claim ends, and
+  before the next one. So an outage costs a validator one lapse, however long it is, and submissions nothing.
 """
 
 import asyncio
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.node.session import ASK_S, Session, SessionError, State, end_session
+from shoal.policy.model import Policy
 from shoal.swarm.asking import RefusedError
 from shoal.swarm.clock import read_clock
 from shoal.swarm.head import ForkError
@@ -17,6 +23,7 @@ from shoal.swarm.keepsakes import KeepError
 from shoal.swarm.messages import ClaimAnswer, HeartbeatAnswer, Job, Verdict
 from shoal.validator.judge import Judge
 from shoal.validator.opinion import Opinion, note_breach, reject
+from shoal.validator.pace import Pace, Stint
 from shoal.validator.shelf import Shelf
 
 POLL_S = 20
@@ -35,6 +42,9 @@ class Validator:
             path.unlink()  # of a process that was killed; its claim is given to somebody again
         self.verdicts: dict[Verdict, int] = dict.fromkeys(Verdict, 0)
         self._version = -1
+        self._owed: int | None = None
+        """version whose weights did not come in time: without them the next claim would end like the last one"""
+        self._pace = Pace()
         self._finished = False
         session.describe, session.heard = self._describe_state, self._hear
 
@@ -59,6 +69,8 @@ class Validator:
         said = ", ".join(f"{count} {verdict.value}" for verdict, count in self.verdicts.items() if count)
         wait = self._session.waits.longest()
         parts = [f"v{self._version}" if self._version >= 0 else "no weights yet", said or "no verdicts yet"]
+        if pace := self._pace.describe():
+            parts.append(pace)
         if self._session.problem:
             parts.append(self._session.problem)
         elif wait is not None:
@@ -66,10 +78,14 @@ class Validator:
         return "  ".join(parts)
 
     async def _claim(self) -> ClaimAnswer:
-        client = self._session.client
+        """What to judge next; nothing is claimed while weights for it may not come."""
+        if self._owed is not None:
+            await self._shelf.find(self._owed)
+            self._owed = None
+        client, most = self._session.client, self._pace.choose_most(self._session.params.claim_s)
         try:
             return await self._session.waits.insist(
-                "job", lambda: client.claim_job(wait_s=POLL_S), for_whom="the coordinator", timeout_s=ASK_S
+                "job", lambda: client.claim_jobs(wait_s=POLL_S, most=most), for_whom="the coordinator", timeout_s=ASK_S
             )
         except RefusedError as error:
             raise SessionError(f"no more jobs: {error}") from None
@@ -77,49 +93,79 @@ class Validator:
             raise end_session(error) from None
 
     async def _take_answer(self, answer: ClaimAnswer) -> None:
-        if answer.job is not None:
-            await self._settle(answer.job)
-            return
-        await self._pause(max(_PAUSE_S, min(answer.retry_after_s, POLL_S)))
+        if not answer.jobs:
+            await self._pause(max(_PAUSE_S, min(answer.retry_after_s, POLL_S)))
+        for version in dict.fromkeys(job.version for job in answer.jobs):
+            await self._settle([job for job in answer.jobs if job.version == version])
 
     async def _await_end(self) -> None:
         """Until the run is finished or the session stops; a claim may wait longer than either."""
         while not (self._finished or self._session.stopping.is_set()):
             await self._pause(_PAUSE_S)
 
-    async def _settle(self, job: Job) -> None:
-        """Judge one job within its time, and say what was found."""
-        left_s = (job.deadline_ms - read_clock() - self._session.client.clock_offset_ms) / 1000
-        path = self._folder / f"{job.submission}.parquet"
+    async def _settle(self, jobs: Sequence[Job]) -> None:
+        """Judge jobs of one version within their time, and say what was found."""
+        deadline_ms = min(job.deadline_ms for job in jobs)
+        left_s = (deadline_ms - read_clock() - self._session.client.clock_offset_ms) / 1000
         try:
             async with asyncio.timeout(max(left_s, _PAUSE_S)):
-                opinion = await self._form_opinion(job, path)
-                await self._send(job, opinion)
+                await self._judge_jobs(jobs)
         except TimeoutError:
-            self._session.note(f"{job.submission}: not judged in {left_s:.0f} s; left to others")
+            names = ", ".join(job.submission for job in jobs)
+            self._session.note(f"{names}: not judged in {left_s:.0f} s; left to others")
         finally:
-            path.unlink(missing_ok=True)
+            for job in jobs:
+                self._locate(job).unlink(missing_ok=True)
 
-    async def _form_opinion(self, job: Job, path: Path) -> Opinion:
-        policy = await self._shelf.find(job.version)
+    async def _judge_jobs(self, jobs: Sequence[Job]) -> None:
+        version = jobs[0].version
+        self._owed = version  # for as long as they are not there
+        policy = await self._shelf.find(version)
+        self._owed = None
         if policy is None:
-            return reject(Verdict.INCONCLUSIVE, [note_breach("weights", f"v{job.version} is not at hand")])
-        self._version = max(self._version, job.version)
+            for job in jobs:
+                await self._send(job, reject(Verdict.INCONCLUSIVE, [note_breach("weights", f"v{version} is gone")]))
+            return
+        self._version = max(self._version, version)
+        problems = await asyncio.gather(*(self._fetch(job) for job in jobs))
+        files = [(job, self._locate(job)) for job, problem in zip(jobs, problems, strict=True) if not problem]
+        opinions = iter(await self._form_opinions(files, policy) if files else [])
+        for job, problem in zip(jobs, problems, strict=True):
+            lost = reject(Verdict.INCONCLUSIVE, [note_breach("file", problem)])
+            await self._send(job, lost if problem else next(opinions))
+
+    async def _fetch(self, job: Job) -> str:
+        """Have the file of a job here; why it cannot be, if so.
+
+        A coordinator that is away says nothing of the file: it is asked for until the claim ends.
+        """
+        blob, size, path = job.manifest.blob, job.manifest.size, self._locate(job)
+        client = self._session.client
         try:
-            # A coordinator that is away says nothing of the file: it is asked for until the claim ends.
             await self._session.waits.insist(
                 "file",
-                lambda: self._session.client.fetch_blob(job.submission, job.manifest.blob, job.manifest.size, path),
+                lambda: client.fetch_blob(job.submission, blob, size, path),
                 for_whom="the coordinator",
                 timeout_s=ASK_S,
             )
-        except KeepError as error:
-            return reject(Verdict.INCONCLUSIVE, [note_breach("file", str(error))])
-        except RefusedError as error:
+        except (KeepError, RefusedError) as error:
             self._session.note(f"{job.submission}: {error}")
-            return reject(Verdict.INCONCLUSIVE, [note_breach("file", str(error))])
-        with self._session.spans.span("judge", step=job.step, version=job.version):
-            return await self._judge.judge(job, path, policy)
+            return str(error) or "it cannot be had"
+        return ""
+
+    async def _form_opinions(self, files: Sequence[tuple[Job, Path]], policy: Policy) -> list[Opinion]:
+        first, begun = files[0][0], time.perf_counter()
+        with self._session.spans.span("judge", step=first.step, version=first.version, jobs=len(files)):
+            opinions = await self._judge.judge_all(files, policy)
+        self._pace.add(
+            Stint(
+                jobs=len(files),
+                rollouts=sum(opinion.replayed.rollouts for opinion in opinions),
+                tokens=sum(opinion.replayed.tokens for opinion in opinions),
+                seconds=time.perf_counter() - begun,
+            )
+        )
+        return opinions
 
     async def _send(self, job: Job, opinion: Opinion) -> None:
         statement = opinion.state(job)
@@ -135,8 +181,17 @@ class Validator:
             raise end_session(error) from None
         self.verdicts[opinion.verdict] += 1
 
+    def _locate(self, job: Job) -> Path:
+        return self._folder / f"{job.submission}.parquet"
+
     def _describe_state(self) -> State:
-        return State(version=self._version, metrics={"rollouts_done": sum(self.verdicts.values())})
+        metrics = {
+            "verdicts_done": sum(self.verdicts.values()),
+            "rollouts_done": self._pace.rollouts,
+            "rollouts_per_s": round(self._pace.rollouts_per_s),
+            "tokens_per_s": round(self._pace.tokens_per_s),
+        }
+        return State(version=self._version, metrics=metrics)
 
     def _hear(self, answer: HeartbeatAnswer) -> None:
         self._finished = self._finished or answer.finished

@@ -2,8 +2,23 @@
 
 What is compared is derived again from the job: tasks, prompts, seeds, the stop rule, the rewards. A difference is no
 proof of ill will, an older program may have caused it: it is unpaid, and costs width, but nobody is banned for it.
+
+Two checks are about what an honest sampler does by chance, and fail it with a probability of at most exp(-CHANCE_NATS)
+each, whatever the model. Be p the distribution that a token is drawn from, of V tokens, and P that of a completion:
+
+    bounds   -(ln V + CHANCE_NATS) <= log-prob <= 0     a token with p < exp(-c) / V is drawn with probability < exp(-c)
+    copies   two completions, each with a seed of its own, are equal and of probability P < exp(-c):
+             the sum of P(x)^2 over all such x is below exp(-c)
+
+So short answers and sure ones may be equal as often as they like: only the seed tells them from copies, which the proof
+looks at. What a completion is worth in nats is the claim of who wrote it, and that is looked at there as well.
+
+Rewards are compared as numbers, exactly: a verifier computes the same bits on every machine (tasks/base.py). They are
+all computed again, but for families whose verifier is dear: of each of their groups a share that the job's seed draws.
 """
 
+import hashlib
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -15,10 +30,17 @@ from shoal.recipe import Recipe
 from shoal.rollout import Group, Request, Rollout
 from shoal.submission.claims import Contents
 from shoal.swarm.beacon import number_beacon
-from shoal.swarm.messages import Finding, Job
-from shoal.tasks.base import Family
+from shoal.swarm.messages import Finding, Job, RolloutEntry
+from shoal.swarm.params import count_drawn
+from shoal.tasks.base import Family, is_dear, score_text
+from shoal.toploc.logprobs import ROUNDING
 from shoal.toploc.termination import check_ending
 from shoal.validator.opinion import note_breach
+
+COPY_CHECK = "copy"
+"""the one breach that is not the last word: the proof tells a copy from a coincidence"""
+CHANCE_NATS = 40.0
+"""what is less likely than exp(-40), which is 4e-18, is not taken for chance"""
 
 
 class Meaning:
@@ -28,6 +50,7 @@ class Meaning:
         self._family: Family = recipe.open_family()
         self._tokenizer = tokenizer
         self._eos_id = int(tokenizer.eos_token_id)
+        self._least_logprob = -(math.log(len(tokenizer)) + CHANCE_NATS)
         self._shape = GroupShape(size=recipe.group_size, max_tokens=recipe.max_tokens, temperature=recipe.temperature)
 
     def plan(self, job: Job) -> list[Plan]:
@@ -37,13 +60,16 @@ class Meaning:
 
     def find_breaches(self, job: Job, plans: Sequence[Plan], contents: Contents) -> Iterator[Finding]:
         """Everything that is not as it must be; nothing, for honest work."""
-        if contents.entries != job.manifest.rollouts:
+        entries, rollouts = contents.entries, contents.rollouts
+        if entries != job.manifest.rollouts:
             yield note_breach("manifest", "the file holds other rollouts than its manifest")
         if [group.index for group in contents.groups] != [plan.index for plan in plans]:
             yield note_breach("groups", f"not groups {job.first} to {job.first + job.count - 1}, which were leased")
             return
         for position in job.duplicates:
-            yield note_breach("copy", f"rollout {position}: the tokens of an earlier submission")
+            if measure_nats(rollouts[position]) > CHANCE_NATS:
+                yield note_breach(COPY_CHECK, f"rollout {position}: the tokens of an earlier submission")
+        yield from _find_copies(entries, rollouts)
         for plan, group in zip(plans, contents.groups, strict=True):
             yield from self._check_group(job, plan, group)
 
@@ -51,17 +77,55 @@ class Meaning:
         if group.task_id != plan.task.id:
             yield note_breach("task", f"group {group.index}: another task than the lease's")
             return
-        for request, rollout, claimed in zip(plan.requests, group.rollouts, group.scores, strict=True):
+        scored = self._draw_scored(job, group)
+        for sample, (request, rollout) in enumerate(zip(plan.requests, group.rollouts, strict=True)):
             if difference := _compare(request, rollout, job.version):
                 yield note_breach("request", f"{rollout.id}: {difference}")
                 continue
-            ending = check_ending(rollout, eos_id=self._eos_id, max_tokens=request.max_tokens)
-            if ending.failed:
-                yield note_breach("termination", f"{rollout.id}: {ending.where}")
-            text = decode_completion(self._tokenizer, rollout.token_ids)
-            score = self._family.score(plan.task, text)
-            if claimed.value != score.value:
-                yield note_breach("reward", f"{rollout.id}: {claimed.value:.6g} claimed, {score.value:.6g} found")
+            yield from self._check_rollout(request, rollout)
+            if sample in scored:
+                yield from self._check_reward(plan, rollout, group.scores[sample].value)
+
+    def _check_rollout(self, request: Request, rollout: Rollout) -> Iterator[Finding]:
+        ending = check_ending(rollout, eos_id=self._eos_id, max_tokens=request.max_tokens)
+        if ending.failed:
+            yield note_breach("termination", f"{rollout.id}: {ending.where}")
+        least, most = float(rollout.logprobs.min()), float(rollout.logprobs.max())
+        if not self._least_logprob <= least <= most <= ROUNDING:
+            wrong = most if most > ROUNDING else least
+            yield note_breach("bounds", f"{rollout.id}: a log-prob of {wrong:.6g}, which no token that was drawn has")
+
+    def _check_reward(self, plan: Plan, rollout: Rollout, claimed: float) -> Iterator[Finding]:
+        found = score_text(self._family, plan.task, decode_completion(self._tokenizer, rollout.token_ids)).value
+        if claimed != found:
+            yield note_breach("reward", f"{rollout.id}: {claimed!r} claimed, {found!r} found")
+
+    def _draw_scored(self, job: Job, group: Group) -> frozenset[int]:
+        """Samples of a group whose reward is computed again."""
+        size = len(group.rollouts)
+        return draw_samples(job, group.index, size) if is_dear(self._family) else frozenset(range(size))
+
+
+def draw_samples(job: Job, group: int, size: int) -> frozenset[int]:
+    """Samples of a group whose dear reward is computed again: the job's share, at least one. No other draw of the seed
+    is like it, so a rollout that the proof does not look at may be scored."""
+    marks = [hashlib.sha256(f"{job.check_seed} reward {group} {sample}".encode()).digest() for sample in range(size)]
+    chosen = sorted(range(size), key=marks.__getitem__)
+    return frozenset(chosen[: count_drawn(job.check_ppm, size)])
+
+
+def measure_nats(rollout: Rollout) -> float:
+    """How unlikely a completion is by its own log-probs, in nats."""
+    return -float(rollout.logprobs.sum(dtype=np.float64))
+
+
+def _find_copies(entries: Sequence[RolloutEntry], rollouts: Sequence[Rollout]) -> Iterator[Finding]:
+    """Rollouts of one file that are equal and too unlikely for that; the likelier claim of two counts for nothing."""
+    first: dict[str, Rollout] = {}
+    for entry, rollout in zip(entries, rollouts, strict=True):
+        other = first.setdefault(entry.hash, rollout)
+        if other is not rollout and max(measure_nats(other), measure_nats(rollout)) > CHANCE_NATS:
+            yield note_breach(COPY_CHECK, f"{rollout.id}: the tokens of {other.id}, which has another seed")
 
 
 def _compare(request: Request, rollout: Rollout, version: int) -> str:

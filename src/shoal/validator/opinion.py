@@ -4,12 +4,23 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shoal.swarm.messages import Finding, GroupFinding, Job, Verdict, VerdictStatement
+from shoal.swarm.messages import DriftCount, Finding, GroupFinding, Job, Verdict, VerdictStatement
 
 MAX_FINDINGS = 64
 MAX_WHERE = 80
 BEYOND = "1e999"
 """how a number that is none, or has no end, is spelled: the ledger holds decimals"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """How much was computed for an opinion."""
+
+    rollouts: int = 0
+    tokens: int = 0
+
+
+NOTHING = Replayed()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +31,9 @@ class Opinion:
     findings: tuple[Finding, ...] = ()
     tokens: int = 0
     groups: tuple[GroupFinding, ...] = ()
+    drift: tuple[DriftCount, ...] = ()
+    replayed: Replayed = NOTHING
+    """not said to anybody"""
 
     def state(self, job: Job) -> VerdictStatement:
         """What is signed and sent."""
@@ -30,6 +44,7 @@ class Opinion:
             findings=self.findings[:MAX_FINDINGS],
             tokens=self.tokens,
             groups=self.groups,
+            drift=self.drift,
         )
 
 
@@ -50,9 +65,9 @@ def note_measure(check: str, statistic: float, threshold: float, where: str) -> 
     )
 
 
-def reject(verdict: Verdict, findings: Iterable[Finding]) -> Opinion:
+def reject(verdict: Verdict, findings: Iterable[Finding], replayed: Replayed = NOTHING) -> Opinion:
     """A verdict that pays nothing."""
-    return Opinion(verdict=verdict, findings=tuple(findings))
+    return Opinion(verdict=verdict, findings=tuple(findings), replayed=replayed)
 
 
 def spell_number(value: float) -> str:

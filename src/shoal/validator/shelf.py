@@ -1,43 +1,60 @@
-"""Trusted weights by version: pulled through the relays when a job needs them, a few kept in memory.
+"""Trusted weights by version: pulled through the relays when a job needs them, some kept in memory.
 
 Weights are trusted because the run's publisher signed their manifest; the relays they come through are not.
+
+Invariants:
+- what is in memory is within `memory_bytes`, but for the version that was asked for last, which always is;
+- relays that are away are waited for as long as the caller has time. Only of a version that no relay has any more it is
+  said that it is not to be had.
 """
 
 import asyncio
 from collections import OrderedDict
 
 from shoal.node.session import Session
-from shoal.node.waits import WaitError
-from shoal.node.weights import Opener
+from shoal.node.weights import Opener, describe_relays
 from shoal.policy.model import Policy
 from shoal.recipe import Recipe
 from shoal.shardcast.client import Client
 from shoal.shardcast.crew import GoneError
 
-IN_MEMORY = 3
+MEMORY_BYTES = 4 << 30
 PULL_S = 120.0
+"""after which a wait for weights is overdue, and begun anew"""
 
 
 class Shelf:
     """The policies of a run."""
 
-    def __init__(self, session: Session, client: Client, recipe: Recipe, *, in_memory: int = IN_MEMORY) -> None:
-        self._session, self._client, self._in_memory = session, client, in_memory
+    def __init__(self, session: Session, client: Client, recipe: Recipe, *, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._session, self._client, self._memory_bytes = session, client, memory_bytes
         self._opener = Opener(recipe)
         self._policies: OrderedDict[int, Policy] = OrderedDict()
 
     async def find(self, version: int) -> Policy | None:
-        """The policy of a version; None if it is not to be had, now or any more."""
+        """The policy of a version, however long that takes; None if no relay has it any more."""
         if version not in self._policies:
             try:
-                folder = await self._session.waits.bound(
-                    "weights", self._client.pull(version), for_whom="the relays", timeout_s=PULL_S
+                folder = await self._session.waits.insist(
+                    "weights",
+                    lambda: self._client.pull(version),
+                    for_whom="the relays",
+                    timeout_s=PULL_S,
+                    reason=describe_relays(self._client),
                 )
-            except (GoneError, WaitError) as error:
-                self._session.note(f"v{version} is not at hand: {error}")
+            except GoneError as error:
+                self._session.note(f"v{version} is not to be had: {error}")
                 return None
             self._policies[version] = await asyncio.to_thread(self._opener.open, version, folder)
         self._policies.move_to_end(version)
-        while len(self._policies) > self._in_memory:
-            self._policies.popitem(last=False)
+        self._drop_old()
         return self._policies[version]
+
+    def _drop_old(self) -> None:
+        sizes = {version: _measure_bytes(policy) for version, policy in self._policies.items()}
+        while len(self._policies) > 1 and sum(sizes[version] for version in self._policies) > self._memory_bytes:
+            self._policies.popitem(last=False)
+
+
+def _measure_bytes(policy: Policy) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in policy.model.parameters())

@@ -92,7 +92,8 @@ class Outbox:
 
     def forget(self, lease: str) -> None:
         """Remove all about a lease: it is handed in, or nobody wants it."""
-        # The manifest first: without it the rest is not a parcel.
+        # The order first: with it and without the manifest the lease would be written again, and signed for twice.
+        # Then the manifest: without it the rest is not a parcel.
         (self._parcels / f"{lease}.json").unlink(missing_ok=True)
         (self._parcels / f"{lease}.parquet").unlink(missing_ok=True)
         (self._orders / f"{lease}.json").unlink(missing_ok=True)

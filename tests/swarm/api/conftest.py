@@ -34,6 +34,7 @@ from shoal.swarm.messages import (
     ClaimAnswer,
     CommandAnswer,
     CommitAnswer,
+    EvidenceAnswer,
     Heartbeat,
     HeartbeatAnswer,
     Job,
@@ -98,6 +99,18 @@ class StandIn:
 
     def find_member(self, node: str) -> Member | None:
         return self.members.get(node)
+
+    def find_owner(self, key: str) -> str | None:
+        member = self.members.get(key)
+        return None if member is None or member.is_revoked else member.owner
+
+    async def show_evidence(self, key: str, submission: str) -> EvidenceAnswer:
+        self.calls.append("evidence")
+        raise AuthError(409, "undecided", "this submission is not decided")
+
+    async def open_evidence(self, key: str, submission: str) -> Any:
+        self.calls.append("file")
+        return await self.blobs.open(self.find_manifest(submission).blob)
 
     async def join(self, node: str, delegation: bytes) -> MemberInfo:
         self.calls.append("join")
@@ -178,10 +191,10 @@ class StandIn:
         self.calls.append("open")
         return await self.blobs.open(self.find_manifest(submission).blob)
 
-    async def claim_job(self, validator: str) -> ClaimAnswer:
+    async def claim_jobs(self, validator: str, most: int = 1) -> ClaimAnswer:
         self.calls.append("claim")
         if "s1" not in self.manifests:
-            return ClaimAnswer(job=None, retry_after_s=5)
+            return ClaimAnswer(retry_after_s=5)
         signed = self.manifests["s1"]
         job = Job(
             submission="s1",
@@ -199,7 +212,7 @@ class StandIn:
             duplicates=(),
             deadline_ms=2**40,
         )
-        return ClaimAnswer(job=job)
+        return ClaimAnswer(jobs=(job,))
 
     async def post_verdict(self, validator: str, signed: SignedVerdict) -> VerdictAnswer:
         self.calls.append("verdict")

@@ -75,7 +75,7 @@ def test_every_wait_ends_with_what_it_was_for(tmp_path: Path) -> None:
         ):
             wants = [
                 asyncio.create_task(worker.ask_lease(wait_s=30)),
-                asyncio.create_task(judge.claim_job(wait_s=30)),
+                asyncio.create_task(judge.claim_jobs(wait_s=30)),
                 asyncio.create_task(trainer.cut_batch(1, wait_s=30)),
             ]
             lounge = service.desk.lounge

@@ -61,7 +61,7 @@ def test_a_node_goes_through_the_whole_cycle(open_stand: Any, tmp_path: Path) ->
             receipt = await client.submit(make_manifest(), path)
             assert receipt.receipt.blob == make_manifest().blob
             assert (await client.ask_receipt("s1", make_manifest())).receipt == receipt.receipt
-            job = (await client.claim_job()).job
+            job = (await client.claim_jobs()).job
             assert job is not None and job.manifest == make_manifest()
             await client.fetch_blob(job.submission, job.manifest.blob, job.manifest.size, tmp_path / "copy")
             assert (tmp_path / "copy").read_bytes() == DATA

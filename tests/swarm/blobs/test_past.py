@@ -120,7 +120,7 @@ def test_with_a_bucket_no_file_passes_through_the_coordinator(bucket: str, tmp_p
         assert crew.service.descriptor.stores == (f"{endpoint}/{name}/run/blobs/",)
         submission = await crew.submit()
         assert list_keys(bucket) == [f"{BLOB[:2]}/{BLOB}"]
-        assert (await crew.judge.claim_job()).job is not None
+        assert (await crew.judge.claim_jobs()).job is not None
         assert await crew.fetch(submission) == DATA
         assert crew.through == []
         assert (crew.worker.stores.num_used, crew.judge.stores.num_used) == (1, 1)
@@ -165,7 +165,7 @@ def test_a_coordinator_that_points_elsewhere_gets_the_file_itself_and_nobody_els
         monkeypatch.setattr(crew.service.coordinator.blobs, "sign_upload", sign_upload)
         monkeypatch.setattr(S3Reader, "sign_download", sign_download)
         submission = await crew.submit()
-        await crew.judge.claim_job()
+        await crew.judge.claim_jobs()
         assert await crew.fetch(submission) == DATA
         assert (heard, crew.through) == ([], ["put", "get"])
         server.close()
@@ -179,7 +179,7 @@ def test_a_store_that_is_away_costs_nothing_but_the_way_through_the_coordinator(
             for store in client.stores._stores:
                 store.link._place = type(store.link._place)(type(store.link._place.url)("127.0.0.1", 1), None)
         submission = await crew.submit()
-        await crew.judge.claim_job()
+        await crew.judge.claim_jobs()
         assert await crew.fetch(submission) == DATA
         assert crew.through == ["put", "get"]
         assert not crew.worker.stores.is_ready
@@ -210,7 +210,7 @@ def test_a_file_that_the_bucket_changed_is_read_by_nobody(bucket: str, tmp_path:
 
     async def check(crew: Crew) -> None:
         submission = await crew.submit()
-        await crew.judge.claim_job()
+        await crew.judge.claim_jobs()
         await asyncio.to_thread(open_bucket(bucket).put, f"{BLOB[:2]}/{BLOB}", DATA[:-1] + b"x")
         with pytest.raises(KeepError, match="other bytes"):
             await crew.fetch(submission)

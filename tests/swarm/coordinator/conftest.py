@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from shoal.swarm.messages import (
     Command,
     CommandAnswer,
     CommitAnswer,
+    DriftCount,
     Finding,
     GroupFinding,
+    GroupNumbers,
     Job,
     Lease,
     LeaseAnswer,
@@ -74,6 +76,8 @@ SMALL: dict[str, Any] = {
     "unbond_s": 500,
     "good_after": 3,
     "appeal_every_s": 0,
+    "second_share": 0,
+    "reject_share": 0,
 }
 
 
@@ -206,7 +210,7 @@ class World:
         return answer.submission
 
     def claim(self, judge: str) -> ClaimAnswer:
-        return self.run(self.coordinator.claim_job(self.id(judge)))
+        return self.run(self.coordinator.claim_jobs(self.id(judge)))
 
     def take(self, judge: str) -> Job:
         answer = self.claim(judge)
@@ -214,17 +218,31 @@ class World:
         return answer.job
 
     def describe_verdict(
-        self, job: Job, verdict: Verdict = Verdict.ACCEPTED, *, signal: bool = True, check: str = "toploc"
+        self,
+        job: Job,
+        verdict: Verdict = Verdict.ACCEPTED,
+        *,
+        signal: bool = True,
+        check: str = "toploc",
+        statistic: str = "",
+        numbers: Sequence[int] = (),
+        drift: Sequence[Sequence[int]] = (),
     ) -> VerdictStatement:
+        """`numbers` are reward and entropy of each group, `drift` is level, chance, chunks and how many are above."""
         passed = verdict is Verdict.ACCEPTED
-        groups = [GroupFinding(index=job.first + place, signal=signal) for place in range(job.count)] if passed else []
+        worst = statistic or ("0.1" if passed else "0.5")
+        tokens = sum(rollout.tokens for rollout in job.manifest.rollouts)
+        own = GroupNumbers(tokens=tokens // job.count, reward=numbers[0], entropy=numbers[1]) if numbers else None
+        groups = [GroupFinding(index=job.first + place, signal=signal, numbers=own) for place in range(job.count)]
+        counts = [DriftCount(level=row[0], chance=row[1], chunks=row[2], above=row[3]) for row in drift]
         return VerdictStatement(
             submission=job.submission,
             round=job.round,
             verdict=verdict,
-            findings=(Finding(check=check, statistic="0.5", threshold="0.25", passed=passed, where="rollout 1"),),
-            tokens=sum(rollout.tokens for rollout in job.manifest.rollouts) if passed else 0,
-            groups=tuple(groups),
+            findings=(Finding(check=check, statistic=worst, threshold="0.25", passed=passed, where="rollout 1"),),
+            tokens=tokens if passed else 0,
+            groups=tuple(groups) if passed else (),
+            drift=tuple(counts) if passed else (),
         )
 
     def post(self, judge: str, statement: VerdictStatement) -> VerdictAnswer:
@@ -278,9 +296,9 @@ class World:
         seals = tuple(make_seal(self._make_owner(owner), "demo") for owner in owners)
         return self.order(Action.CANARY_SEAL, seals=seals)
 
-    def reveal(self, owner: str, *submissions: str, **values: Any) -> CommandAnswer:
-        """The operator names a canary, and what it handed in that is bad."""
-        canary = CanaryReveal(signature=sign_seal(self.owners[owner], "demo"), submissions=submissions)
+    def reveal(self, owner: str, *submissions: str, good: tuple[str, ...] = (), **values: Any) -> CommandAnswer:
+        """The operator names a canary, and what it handed in that is bad, or good."""
+        canary = CanaryReveal(signature=sign_seal(self.owners[owner], "demo"), submissions=submissions, good=good)
         return self.order(Action.CANARY_REVEAL, target=self.owner_id(owner), canary=canary, **values)
 
     def appeal(self, owner: str, submission: str) -> AppealAnswer:

@@ -98,7 +98,8 @@ def test_a_canary_that_is_rejected_is_caught_and_nobody_is_blamed(planted):
     assert planted.balance("mint", "") == 0
     assert planted.claim("judge-a").job is None, "who judges rightly goes on judging"
     assert "a canary, known to be bad; it was rejected." in planted.coordinator.explain(submission)
-    assert planted.coordinator.mirror.canaries == {"caught": 1, "missed": 0, "unseen": 0}
+    counts = planted.coordinator.mirror.canaries
+    assert counts == {"caught": 1, "missed": 0, "unseen": 0, "passed": 0, "wronged": 0}
     with pytest.raises(AuthError, match="banned"):
         planted.ask("c1")
 

@@ -276,8 +276,13 @@ def test_who_announces_a_group_and_never_sends_it_spoils_it_for_nobody(make_worl
     assert judge_as_validators_do(world) == SubmissionState.SOFT, "the hashes belong to who delivered them"
 
 
-def test_a_file_with_the_same_rollout_twice_is_refused(world):
+def test_a_file_with_the_same_rollout_twice_is_for_validators_to_judge(world):
+    """A sure model writes the same long answer twice, by whatever seeds: who computes the group again does so too."""
     lease = world.lease("w1")
     first = world.make_manifest(lease).rollouts[0]
-    with pytest.raises(AuthError, match="the same rollout twice"):
-        world.commit("w1", world.make_manifest(lease, rollouts=(first, first)))
+    twice = world.submit("w1", lease, rollouts=(first, first))
+    assert world.query(list_duplicates, twice) == [] and world.take("judge-a").duplicates == ()
+    world.post("judge-a", world.describe_verdict(world.take("judge-a")))
+    assert state_of(world, twice) == SubmissionState.ACCEPTED
+    copy = world.submit("w2", world.lease("w2"), rollouts=(first, first))
+    assert [row.rival for row in world.query(list_duplicates, copy)] == [twice, twice]

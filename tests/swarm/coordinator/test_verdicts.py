@@ -312,14 +312,14 @@ def test_soft_rejections_in_a_row_limit_an_owner_and_time_lifts_it(make_world):
 
 
 def test_accepted_work_makes_an_owner_good_and_its_checks_fewer(make_world):
-    world = make_world(groups_per_batch=20, good_after=2)
+    world = make_world(groups_per_batch=20, good_after=2, group_size=8)
     world.join("w1", "ann")
     world.publish(0)
     world.work("w1")
     world.work("w1")
     assert world.query(find_owner, world.owner_id("ann")).standing == Standing.GOOD
     world.submit("w1", world.lease("w1"))
-    assert world.take("judge-a").check_ppm == world.params.check_good
+    assert world.take("judge-a").check_ppm == world.params.check_share(Standing.GOOD, 8) == 250_000
 
 
 def test_validators_are_paid_for_clear_verdicts(make_world):

@@ -5,14 +5,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.swarm.messages import SubmissionState, Verdict
-from shoal.swarm.rules.outcome import Vote, decide_outcome, end_waiting
+from shoal.swarm.rules.outcome import Vote, decide_outcome, end_waiting, list_majority
 
-NAMES = {"a": Verdict.ACCEPTED, "f": Verdict.FORM, "s": Verdict.SOFT, "h": Verdict.HARD, "i": Verdict.INCONCLUSIVE}
+NAMES = {
+    "a": Verdict.ACCEPTED,
+    "b": Verdict.ACCEPTED,
+    "f": Verdict.FORM,
+    "s": Verdict.SOFT,
+    "h": Verdict.HARD,
+    "i": Verdict.INCONCLUSIVE,
+}
 
 
 def read_votes(text):
-    """a, f, s, h, i as the verdicts begin; c for a crash"""
-    return [Vote(Verdict.INCONCLUSIVE, crashed=True) if name == "c" else Vote(NAMES[name]) for name in text]
+    """a, f, s, h, i as the verdicts begin; b accepts with other numbers than a; c for a crash"""
+    sights = {"a": (7, "1"), "b": (7, "0")}
+    return [
+        Vote(Verdict.INCONCLUSIVE, crashed=True) if name == "c" else Vote(NAMES[name], sight=sights.get(name, (0, "")))
+        for name in text
+    ]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +58,43 @@ def test_outcomes(votes, outcome):
     assert decide_outcome(read_votes(votes), 3) == (outcome and SubmissionState(outcome))
 
 
-VOTES = st.lists(st.sampled_from("afshic"), max_size=6)
+@pytest.mark.parametrize(
+    ("votes", "outcome"),
+    [
+        ("a", None),
+        ("f", None),
+        ("s", None),
+        ("aa", "accepted"),
+        ("ss", "rejected_soft"),
+        ("ff", "rejected_form"),
+        ("fs", "rejected_soft"),
+        ("as", None),
+        ("asa", "accepted"),
+        ("sas", "rejected_soft"),
+        ("saa", "accepted"),
+        ("ahh", "rejected_hard"),
+        ("ai", None),
+        ("aii", "accepted"),
+        ("sii", "rejected_soft"),
+        ("asi", "inconclusive"),
+        ("ab", None),
+        ("aba", "accepted"),
+        ("abs", "inconclusive"),
+    ],
+)
+def test_where_one_verdict_is_not_enough_two_that_say_the_same_are(votes, outcome):
+    assert decide_outcome(read_votes(votes), 3, doubted=True) == (outcome and SubmissionState(outcome))
+
+
+@pytest.mark.parametrize(
+    ("votes", "agreed"),
+    [("a", "0"), ("as", "00"), ("aa", "11"), ("asa", "101"), ("shf", "111"), ("aba", "101"), ("ahih", "0101")],
+)
+def test_the_majority_is_who_says_the_same_as_another(votes, agreed):
+    assert list_majority(read_votes(votes)) == [letter == "1" for letter in agreed]
+
+
+VOTES = st.lists(st.sampled_from("abfshic"), max_size=6)
 
 
 @given(VOTES)
@@ -56,7 +103,7 @@ def test_hard_takes_two_and_crashes_are_never_paid(letters):
     if outcome is SubmissionState.HARD:
         assert letters.count("h") >= 2
     if outcome is SubmissionState.ACCEPTED:
-        assert letters.count("a") > 0 and letters.count("c") < 2
+        assert {"a", "b"} & set(letters) and letters.count("c") < 2
 
 
 @given(VOTES)
@@ -65,15 +112,18 @@ def test_three_verdicts_decide(letters):
 
 
 @given(VOTES)
-def test_waiting_in_vain_never_pays_and_never_convicts(letters):
-    assert end_waiting(read_votes(letters)) in (SubmissionState.SOFT, SubmissionState.INCONCLUSIVE)
+def test_waiting_in_vain_never_convicts_and_pays_only_what_one_accepted_and_nobody_else_judged(letters):
+    outcome = end_waiting(read_votes(letters))
+    assert outcome is not SubmissionState.HARD
+    if outcome is SubmissionState.ACCEPTED:
+        assert sum(letter in "abfsh" for letter in letters) == 1
 
 
-@given(VOTES)
-def test_what_is_accepted_was_accepted_by_the_verdict_that_decided(letters):
+@given(VOTES, st.booleans())
+def test_what_is_accepted_before_the_last_round_was_accepted_by_the_verdict_that_decided(letters, doubted):
     votes = read_votes(letters)
     for number in range(1, len(votes) + 1):
-        outcome = decide_outcome(votes[:number], 9)
+        outcome = decide_outcome(votes[:number], 9, doubted=doubted)
         if outcome is not None:
             assert outcome is not SubmissionState.ACCEPTED or votes[number - 1].verdict is Verdict.ACCEPTED
             return

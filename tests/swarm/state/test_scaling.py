@@ -19,7 +19,7 @@ from shoal.swarm.db import open_engine
 from shoal.swarm.messages import NodeWait
 from shoal.swarm.mirror import Mirror, Seen
 from shoal.swarm.params import RunParams, dump_params
-from shoal.swarm.state import credit, leases, nodes, queue, redeems, run, spans, steps, submissions
+from shoal.swarm.state import credit, history, leases, nodes, queue, redeems, run, spans, steps, submissions
 from shoal.swarm.state.sql import Sql
 from shoal.swarm.status import build_status
 from shoal.swarm.turn import Setting
@@ -51,7 +51,9 @@ class Tables:
         if self.connection.dialect.name == "sqlite":
             return self._count_steps(ask)
         if self._is_changed:
-            self.connection.execute(sa.text("ANALYZE job, lapse, verdict, hold, bond, owner, span, lease, submission"))
+            self.connection.execute(
+                sa.text("ANALYZE job, lapse, verdict, hold, bond, owner, span, lease, submission, history")
+            )
             self._is_changed = False
         return self._count_rows(ask)
 
@@ -147,7 +149,7 @@ def test_a_claim_looks_at_few_jobs_however_long_the_queue_is(tables: Tables) -> 
     assert (job.submission, work) == ("s60000", 0), "its owner was served before those of the fresh ones"
     job, work = tables.ask(lambda connection: queue.find_next(connection, "v2", "judge-2", 5))
     assert (job.submission, work) == ("s10000", 0), "another opinion on what somebody else judged"
-    assert tables.ask(lambda connection: queue.find_claimed(connection, "v0", NOW_MS)) == (None, 0)
+    assert tables.ask(lambda connection: queue.list_claimed(connection, "v0", NOW_MS)) == ([], 0)
 
 
 def test_a_second_without_anything_to_do_costs_nothing_with_a_long_queue(tables: Tables) -> None:
@@ -189,6 +191,17 @@ def test_owners_are_found_by_standing_and_by_rank_without_reading_all(tables: Ta
     assert ([row.owner for row in limited], work) == (["x"], 0)
     leaders, work = tables.ask(lambda connection: nodes.list_leaders(connection, 20))
     assert (leaders[0].owner, len(leaders), work) == ("x", 20, 0)
+
+
+def test_who_looks_odd_and_who_is_watched_is_found_without_reading_all_histories(tables: Tables) -> None:
+    rows = [{"owner": f"o{place:05d}", "peak": place} for place in range(2 * MANY)]
+    tables.fill(history.HISTORY, [*rows, {"owner": "x", "peak": 5 * MANY}, {"owner": "y", "watch_seq": 7}])
+    odd, work = tables.ask(lambda connection: history.list_odd(connection, 3 * MANY, 64))
+    assert ([row.owner for row in odd], work) == (["x"], 0)
+    watched, work = tables.ask(lambda connection: history.list_watched(connection, 8))
+    assert ([row.owner for row in watched], work) == (["y"], 0)
+    assert tables.ask(history.count_watched) == (1, 0)
+    assert tables.ask(lambda connection: history.is_watched(connection, "y")) == (True, 0)
 
 
 def test_a_lease_is_found_without_reading_the_step(tables: Tables) -> None:

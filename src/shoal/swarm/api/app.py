@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shoal import __version__
+from shoal.swarm.api.accused import accused_routes
 from shoal.swarm.api.audit import audit_routes
 from shoal.swarm.api.desk import Desk
 from shoal.swarm.api.judges import judge_routes
@@ -21,7 +22,16 @@ from shoal.swarm.api.nodes import join_routes, node_routes, upload_routes
 from shoal.swarm.api.open import command_routes, open_routes
 from shoal.swarm.api.refuse import build_refusal, explain_failure
 
-ROUTERS = (node_routes, judge_routes, upload_routes, join_routes, open_routes, command_routes, audit_routes)
+ROUTERS = (
+    node_routes,
+    judge_routes,
+    upload_routes,
+    join_routes,
+    open_routes,
+    command_routes,
+    audit_routes,
+    accused_routes,
+)
 
 
 class Api(FastAPI):

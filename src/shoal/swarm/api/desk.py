@@ -88,6 +88,7 @@ class Desk:
             run=coordinator.run,
             audience=coordinator.public,
             find_member=coordinator.find_member,
+            find_owner=coordinator.find_owner,
             nonces=nonces,
             gate=gate,
             limits=auth_limits,
@@ -172,6 +173,7 @@ class Desk:
         add("shoal_waiters", "Callers that wait for work, jobs or batches.", lambda: self.lounge.num_waiting)
         add("shoal_canaries_caught", "Bad work of canaries that was rejected.", lambda: self._count_canaries("caught"))
         add("shoal_canaries_missed", "Bad work that a validator accepted.", lambda: self._count_canaries("missed"))
+        add("shoal_canaries_wronged", "Good work that a validator rejected.", lambda: self._count_canaries("wronged"))
         add("shoal_waits", "Questions to the database that wait.", lambda: self._num_waiting)
 
     def _count_canaries(self, state: str) -> int:

@@ -30,22 +30,20 @@ LINK_S = 600
 
 judge_routes = APIRouter(prefix="/v1", route_class=SignedRoute, tags=["judges"], responses=REFUSED)
 
-_BLOB: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"application/octet-stream": {}}, "description": "The file."}
-}
+BLOB: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-stream": {}}, "description": "The file."}}
 
 
 @judge_routes.post("/claims")
 async def post_claim(desk: DeskArg, caller: CallerArg, message: ClaimRequest) -> ClaimAnswer:
-    """Take a submission to judge."""
+    """Take submissions to judge."""
     caller.check_scope(Scope.VALIDATE)
-    return await desk.lounge.claim_job(caller.node, message)
+    return await desk.lounge.claim_jobs(caller.node, message)
 
 
-@judge_routes.get("/submissions/{submission}/blob", response_class=Response, responses=_BLOB)
+@judge_routes.get("/submissions/{submission}/blob", response_class=Response, responses=BLOB)
 async def get_blob(desk: DeskArg, caller: CallerArg, submission: SubmissionId) -> Response:
     """The file of a submission, for who judges it or trains on it."""
-    return _BlobResponse(await desk.coordinator.open_blob(caller.node, submission))
+    return BlobResponse(await desk.coordinator.open_blob(caller.node, submission))
 
 
 @judge_routes.get("/submissions/{submission}/link")
@@ -85,7 +83,7 @@ async def post_version(desk: DeskArg, caller: CallerArg, message: SignedVersion)
     return await desk.coordinator.publish_version(caller.node, message)
 
 
-class _BlobResponse(Response):
+class BlobResponse(Response):
     """A blob, sent as it is read."""
 
     def __init__(self, reader: BlobReader) -> None:

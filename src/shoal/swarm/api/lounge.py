@@ -47,10 +47,11 @@ class Lounge:
         attempt = partial(self._coordinator.grant_lease, node, request.request_key)
         return await self._leases.serve(attempt, _judge_lease, request.wait_s)
 
-    async def claim_job(self, node: str, request: ClaimRequest) -> ClaimAnswer:
-        """`Coordinator.claim_job`, when there is something to claim."""
+    async def claim_jobs(self, node: str, request: ClaimRequest) -> ClaimAnswer:
+        """`Coordinator.claim_jobs`, when there is something to claim."""
         self._enter()
-        return await self._jobs.serve(partial(self._coordinator.claim_job, node), _judge_claim, request.wait_s)
+        attempt = partial(self._coordinator.claim_jobs, node, request.most)
+        return await self._jobs.serve(attempt, _judge_claim, request.wait_s)
 
     async def cut_batch(self, node: str, step: int, request: CutRequest) -> BatchAnswer:
         """`Coordinator.cut_batch`, when it can be cut."""
@@ -79,7 +80,7 @@ def _judge_lease(answer: LeaseAnswer) -> Outcome:
 
 def _judge_claim(answer: ClaimAnswer) -> Outcome:
     # A job may be for others, not for whose own work it is.
-    return Outcome.NOT_YOU if answer.job is None else Outcome.SERVED
+    return Outcome.SERVED if answer.jobs else Outcome.NOT_YOU
 
 
 def _judge_batch(answer: BatchAnswer) -> Outcome:

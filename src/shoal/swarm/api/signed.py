@@ -8,7 +8,7 @@ not run it, for it would read the body first.
 
 Invariants:
 - on a `SignedRoute` and a `JoinRoute` no endpoint runs, and no byte of a body is read, for who is not who it says, or
-  is banned;
+  is banned; on an `AccusedRoute` the same for who is not who it says;
 - a body is never longer in memory than its route allows, and never used before its digest was found right;
 - parts of the path are matched by the types of the endpoint's arguments, and a path has one spelling: no `%`.
 """
@@ -104,6 +104,14 @@ class SignedRoute(OpenRoute):
         """As `OpenRoute.check_caller`."""
         limit = desk.coordinator.params.blob_max_bytes if self.is_streaming else MAX_BODY_BYTES
         return desk.authenticator.check_head(*_read_head(request), desk.clock_ms(), max_body_bytes=limit)
+
+
+class AccusedRoute(OpenRoute):
+    """A route for owners and their nodes, those that are banned too."""
+
+    def check_caller(self, desk: Desk, request: Request) -> Caller | None:
+        """As `OpenRoute.check_caller`."""
+        return desk.authenticator.check_accused(*_read_head(request), desk.clock_ms())
 
 
 class StreamRoute(SignedRoute):

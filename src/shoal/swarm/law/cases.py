@@ -208,4 +208,4 @@ _CASES: dict[Kind, Case] = {
     Kind.REDEEM_DONE: _command,
     Kind.REDEEM_FAILED: _command,
 }
-"""Kinds that are not here only follow: steps that a version opens, slashes, grades of a canary."""
+"""Kinds that are not here only follow: steps that a version opens, slashes, doubts about a verdict, grades."""

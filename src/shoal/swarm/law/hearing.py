@@ -8,13 +8,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shoal.swarm.beacon import BeaconChain, check_beacon
+from shoal.swarm.beacon import BeaconChain, check_beacon, draw_second
 from shoal.swarm.event import Event, Kind, Statement, decode_body, encode_body
 from shoal.swarm.law.docket import Docket, LawError, name_event
 from shoal.swarm.ledger import Draft
 from shoal.swarm.messages import Message
 from shoal.swarm.messages.signing import Signable, frame_message
+from shoal.swarm.params import MILLION
 from shoal.swarm.postings import Posting, sort_postings
+from shoal.swarm.state.judges import list_draws
 from shoal.swarm.state.run import RunReader, read_run
 from shoal.swarm.state.steps import find_step
 from shoal.swarm.tags import Tag
@@ -84,14 +86,38 @@ class ReadChain(BeaconChain):
 
     def __init__(self, docket: Docket) -> None:
         self._docket = docket
+        self._known: bytes | None = None
+        """the secret, once the ledger has it"""
 
     def reveal_step(self, step: int) -> str:
         """The beacon that the ledger has for a step."""
         return self._check_next("beacon", step)
 
     def reveal_secret(self) -> str:
-        """The secret that ends the chain."""
-        return self._check_next("secret", read_run(self._docket.connection).params.steps + 1)
+        """The secret that ends the chain; with it every draw that was made in secret can be made again."""
+        secret = self._check_next("secret", read_run(self._docket.connection).params.steps + 1)
+        if self._docket.next is not None:
+            self._known = bytes.fromhex(secret)
+            self._check_draws(self._known)
+        return secret
+
+    def draw_second(self, submission: str, blob: str) -> int:
+        """As the ledger says, until its secret is out: one is spared only if the outcome says that it was drawn so."""
+        if self._known is not None:
+            return draw_second(self._known, submission, blob)
+        event = self._docket.next
+        is_spared = event is not None and event.kind == Kind.SUB_OUTCOME and event.content.get("spared")
+        return MILLION if is_spared else 0
+
+    def _check_draws(self, secret: bytes) -> None:
+        for row in list_draws(self._docket.connection):
+            is_asked = draw_second(secret, row.submission, row.blob) < row.share
+            if is_asked is not bool(row.because):
+                told, drawn = ("asked for", "spared") if row.because else ("spared", "asked for")
+                raise LawError(
+                    f"event {self._docket.size}: by the secret a second opinion on {row.submission} is {drawn}, and it "
+                    f"was {told}"
+                )
 
     def _check_next(self, field: str, step: int) -> str:
         event, connection = self._docket.next, self._docket.connection

@@ -34,13 +34,17 @@ from shoal.swarm.messages.credit import (
     UnbondAnswer,
     UnbondStatement,
 )
+from shoal.swarm.messages.evidence import Evidence, EvidenceAnswer, Sitting
 from shoal.swarm.messages.judging import (
+    MAX_JOBS,
     AppealAnswer,
     AppealStatement,
     ClaimAnswer,
     ClaimRequest,
+    DriftCount,
     Finding,
     GroupFinding,
+    GroupNumbers,
     Job,
     SignedAppeal,
     SignedVerdict,
@@ -95,6 +99,7 @@ from shoal.swarm.messages.work import (
 
 __all__ = [
     "COMMAND_KINDS",
+    "MAX_JOBS",
     "MAX_NUMBER",
     "MAX_ROLLOUTS",
     "Action",
@@ -113,8 +118,12 @@ __all__ = [
     "CutRequest",
     "Decimal",
     "Digest",
+    "DriftCount",
+    "Evidence",
+    "EvidenceAnswer",
     "Finding",
     "GroupFinding",
+    "GroupNumbers",
     "Heartbeat",
     "HeartbeatAnswer",
     "Job",
@@ -150,6 +159,7 @@ __all__ = [
     "SignedUnbond",
     "SignedVerdict",
     "SignedVersion",
+    "Sitting",
     "Standing",
     "Status",
     "StepInfo",

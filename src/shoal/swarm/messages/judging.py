@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shoal.swarm.messages.base import (
     MAX_ROLLOUTS,
@@ -19,11 +19,20 @@ from shoal.swarm.messages.base import (
 )
 from shoal.swarm.messages.work import Manifest
 
+MAX_CHUNKS = 1 << 24
+Millionths = Annotated[int, Field(ge=-(10**12), le=10**12)]
+
+
+MAX_JOBS = 8
+"""submissions that a validator may have claimed at once"""
+
 
 class ClaimRequest(Message):
-    """A validator asks for a submission to judge."""
+    """A validator asks for submissions to judge."""
 
     wait_s: WaitSeconds = 0
+    most: Annotated[int, Field(ge=1, le=MAX_JOBS)] = 1
+    """how many at once; they are of one version, and fewer if others could judge them meanwhile"""
 
 
 class Job(Message):
@@ -51,10 +60,15 @@ class Job(Message):
 
 
 class ClaimAnswer(Message):
-    """A job, or none now."""
+    """Jobs, or none now."""
 
-    job: Job | None
+    jobs: Annotated[tuple[Job, ...], Field(max_length=MAX_JOBS)] = ()
     retry_after_s: Number = 0
+
+    @property
+    def job(self) -> Job | None:
+        """The first of them, which is all that who asked for one may get."""
+        return self.jobs[0] if self.jobs else None
 
 
 class Finding(Message):
@@ -67,11 +81,39 @@ class Finding(Message):
     where: ShortText = ""
 
 
+class GroupNumbers(Message):
+    """What a group's rollouts are like, to be held against those of others."""
+
+    tokens: Number
+    reward: Millionths
+    """mean"""
+    entropy: Millionths
+    """mean negative log-prob of the tokens, as stated"""
+
+
 class GroupFinding(Message):
     """Whether a group carries a learning signal: rewards that differ."""
 
     index: Number
     signal: bool
+    numbers: GroupNumbers | None = None
+    """none if they were not measured; then the group says nothing about its owner"""
+
+
+class DriftCount(Message):
+    """How many checked chunks have stated log-probs further from the replayed ones than a level of the calibration."""
+
+    level: Annotated[int, Field(ge=0, lt=4)]
+    chance: Annotated[int, Field(ge=1, le=1_000_000)]
+    """of an honest chunk to be so far off, at most; in millionths"""
+    chunks: Annotated[int, Field(ge=0, le=MAX_CHUNKS)]
+    above: Annotated[int, Field(ge=0, le=MAX_CHUNKS)]
+
+    @model_validator(mode="after")
+    def _is_part(self) -> "DriftCount":
+        if self.above > self.chunks:
+            raise ValueError("more chunks above a level than chunks")
+        return self
 
 
 class VerdictStatement(Message):
@@ -85,6 +127,8 @@ class VerdictStatement(Message):
     """validated tokens: what is paid for"""
     groups: Annotated[tuple[GroupFinding, ...], Field(max_length=MAX_ROLLOUTS)] = ()
     """all groups of the submission, if it is accepted"""
+    drift: Annotated[tuple[DriftCount, ...], Field(max_length=8)] = ()
+    """of full chunks and of short ones, at each level"""
 
 
 class SignedVerdict(Message):

@@ -35,7 +35,17 @@ class MemberInfo(Message):
     server_time_ms: Number
 
 
-MetricName = Literal["tokens_per_s", "queued", "rollouts_done", "free_disk_mb", "free_memory_mb", "errors", "retries"]
+MetricName = Literal[
+    "tokens_per_s",
+    "rollouts_per_s",
+    "queued",
+    "rollouts_done",
+    "verdicts_done",
+    "free_disk_mb",
+    "free_memory_mb",
+    "errors",
+    "retries",
+]
 
 
 class Progress(Message):

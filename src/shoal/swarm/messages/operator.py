@@ -31,7 +31,7 @@ class Action(StrEnum):
     CANARY_SEAL = "canary_seal"
     """note that some owners, which are not named yet, will hand in work that must be rejected"""
     CANARY_REVEAL = "canary_reveal"
-    """name one of them, and what it handed in that is bad"""
+    """name one of them, and what it handed in that is bad, or good beyond doubt"""
     REDEEM_DONE = "redeem_done"
     """credit was paid out, as its owner asked"""
     REDEEM_FAILED = "redeem_failed"
@@ -39,11 +39,13 @@ class Action(StrEnum):
 
 
 class CanaryReveal(Message):
-    """What opens a seal, and which submissions of the owner are known to be bad."""
+    """What opens a seal, and which submissions of the owner are known to be bad, and which to be good."""
 
     signature: SignatureText
     """the owner's, see `seals`"""
     submissions: Annotated[tuple[SubmissionId, ...], Field(max_length=MAX_SEALS)]
+    """the bad ones"""
+    good: Annotated[tuple[SubmissionId, ...], Field(max_length=MAX_SEALS)] = ()
 
 
 class Command(Message):
@@ -70,13 +72,15 @@ class SignedCommand(Message):
 
 
 class CanaryGrade(Message):
-    """How validators did on a submission that was known to be bad."""
+    """How validators did on a submission that was known to be bad, or good."""
 
     submission: SubmissionId
     state: str
-    """caught, missed, unseen"""
+    """of a bad one: caught, missed, unseen; of a good one: passed, wronged, unseen"""
     missed_by: tuple[Digest, ...]
-    """validators that accepted it"""
+    """validators that accepted what was bad, or rejected what was good"""
+    good: Number = 0
+    """1 if it was good"""
     trained: Number
     """step whose batch had been cut with it; 0 for none"""
 
@@ -141,6 +145,10 @@ class Status(Message):
     nodes_gone: Number
     waits: tuple[WaitInfo, ...]
     alarms: tuple[str, ...]
+    watched: tuple[str, ...] = ()
+    """owners whose work is unlike that of others, and is checked in full for a while; in words"""
+    checks: tuple[str, ...] = ()
+    """what is promised about cheats, and what is replayed for it of each standing, in words"""
 
 
 class LeaderLine(Message):

@@ -1,12 +1,16 @@
 """From verdicts to what becomes of a submission.
 
-- one clear verdict decides, but for a hard one: that takes two validators;
+- one clear verdict decides, but for a hard one: that takes two validators. Where a second opinion is wanted, one that
+  was drawn for instance, it takes two that say the same;
 - an inconclusive verdict says nothing, and another validator is asked. A file that made the checker crash twice is one
-  of bad form: a crash is never the end and never pays;
-- where verdicts contradict each other the majority of the clear ones decides; without one, or without another opinion
-  in time, nobody is paid and nobody blamed. A single hard verdict without a second counts as soft: not punished.
+  of bad form, and so is one that made it crash once if nobody finds anything else: a crash never pays;
+- where verdicts contradict each other the majority of the clear ones decides; without one nobody is paid and nobody
+  blamed. To accept with other numbers, of tokens or of groups with a signal, is a contradiction too;
+- if no further opinion comes, a lone verdict stands as if none had been wanted. A lone hard one counts as soft: not
+  punished.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,30 +26,55 @@ class Vote(NamedTuple):
 
     verdict: Verdict
     crashed: bool = False
+    sight: tuple[int, str] = (0, "")
+    """what who accepts has seen: the tokens, and which groups have a signal"""
 
 
-def decide_outcome(votes: Sequence[Vote], max_rounds: int) -> SubmissionState | None:
-    """What the verdicts so far make of a submission; None while another is needed."""
-    clear = [vote.verdict for vote in votes if vote.verdict is not Verdict.INCONCLUSIVE]
-    if clear.count(Verdict.HARD) >= 2:
+def decide_outcome(votes: Sequence[Vote], max_rounds: int, *, doubted: bool = False) -> SubmissionState | None:
+    """What the verdicts so far make of a submission; None while another is needed. `doubted`: one is not enough."""
+    clear = list_clear(votes)
+    verdicts = [vote.verdict for vote in clear]
+    if verdicts.count(Verdict.HARD) >= 2:
         return SubmissionState.HARD
     if sum(vote.crashed for vote in votes) >= 2:
         return SubmissionState.FORM
-    if len(clear) == 1 and clear[0] is not Verdict.HARD:
-        return SubmissionState(clear[0].value)
-    if clear.count(Verdict.ACCEPTED) >= 2:
+    if len(clear) == 1 and verdicts[0] is not Verdict.HARD and not doubted:
+        return SubmissionState(verdicts[0].value)
+    if find_sight(clear) is not None:
         return SubmissionState.ACCEPTED
-    if sum(verdict in REJECTIONS for verdict in clear) >= 2:
-        return _mildest(clear)
+    if sum(verdict in REJECTIONS for verdict in verdicts) >= 2:
+        return _mildest(verdicts)
     return end_waiting(votes) if len(votes) >= max_rounds else None
 
 
 def end_waiting(votes: Sequence[Vote]) -> SubmissionState:
     """The outcome if no further opinion comes."""
-    clear = [vote.verdict for vote in votes if vote.verdict is not Verdict.INCONCLUSIVE]
-    if clear == [Verdict.HARD]:
-        return SubmissionState.SOFT
-    return SubmissionState.INCONCLUSIVE
+    clear = list_clear(votes)
+    if not clear and any(vote.crashed for vote in votes):
+        return SubmissionState.FORM
+    if len(clear) != 1:
+        return SubmissionState.INCONCLUSIVE
+    return SubmissionState.SOFT if clear[0].verdict is Verdict.HARD else SubmissionState(clear[0].verdict.value)
+
+
+def list_clear(votes: Sequence[Vote]) -> list[Vote]:
+    """Those that say something."""
+    return [vote for vote in votes if vote.verdict is not Verdict.INCONCLUSIVE]
+
+
+def find_sight(votes: Sequence[Vote]) -> tuple[int, str] | None:
+    """The numbers with which two accepted; None if no two did."""
+    sights = Counter(vote.sight for vote in votes if vote.verdict is Verdict.ACCEPTED)
+    return next((sight for sight, count in sights.items() if count >= 2), None)
+
+
+def list_majority(votes: Sequence[Vote]) -> list[bool]:
+    """For each vote whether two or more, itself among them, said the same; all False where no two did."""
+    sight, rejects = find_sight(votes), sum(vote.verdict in REJECTIONS for vote in votes) >= 2
+    return [
+        vote.sight == sight if vote.verdict is Verdict.ACCEPTED else rejects and vote.verdict in REJECTIONS
+        for vote in votes
+    ]
 
 
 def agrees(verdict: Verdict, state: SubmissionState) -> bool:

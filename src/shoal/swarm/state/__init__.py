@@ -12,7 +12,20 @@ from sqlalchemy import Connection
 
 from shoal.swarm.event import Event, Kind
 from shoal.swarm.projection import Projection
-from shoal.swarm.state import canaries, credit, leases, nodes, queue, redeems, run, spans, steps, submissions
+from shoal.swarm.state import (
+    canaries,
+    credit,
+    history,
+    judges,
+    leases,
+    nodes,
+    queue,
+    redeems,
+    run,
+    spans,
+    steps,
+    submissions,
+)
 
 Handler = Callable[[Event, Connection], None]
 
@@ -26,8 +39,9 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     Kind.NODE_REVOKE: (nodes.drop_node,),
     Kind.NODE_LEAVE: (nodes.drop_node,),
     Kind.NODE_STANDING: (nodes.set_standing,),
+    Kind.NODE_WATCH: (history.set_watch,),
     Kind.BAN: (run.note_command, nodes.add_ban, credit.freeze_credit),
-    Kind.UNBAN: (run.note_command, nodes.lift_ban, credit.thaw_credit),
+    Kind.UNBAN: (run.note_command, nodes.lift_ban, credit.thaw_credit, judges.forgive_judge),
     Kind.STEP_OPEN: (steps.open_step,),
     Kind.LEASE_GRANT: (steps.take_indices, spans.lease_span, leases.add_lease),
     Kind.LEASE_END: (
@@ -43,17 +57,21 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     Kind.VAL_CLAIM: (queue.claim_job,),
     Kind.VAL_VERDICT: (queue.add_verdict, nodes.end_lapses),
     Kind.VAL_LAPSE: (nodes.count_lapse, queue.lapse_claim),
+    Kind.VAL_DOUBT: (judges.add_doubt,),
+    Kind.VAL_GRADE: (judges.add_grades,),
     Kind.SUB_OUTCOME: (
         submissions.decide_submission,
         spans.settle_span,
         queue.finish_job,
         queue.unblock_jobs,
+        judges.note_spared,
+        history.note_numbers,
         nodes.count_outcome,
         nodes.set_width,
         credit.add_holds,
         credit.end_appeal,
     ),
-    Kind.BATCH_CUT: (steps.cut_step, spans.mark_batch),
+    Kind.BATCH_CUT: (steps.cut_step, spans.mark_batch, history.weigh_step),
     Kind.VERSION_PUBLISH: (steps.add_version,),
     Kind.BLOB_DROP: (submissions.drop_blobs,),
     Kind.CREDIT_POST: (credit.release_holds,),
@@ -87,6 +105,12 @@ TABLES = (
     queue.SERVED,
     queue.VERDICT,
     queue.LAPSE,
+    judges.DOUBT,
+    judges.JUDGE,
+    judges.GRADE,
+    history.NUMBERS,
+    history.BAG,
+    history.HISTORY,
     credit.HOLD,
     credit.BOND,
     credit.LOSS,

@@ -1,6 +1,7 @@
 """Canaries: seals that the operator noted, and how validators did on what a canary handed in.
 
-seal: sealed -> opened;   submission of a canary, once it is revealed: caught | missed | unseen
+seal: sealed -> opened;   submission of a canary, once it is revealed:
+    bad: caught | missed | unseen       good: passed | wronged | unseen
 
 Until its seal is opened a canary stands nowhere here: it is an owner, with nodes, leases and submissions as any other.
 """
@@ -17,6 +18,7 @@ from shoal.swarm.state.nodes import first_join
 from shoal.swarm.state.run import read_run
 from shoal.swarm.state.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
 
+CANARY_STATES = ("caught", "missed", "passed", "wronged", "unseen")
 SEAL = define_table(
     "seal",
     Column("seal", Text, primary_key=True),
@@ -31,6 +33,7 @@ CANARY = define_table(
     Column("missed_by", Text, nullable=False),
     Column("trained", INT64, nullable=False),
     Column("graded_ms", INT64, nullable=False),
+    Column("good", INT64, nullable=False),
 )
 Index("canary_state", CANARY.c.state, CANARY.c.graded_ms)
 
@@ -46,17 +49,19 @@ class SealRow(NamedTuple):
 
 
 class CanaryRow(NamedTuple):
-    """A submission that was known to be bad."""
+    """A submission that was known to be bad, or to be good."""
 
     submission: str
     owner: str
     state: str
-    """caught: it was rejected, and nobody accepted it; missed: somebody did; unseen: nobody judged it"""
+    """caught: it was rejected, and nobody accepted it; missed: somebody did; unseen: nobody judged it.
+    passed: it was accepted, and nobody rejected it; wronged: somebody did"""
     missed_by: str
-    """validators that accepted it, separated by commas"""
+    """validators that were wrong about it, separated by commas"""
     trained: int
     """step whose batch had been cut with it; 0 for none"""
     graded_ms: int
+    good: int
 
     @property
     def validators(self) -> tuple[str, ...]:
@@ -65,7 +70,11 @@ class CanaryRow(NamedTuple):
     @property
     def grade(self) -> CanaryGrade:
         return CanaryGrade(
-            submission=self.submission, state=self.state, missed_by=self.validators, trained=self.trained
+            submission=self.submission,
+            state=self.state,
+            missed_by=self.validators,
+            trained=self.trained,
+            good=self.good,
         )
 
 
@@ -73,7 +82,9 @@ _CANARIES = f"SELECT {list_columns(CANARY)} FROM canary"
 _SELECT_SEAL = Sql(f"SELECT {list_columns(SEAL)} FROM seal WHERE seal = :seal")
 _SELECT_OPENED = Sql("SELECT count(*) FROM seal WHERE owner = :owner")
 _SELECT_OWNER = Sql(f"{_CANARIES} WHERE owner = :owner ORDER BY length(submission), submission")
-_SELECT_MISSED = Sql(f"{_CANARIES} WHERE state = 'missed' ORDER BY graded_ms DESC, submission LIMIT :most")
+_SELECT_MISSED = Sql(
+    f"{_CANARIES} WHERE state IN ('missed', 'wronged') ORDER BY graded_ms DESC, submission LIMIT :most"
+)
 _COUNT_STATE = Sql("SELECT count(*) FROM canary WHERE state = :state")
 _LAST_CAUGHT = Sql("SELECT max(graded_ms) FROM canary WHERE state = 'caught'")
 _INSERT_SEAL, _INSERT_CANARY = insert_into(SEAL), insert_into(CANARY)
@@ -95,12 +106,12 @@ def list_grades(connection: Connection, owner: str) -> list[CanaryRow]:
 
 
 def list_missed(connection: Connection, most: int) -> list[CanaryRow]:
-    """Submissions that a validator accepted though they were known to be bad, the newest ones."""
+    """Submissions about which a validator was wrong though it is known what they were, the newest ones."""
     return fetch_rows(connection, _SELECT_MISSED, CanaryRow, most=most)
 
 
 def count_graded(connection: Connection, state: str) -> int:
-    """Submissions of canaries that were caught, missed or unseen."""
+    """Submissions of canaries that were caught, missed, passed, wronged or unseen."""
     return fetch_number(connection, _COUNT_STATE, state=state)
 
 
@@ -127,6 +138,6 @@ def open_seal(event: Event, connection: Connection) -> None:
 
 def add_grade(event: Event, connection: Connection) -> None:
     """canary.grade"""
-    row = {name: event.content[name] for name in ("owner", "state", "trained")}
+    row = {name: event.content[name] for name in ("good", "owner", "state", "trained")}
     row |= {"submission": event.subject, "missed_by": ",".join(event.content["missed_by"])}
     _INSERT_CANARY.run(connection, {**row, "graded_ms": event.time_ms})

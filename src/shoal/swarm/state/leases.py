@@ -38,6 +38,8 @@ Index("lease_request", LEASE.c.node, LEASE.c.request_key, unique=True)
 Index("lease_due", LEASE.c.state, LEASE.c.deadline_ms)
 Index("lease_holder", LEASE.c.state, LEASE.c.owner)
 Index("lease_span", LEASE.c.step, LEASE.c.first)
+Index("lease_share", LEASE.c.step, LEASE.c.owner)
+Index("lease_newest", LEASE.c.step, LEASE.c.granted_ms)
 Index("lease_slow", LEASE.c.step, LEASE.c.state, LEASE.c.granted_ms)
 
 
@@ -97,6 +99,16 @@ _SELECT_TIMES = Sql(
 )
 _COUNT_HELD = Sql("SELECT count(*) FROM lease WHERE state = 'active' AND owner = :owner")
 _COUNT_NODE = Sql("SELECT count(*) FROM lease WHERE state = 'active' AND owner = :owner AND node = :node")
+_COUNT_SHARE = Sql(
+    "SELECT coalesce(sum(CASE WHEN l.state = 'active' OR s.state IN ('committed', 'received') THEN l.count "
+    "WHEN s.state = 'accepted' THEN (SELECT count(*) FROM trained_group g WHERE g.step = l.step AND g.signal = 1 "
+    "AND g.position >= l.first AND g.position < l.first + l.count AND g.submission = s.submission) ELSE 0 END), 0) "
+    "FROM lease l LEFT JOIN submission s ON s.lease = l.lease WHERE l.step = :step AND l.owner = :owner"
+)
+_NEXT_OWNER = Sql("SELECT owner FROM lease WHERE step = :step AND owner > :after ORDER BY owner LIMIT 1")
+_LAST_OTHER = Sql(
+    "SELECT granted_ms FROM lease WHERE step = :step AND owner <> :owner ORDER BY granted_ms DESC LIMIT 1"
+)
 _INSERT = insert_into(LEASE)
 _END = Sql("UPDATE lease SET state = :state, ended_ms = :time_ms WHERE lease = :lease AND state = :old")
 _SHIFT = Sql("UPDATE lease SET deadline_ms = deadline_ms + :shift_ms WHERE state = 'active'")
@@ -169,6 +181,28 @@ def list_times(connection: Connection, most: int, most_own: int) -> list[tuple[s
 def count_held(connection: Connection, node: str, owner: str) -> Held:
     mine = fetch_number(connection, _COUNT_NODE, owner=owner, node=node)
     return Held(mine, fetch_number(connection, _COUNT_HELD, owner=owner))
+
+
+def count_share(connection: Connection, step: int, owner: str) -> int:
+    """Groups of a step that an owner holds, has delivered, or had accepted with a signal."""
+    return fetch_number(connection, _COUNT_SHARE, step=step, owner=owner)
+
+
+def list_owners(connection: Connection, step: int, most: int) -> list[str]:
+    """Owners that had leases of a step, `most` at most."""
+    owners: list[str] = []
+    while len(owners) < most:
+        after = owners[-1] if owners else ""
+        found = fetch_row(connection, _NEXT_OWNER, str, step=step, after=after)
+        if found is None:
+            break
+        owners.append(found)
+    return owners
+
+
+def last_other(connection: Connection, step: int, owner: str) -> int:
+    """When somebody else last got a lease of a step; 0 for never."""
+    return fetch_number(connection, _LAST_OTHER, step=step, owner=owner)
 
 
 def add_lease(event: Event, connection: Connection) -> None:

@@ -128,6 +128,10 @@ _SET_FAILURES = Sql(
     "UPDATE owner SET failures = :failures, failed_ms = :time_ms WHERE owner = :owner AND failures < :failures"
 )
 _SELECT_LAPSERS = Sql("SELECT owner FROM lapse WHERE submission = :submission AND round = :round")
+_COUNT_TOGETHER = Sql(
+    "SELECT count(*) FROM job WHERE state = 'queued' AND validator <> '' AND validator = :validator "
+    "AND deadline_ms <= :time_ms AND submission <> :submission"
+)
 _COUNT_LAPSE = Sql("UPDATE owner SET lapses = lapses + 1 WHERE owner = :owner")
 _EXCUSE_LAPSE = Sql("UPDATE owner SET lapses = lapses - 1 WHERE owner = :owner AND lapses > 0")
 _END_LAPSES = Sql(
@@ -280,10 +284,16 @@ def count_outcome(event: Event, connection: Connection) -> None:
 
 
 def count_lapse(event: Event, connection: Connection) -> None:
-    """val.lapse: one is held against an owner; not another of the same job, and none once others let it lapse too"""
+    """val.lapse: one is held against an owner; not another of the same job, and none once others let it lapse too.
+
+    Claims that lapse together, by one death of their validator, count as one: the last of them.
+    """
     content = event.content
     values = {"submission": event.subject, "round": content["round"]}
     owners = fetch_rows(connection, _SELECT_LAPSERS, str, **values)
+    together = {"validator": content["validator"], "time_ms": event.time_ms, "submission": event.subject}
+    if fetch_number(connection, _COUNT_TOGETHER, **together):
+        return
     if not owners:
         _COUNT_LAPSE.run(connection, {"owner": content["owner"]})
     elif len(owners) == 1 and owners != [content["owner"]]:  # it is the file that no validator survives

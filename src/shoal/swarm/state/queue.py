@@ -17,7 +17,9 @@ from sqlalchemy import Column, Connection, Index, Text, text
 
 from shoal.swarm.db import INT64, define_table
 from shoal.swarm.event import Event, Kind
+from shoal.swarm.messages import Verdict
 from shoal.swarm.rules.outcome import CRASH_CHECK
+from shoal.swarm.rules.trust import is_plain
 from shoal.swarm.state.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
 
 JOB = define_table(
@@ -35,6 +37,7 @@ JOB = define_table(
     Column("turn", INT64, nullable=False),
     Column("blocked", INT64, nullable=False),
     Column("seq", INT64, nullable=False),
+    Column("check_ppm", INT64, nullable=False),
 )
 
 
@@ -43,6 +46,8 @@ def _index_some(name: str, condition: str, *columns: Column[Any]) -> None:
     Index(name, *columns, sqlite_where=text(condition), postgresql_where=text(condition))
 
 
+_WINDOW = 64
+"""jobs among which a second one of the same version is looked for"""
 _WAITING = "state = 'queued' AND validator = ''"
 _READY = f"{_WAITING} AND blocked = 0"
 _CLAIMED = "state = 'queued' AND validator <> ''"
@@ -68,6 +73,8 @@ VERDICT = define_table(
     Column("seq", INT64, nullable=False),
     Column("state", Text, nullable=False),
     Column("paid", INT64, nullable=False),
+    Column("signals", Text, nullable=False),
+    Column("sure", INT64, nullable=False),
 )
 LAPSE = define_table(
     "lapse",
@@ -102,6 +109,8 @@ class JobRow(NamedTuple):
     blocked: int
     """1 while a submission that had one of its rollouts before is not decided"""
     seq: int
+    check_ppm: int
+    """share of rollouts that its last claim is about"""
 
 
 class VerdictRow(NamedTuple):
@@ -120,13 +129,21 @@ class VerdictRow(NamedTuple):
     """of the submission right after it"""
     paid: int
     """to the submission's owner by the outcome that it brought"""
+    signals: str
+    """of who accepts: a 1 or a 0 for each group, whether it has a signal"""
+    sure: int
+    """1 if its numbers are so far from their thresholds that no honest validator could find the opposite"""
 
 
 _JOBS, _VERDICTS = f"SELECT {list_columns(JOB)} FROM job", f"SELECT {list_columns(VERDICT)} FROM verdict"
 _SELECT_JOB = Sql(f"{_JOBS} WHERE submission = :submission")
-_SELECT_CLAIMED = Sql(
-    f"{_JOBS} WHERE {_CLAIMED} AND validator = :validator AND deadline_ms > :now_ms ORDER BY seq LIMIT 1"
+_SELECT_CLAIMED = Sql(f"{_JOBS} WHERE {_CLAIMED} AND validator = :validator AND deadline_ms > :now_ms ORDER BY seq")
+_SELECT_LIKE = Sql(
+    f"SELECT j.* FROM ({_JOBS} WHERE {_READY} AND judge = '' ORDER BY turn, seq LIMIT :window) AS j "
+    "JOIN submission s ON s.submission = j.submission AND s.version = :version "
+    "WHERE j.claims = 0 AND j.owner <> :owner ORDER BY j.turn, j.seq LIMIT 1"
 )
+_COUNT_READY = Sql(f"SELECT count(*) FROM (SELECT 1 FROM job WHERE {_READY} LIMIT :most) AS jobs")
 _SELECT_NEXT = Sql(
     f"{_JOBS} WHERE {_READY} AND judge = :judge AND owner <> :owner AND NOT EXISTS ("
     "SELECT 1 FROM verdict v JOIN node n ON n.node = v.validator WHERE v.submission = job.submission "
@@ -154,7 +171,7 @@ _COUNT_DOUBTED = Sql(
 _OLDEST_QUEUED = Sql("SELECT min(since_ms) FROM job WHERE state = 'queued'")
 _INSERT_JOB, _INSERT_VERDICT = insert_into(JOB), insert_into(VERDICT)
 _CLAIM = Sql(
-    "UPDATE job SET validator = :validator, deadline_ms = :deadline_ms, claims = claims + 1 "
+    "UPDATE job SET validator = :validator, deadline_ms = :deadline_ms, check_ppm = :check_ppm, claims = claims + 1 "
     "WHERE submission = :submission AND state = 'queued' AND round = :round"
 )
 _SERVE = Sql(
@@ -201,9 +218,9 @@ def find_job(connection: Connection, submission: str) -> JobRow | None:
     return fetch_row(connection, _SELECT_JOB, JobRow, submission=submission)
 
 
-def find_claimed(connection: Connection, validator: str, now_ms: int) -> JobRow | None:
-    """What a validator has claimed and not judged."""
-    return fetch_row(connection, _SELECT_CLAIMED, JobRow, validator=validator, now_ms=now_ms)
+def list_claimed(connection: Connection, validator: str, now_ms: int) -> list[JobRow]:
+    """What a validator has claimed and not judged; never many."""
+    return fetch_rows(connection, _SELECT_CLAIMED, JobRow, validator=validator, now_ms=now_ms)
 
 
 def find_next(connection: Connection, validator: str, owner: str, max_claims: int) -> JobRow | None:
@@ -222,6 +239,19 @@ def find_next(connection: Connection, validator: str, owner: str, max_claims: in
         if found := [row for row in rows if row is not None]:
             return min(found, key=lambda job: (job.turn, job.seq))
     return None
+
+
+def find_like(connection: Connection, owner: str, version: int) -> JobRow | None:
+    """One more job for a validator's owner beside others of a version: a first opinion that nobody has tried yet.
+
+    Looked for among the jobs whose turn is next, so that no owner's work waits longer for it than it would anyway.
+    """
+    return fetch_row(connection, _SELECT_LIKE, JobRow, owner=owner, version=version, window=_WINDOW)
+
+
+def count_ready(connection: Connection, most: int) -> int:
+    """Jobs that can be claimed, counted up to `most`."""
+    return fetch_number(connection, _COUNT_READY, most=most)
 
 
 def list_lapsed(connection: Connection, now_ms: int, most: int) -> list[JobRow]:
@@ -273,7 +303,7 @@ def queue_job(event: Event, connection: Connection) -> None:
     owner = event.content["owner"]
     row = {"submission": event.subject, "owner": owner, "state": "queued", "round": 1, "since_ms": event.time_ms}
     row |= {"turn": fetch_number(connection, _SELECT_TURN, owner=owner), "seq": event.seq}
-    empty = {"claims": 0, "validator": "", "deadline_ms": 0, "appeal": 0, "judge": "", "blocked": 0}
+    empty = {"claims": 0, "validator": "", "deadline_ms": 0, "appeal": 0, "judge": "", "blocked": 0, "check_ppm": 0}
     _INSERT_JOB.run(connection, {**row, **empty})
     _BLOCK.run(connection, {"submission": event.subject})
 
@@ -282,7 +312,7 @@ def claim_job(event: Event, connection: Connection) -> None:
     """val.claim"""
     content = event.content
     values = {"submission": event.subject, "validator": content["validator"]}
-    values |= {"deadline_ms": content["deadline_ms"], "round": content["round"]}
+    values |= {name: content[name] for name in ("check_ppm", "deadline_ms", "round")}
     if _CLAIM.run(connection, values).rowcount != 1:
         raise ValueError("a claim of a job that is not in the queue")
     for serve in (_SERVE, _PASS_TURN):
@@ -299,6 +329,10 @@ def add_verdict(event: Event, connection: Connection) -> None:
     row |= {"validator": event.actor, "time_ms": event.time_ms, "seq": event.seq, "appeal": job.appeal}
     crashed = any(finding["check"] == CRASH_CHECK for finding in content["findings"])
     row |= {"crashed": int(crashed and content["verdict"] == "inconclusive"), "paid": 0}
+    row |= {
+        "signals": "".join(str(int(group["signal"])) for group in content["groups"]),
+        "sure": int(_is_sure(content)),
+    }
     state = fetch_row(connection, _SELECT_SUBMISSION, str, submission=content["submission"])
     _INSERT_VERDICT.run(connection, {**row, "state": state})
     values = {"submission": content["submission"], "round": content["round"], "time_ms": event.time_ms}
@@ -345,6 +379,17 @@ def unblock_jobs(event: Event, connection: Connection) -> None:
 def shift_claims(event: Event, connection: Connection) -> None:
     """coordinator.up"""
     _SHIFT.run(connection, {"shift_ms": event.content["shift_ms"]})
+
+
+def _is_sure(content: dict[str, Any]) -> bool:
+    """Whether the numbers of a verdict are far from their thresholds: all if it accepts, else one that failed."""
+    accepts = content["verdict"] == Verdict.ACCEPTED
+    plain = [
+        is_plain(float(found["statistic"]), float(found["threshold"]), passed=accepts)
+        for found in content["findings"]
+        if accepts or not found["passed"]
+    ]
+    return all(plain) if accepts else any(plain)
 
 
 def _list_judges(connection: Connection, owner: str) -> Iterator[str]:

@@ -29,6 +29,7 @@ PARAMS: dict[str, Any] = {
     "limited_s": 300,
     "appeal_s": 20_000,
     "lease_max_s": 600,
+    "watch_submissions": 1,
 }
 _kept: dict[str, Any] = {}
 
@@ -204,7 +205,7 @@ def tell_work(world: Any) -> None:
     world.work("w1")
     world.work("w1")
     world.run(world.coordinator.return_lease(world.id("w2"), world.lease("w2").lease))
-    world.work("w2")
+    world.work("w2", drift=[(0, 100_000, 60, 60)], numbers=(500_000, 700_000))
     world.lease("w3")
     world.wait(world.params.lease_first_s)
     lease = world.lease("w3")
@@ -271,12 +272,21 @@ def tell_credit(world: Any) -> None:
     world.unbond("bob")
 
 
+def tell_watch(world: Any) -> None:
+    """Who is watched since the first cut hands in something clean."""
+    world.submit("w2", world.lease("w2"))
+    world.judge("judge-a")
+    world.judge("judge-b")
+
+
 def tell_end(world: Any) -> None:
     """The steps are trained; somebody works too long on the last one, and a backup is given."""
     for step in (1, 2):
         while world.cut(step).batch is None:
             world.work("w1")
         world.train(step)
+        if step == 1:
+            tell_watch(world)
     for _ in range(3):
         world.work("w1")
     world.lease("w3")

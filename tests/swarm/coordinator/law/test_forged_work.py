@@ -67,6 +67,44 @@ def say_more_than_there_is(forge):
     return forge.change(forge.history.find(Kind.COORDINATOR_DOWN), note="maintenance")
 
 
+# Watches
+
+
+@says("where by the rules node.watch of")
+def look_away(forge):
+    return forge.swap(forge.history.find(Kind.NODE_WATCH, state="watched"))
+
+
+@says("evidence is ")
+def make_the_evidence_look_stronger(forge):
+    watch = forge.history.find(Kind.NODE_WATCH, state="watched")
+    return forge.change(watch, evidence=watch.content["evidence"] + 1)
+
+
+@says("stream is 'reward'")
+def watch_for_another_reason(forge):
+    return forge.change(forge.history.find(Kind.NODE_WATCH, state="watched"), stream="reward")
+
+
+@says("follows from no decision")
+def watch_somebody_whose_work_is_like_that_of_others(forge):
+    cut = forge.history.find(Kind.BATCH_CUT, step=2)
+    watch = forge.history.find(Kind.NODE_WATCH, state="watched")
+    fake = replace(forge.say(Kind.NODE_WATCH, forge.name_owner("ann"), **watch.content), time_ms=cut.time_ms)
+    return forge.insert(cut, fake)
+
+
+@says("where by the rules node.watch of")
+def never_stop_watching(forge):
+    return forge.swap(forge.history.find(Kind.NODE_WATCH, state="over"))
+
+
+@says("numbers is [], by the rules [[200, 500000, 700000]]")
+def hide_what_the_work_is_like(forge):
+    outcomes = [event for event in forge.history.list(Kind.SUB_OUTCOME) if event.content["numbers"]]
+    return forge.change(outcomes[0], numbers=[])
+
+
 # Leases
 
 

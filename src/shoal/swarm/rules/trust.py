@@ -1,0 +1,58 @@
+"""What a validator's record makes of it: a bet against its being honest, in whole points.
+
+A verdict is graded when the truth is plain: by two other owners whose numbers leave no doubt, or by a canary. Graded
+work is good or bad, and each owner of validators has two scores, one for each: who accepts everything is right about
+all good work, and that is no evidence of anything.
+
+    right: score - 1, not below 0        wrong: score + 14        from 20 on: limited        from 40 on: banned
+
+With x = 4/3 the wealth x^score is that of a bet which multiplies by x^14 = 56.1 when a verdict is wrong and by 1/x when
+it is right. For who is wrong with a probability of at most p = 1/250 that is fair or worse:
+
+    p x^14 + (1 - p) / x = 0.9715 <= 1
+
+Bound. Be n the verdicts graded so far. An honest owner's score reaches 40 with a probability of at most n / x^40, which
+is n / 99,437, for each of the two scores.
+Proof. A score that does not go below 0 is the largest log wealth of all bets that were begun at some time, so x^score
+is at most their sum, R = (R + 1) M with M the factor above. E M <= 1, hence R_n - n is a supermartingale, E R_n <= n,
+and by Doob's inequality P(max R >= A) <= E R_n / A <= n / A. []
+
+That is the worst that p allows; what honest validators do is in docs/validation.md.
+Who is wrong about more than one in fifteen of either kind gains points on average, so is found; who is always wrong
+about one kind is limited by the second graded verdict of that kind and banned by the third.
+"""
+
+from enum import StrEnum
+
+RIGHT, WRONG = -1, 14
+LIMITED_AT, BANNED_AT = 20, 40
+"""Changing breaks: the bound above. Scores in the ledger are what the rule of their time made."""
+MARGIN = 2.0
+"""how far from its threshold a number must be to be plain: this many times it, or this part of it"""
+
+
+class Side(StrEnum):
+    """What the work turned out to be."""
+
+    GOOD = "good"
+    BAD = "bad"
+
+
+def next_score(score: int, *, right: bool) -> int:
+    """The score after one more graded verdict."""
+    return max(0, score + (RIGHT if right else WRONG))
+
+
+def undo_score(score: int, *, right: bool) -> int:
+    """The score without a grade that turned out to be mistaken."""
+    return max(0, score - (RIGHT if right else WRONG))
+
+
+def is_plain(statistic: float, threshold: float, *, passed: bool) -> bool:
+    """Whether no honest validator could find the opposite: far within a threshold, or far beyond it.
+
+    A threshold of 0 is a rule's, which is broken or not.
+    """
+    if threshold <= 0:
+        return True
+    return statistic * MARGIN <= threshold if passed else statistic >= MARGIN * threshold

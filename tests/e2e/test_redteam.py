@@ -1,0 +1,94 @@
+"""The red team in short: a tiny swarm, a crew with some attacks of each kind, and what the ledger says of them.
+
+`shoal redteam` does the same with all of them. What must become of each stands in the registry, and is held to here.
+"""
+
+import json
+import signal
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from shoal.keys import Key
+from shoal.redteam.crew import read_attempts
+from shoal.redteam.matrix import Matrix, build_matrix
+from shoal.redteam.registry import ATTACKS, Fate
+from shoal.redteam.tally import read_tally
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from warm import PATIENCE_S, SWARM, Warm
+
+TINY = Path(__file__).parents[1] / "tiny.toml"
+TRIED = (
+    *("int8", "small", "stale", "greedy", "edited_tokens", "foreign_text", "constant_proof", "truncation", "copy_all"),
+    *("flipped_reward", "padding", "garbage", "bomb_pages"),
+    *("cherry_leases", "two_manifests", "signatures", "noise"),
+)
+SETTINGS = (
+    *("steps=5000", "async_level=2", "policy.tiny.layers=2", "learner.lr=1e-3", "engine.max_tokens=10"),
+    *(
+        "swarm.calibration=128",
+        "swarm.workers=1",
+        "swarm.groups_per_lease=4",
+        "swarm.heartbeat_s=1",
+        "swarm.lease_s=10",
+    ),
+    *("eval.tasks=1", "eval.samples=1", "eval.k=1", "eval.every=0", "checkpoint.every=500"),
+)
+CREW = ("--abreast", 4, "--submissions", 4, "--seconds", 60, "--slots", 64, "--attack", *TRIED)
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="a part ends with its supervisor on Linux alone"
+)
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    """What became of all attempts in one swarm."""
+    folder = tmp_path_factory.mktemp("redteam")
+    root, log = folder / "tiny-seed0", folder / "printed"
+    settings = [str(TINY), f"out={folder}", *SETTINGS]
+    with closing(Warm(*SWARM, "shoal.redteam.gang", "shoal.redteam.script")) as warm:
+        assert warm.start("prepare", *settings, out=log, err=log).wait() == 0, log.read_text()
+        swarm = warm.start("run", *settings, out=log, err=log)
+        crew = warm.start("redteam", "crew", wait_url(root), *CREW, "--folder", folder / "crew", out=log, err=log)
+        assert crew.wait() == 0, log.read_text()[-4000:]
+        swarm.send_signal(signal.SIGINT)
+        assert swarm.wait() == 130, log.read_text()[-4000:]
+    honest = {Key.load(root / "worker-1" / "owner.key").public: "worker-1"}
+    return build_matrix(
+        read_tally(root / "coordinator" / "ledger.db"), read_attempts(folder / "crew"), honest=honest, liars={}
+    )
+
+
+def wait_url(root: Path) -> str:
+    """The coordinator's address, as soon as it serves."""
+    descriptor, deadline = root / "coordinator" / "descriptor.json", time.monotonic() + PATIENCE_S
+    while not descriptor.exists():
+        assert time.monotonic() < deadline, "no coordinator was started"
+        time.sleep(0.05)
+    return f"http://127.0.0.1:{json.loads((root / 'launch' / 'ports.json').read_bytes())['coordinator']}"
+
+
+def test_the_attacks_are_some_of_each_fate() -> None:
+    assert {ATTACKS[name].fate for name in TRIED} == set(Fate)
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_an_attack_meets_its_fate(matrix: Matrix, name: str) -> None:
+    (row,) = [row for row in matrix.rows if row.name == name]
+    (outcome,) = row.outcomes
+    assert not outcome.fault, f"{outcome.fault}; {outcome.attempt}"
+    assert row.caught == (row.fate in (Fate.HARD, Fate.SOFT, Fate.FORM))
+
+
+def test_the_honest_worker_is_not_harmed(matrix: Matrix) -> None:
+    assert matrix.honest.rollouts > 0 and not matrix.honest.alarms and not matrix.honest.punished
+    assert matrix.honest.ratios == {"worker-1": 1.0}
+
+
+def test_nothing_is_wrong_with_the_ledger(matrix: Matrix) -> None:
+    assert matrix.holds and not matrix.faults, matrix.faults

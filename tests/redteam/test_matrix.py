@@ -1,0 +1,175 @@
+"""What a ledger makes of an attempt: fates that are met, and each way in which one is not."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from shoal.redteam.crew import Attempt
+from shoal.redteam.matrix import COLUMNS, Matrix, Rate, build_matrix, find_column
+from shoal.redteam.registry import ATTACKS, Fate
+from shoal.redteam.tally import Piece, Purse, Tally, Word
+from shoal.swarm.messages import Standing, SubmissionState, Verdict
+from shoal.toploc.finding import Check
+
+HONEST, LIAR = "1" * 64, "9" * 64
+WORKER, CHEAT, HELPER = "a" * 64, "c" * 64, "d" * 64
+GOOD, HARD, SOFT, FORM = Verdict.ACCEPTED, Verdict.HARD, Verdict.SOFT, Verdict.FORM
+
+
+def make_piece(number: int, owner: str, *verdicts: Verdict, by: str = HONEST, failed: str = "", **other: Any) -> Piece:
+    """A submission of 10 tokens in 2 groups; the last verdict is what became of it."""
+    words = [Word(by, verdict, (failed,) if failed and verdict is not GOOD else ()) for verdict in verdicts]
+    state = SubmissionState(verdicts[-1].value) if verdicts else SubmissionState.RECEIVED
+    fields = {"version": 0, "groups": 2, "tokens": 10, "paid": 10 if state is SubmissionState.ACCEPTED else 0} | other
+    return Piece(submission=f"s{number}", owner=owner, state=state, words=words, **fields)
+
+
+def make_tally(pieces: Sequence[Piece], *, credit: int = 0, **standings: Standing) -> Tally:
+    """A ledger in which an honest worker has handed in two submissions, one of them rejected by nobody."""
+    every = [make_piece(1, WORKER, GOOD), make_piece(2, WORKER, GOOD), *pieces]
+    owners = sorted({piece.owner for piece in every})
+    purse = Purse()
+    purse.add(credit)
+    return Tally(
+        holds=True,
+        summary="",
+        group_size=4,
+        price=1,
+        pieces={owner: [piece for piece in every if piece.owner == owner] for owner in owners},
+        purses={CHEAT: purse},
+        standings={WORKER: Standing.GOOD, CHEAT: standings.get("cheat", Standing.PROBATION)},
+        granted={CHEAT: 2 * len(pieces)},
+        nodes={LIAR: "b" * 64},
+    )
+
+
+def make_attempt(attack: str, **other: Any) -> Attempt:
+    fields = {"number": 1, "share": 1.0, "owners": (CHEAT,), "ended": "judged"} | other
+    return Attempt(attack=attack, **fields)
+
+
+def build(attack: str, pieces: Sequence[Piece], *, credit: int = 0, banned: bool = False, **other: Any) -> Matrix:
+    standing = Standing.BANNED if banned else Standing.LIMITED
+    tally = make_tally(pieces, credit=credit, cheat=standing)
+    return build_matrix(tally, [make_attempt(attack, **other)], honest={WORKER: "worker-1"}, liars={LIAR: "liar-1"})
+
+
+def find_fault(attack: str, pieces: Sequence[Piece], **other: Any) -> str:
+    """What is wrong with the one attempt."""
+    (outcome,) = build(attack, pieces, **other).rows[0].outcomes
+    return outcome.fault
+
+
+CONVICTED = [make_piece(10, CHEAT, HARD, HARD, failed="sampling")]
+
+
+def test_a_cheat_that_is_convicted_at_once_and_has_nothing_left_met_its_fate() -> None:
+    matrix = build("greedy", CONVICTED, banned=True)
+    (row,) = matrix.rows
+    assert row.met and row.caught and row.until == 1 and row.until_tokens == 10 and not matrix.faults
+    assert (row.detection.hits, row.detection.trials) == (1, 1)
+    assert row.columns == {"sampling": 1} and matrix.columns == ["sampling"]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "banned", "credit", "fault"),
+    [
+        ([make_piece(10, CHEAT, GOOD)], False, 10, "not convicted"),
+        ([make_piece(10, CHEAT, HARD, SOFT)], False, 0, "not convicted"),
+        (CONVICTED, True, 5, "kept 5 micro-credits"),
+        ([], False, 0, "not convicted"),
+        ([*(make_piece(n, CHEAT, GOOD) for n in range(10, 13)), make_piece(13, CHEAT, HARD, HARD)], True, 0, "only by"),
+    ],
+)
+def test_a_hard_cheat_that_gets_away_with_anything_did_not(
+    pieces: list[Piece], banned: bool, credit: int, fault: str
+) -> None:
+    assert fault in find_fault("greedy", pieces, banned=banned, credit=credit)
+
+
+def test_what_a_liar_alone_accepted_is_not_held_against_the_checks() -> None:
+    passed = [make_piece(number, CHEAT, GOOD, by=LIAR) for number in range(10, 15)]
+    (row,) = build("greedy", [*passed, make_piece(15, CHEAT, HARD, HARD)], banned=True).rows
+    assert row.met and row.until == 1 and row.sum("by_liar") == 5 and row.sum("judged") == 1
+    assert row.until_tokens == 60, "what it cost the run counts all the same"
+
+
+@pytest.mark.parametrize("attack", ["stale", "previous"])
+def test_with_its_first_version_an_old_one_is_honest(attack: str) -> None:
+    pieces = [*(make_piece(n, CHEAT, GOOD) for n in range(10, 14)), make_piece(14, CHEAT, HARD, HARD, version=1)]
+    (row,) = build(attack, pieces, banned=True).rows
+    assert row.met and row.until == 1 and row.sum("judged") == 1
+
+
+def test_a_copier_is_honest_until_there_is_something_to_copy() -> None:
+    pieces = [*(make_piece(n, CHEAT, GOOD) for n in range(10, 14)), make_piece(20, CHEAT, HARD, HARD)]
+    helper = make_piece(15, HELPER, GOOD)
+    (row,) = build("copy_all", [*pieces, helper], banned=True, owners=(CHEAT, HELPER)).rows
+    assert row.met and row.until == 1
+    (row,) = build("copy_all", pieces, banned=True, owners=(CHEAT, HELPER)).rows
+    assert not row.met, "nobody leaked anything, so nothing was tried"
+
+
+@pytest.mark.parametrize(("attack", "verdict"), [("padding", SOFT), ("garbage", FORM)])
+def test_mild_cheats_are_rejected_each_time_and_nobody_is_banned(attack: str, verdict: Verdict) -> None:
+    bad = [make_piece(number, CHEAT, verdict) for number in (10, 11)]
+    other = SOFT if verdict is FORM else FORM
+    assert not find_fault(attack, bad)
+    assert "not rejected each time" in find_fault(attack, [*bad, make_piece(12, CHEAT, GOOD)], credit=10)
+    assert "not rejected each time" in find_fault(attack, [*bad, make_piece(12, CHEAT, other)])
+    assert "not rejected each time" in find_fault(attack, [])
+    assert "banned" in find_fault(attack, bad, banned=True)
+    assert "kept 3" in find_fault(attack, bad, credit=3)
+    assert not find_fault(attack, [*bad, make_piece(12, CHEAT, GOOD, by=LIAR)], credit=10)
+
+
+def test_what_must_be_refused_is_refused_and_was_tried() -> None:
+    assert not find_fault("late", [], trials=3, ended="done")
+    assert "tried nothing" in find_fault("late", [], ended="done")
+    assert "not refused: a second file" in find_fault("late", [], trials=3, taken=("a second file: taken",))
+
+
+@pytest.mark.parametrize("attack", [name for name, attack in ATTACKS.items() if attack.fate is Fate.FRUITLESS])
+def test_what_is_allowed_earns_no_more_than_honest_work_of_its_size(attack: str) -> None:
+    pieces = [make_piece(10, CHEAT, GOOD)]  # two groups were leased to it, for which honest work earns 10
+    assert not find_fault(attack, pieces, credit=10)
+    assert "honest work of its size 10" in find_fault(attack, pieces, credit=13)
+
+
+def test_an_attempt_that_broke_is_none() -> None:
+    assert "could not be tried: KeyError" in find_fault(
+        "greedy", CONVICTED, banned=True, ended="failed", text="KeyError"
+    )
+    assert "nobody joined" in find_fault("greedy", [], owners=())
+
+
+def test_honest_workers_are_counted() -> None:
+    honest = build("greedy", CONVICTED, banned=True).honest
+    assert (honest.rollouts, honest.pieces, honest.alarms, honest.punished) == (16, 2, 0, ())
+    assert honest.ratios == {"worker-1": 1.0} and honest.pay == 5.0
+
+
+def test_an_honest_worker_that_is_rejected_or_limited_shows() -> None:
+    tally = make_tally([make_piece(5, WORKER, SOFT, failed="reward")])
+    tally = Tally(
+        **{**{name: getattr(tally, name) for name in Tally.__slots__}, "standings": {WORKER: Standing.LIMITED}}
+    )
+    matrix = build_matrix(tally, [], honest={WORKER: "worker-1"}, liars={})
+    assert matrix.honest.alarms == 1 and matrix.honest.punished == ("worker-1",)
+    assert matrix.honest.ratios["worker-1"] == pytest.approx(2 / 3)
+    assert matrix.faults == ["worker-1: honest, and punished"]
+
+
+def test_every_check_has_a_column() -> None:
+    assert all(find_column(check.value) != "other" for check in Check)
+    assert find_column("reward") == "reward" and find_column("history_reward") == "history"
+    assert find_column("anything") == "other" and set(COLUMNS) >= {"form", "toploc", "sampling"}
+
+
+def test_an_interval_holds_its_share_and_narrows_with_trials() -> None:
+    assert Rate(0, 0).interval == (0.0, 1.0)
+    low, high = Rate(3, 3).interval
+    assert 0.4 < low < 0.5 and high == pytest.approx(1.0)
+    wide, narrow = Rate(5, 10).interval, Rate(500, 1000).interval
+    assert wide[0] < narrow[0] < 0.5 < narrow[1] < wide[1]

@@ -1,0 +1,168 @@
+"""The work that was leased, and no other: values, copies, rewards."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.recipe import Recipe
+from shoal.rollout import Group, Rollout, Score, VersionRange
+from shoal.submission.claims import Contents
+from shoal.swarm.messages import Finding, Job
+from shoal.tasks.base import Task, is_dear, score_text
+from shoal.validator.meaning import CHANCE_NATS, Meaning, draw_samples
+
+MILLION = 1_000_000
+
+
+class Desk:
+    """Honest work as it is read, to be changed and looked at."""
+
+    def __init__(self, job: Job, groups: Sequence[Group], meaning: Meaning) -> None:
+        self.job, self.groups, self.meaning = job, tuple(groups), meaning
+
+    def look(self, groups: Sequence[Group] | None = None, **changes: object) -> list[Finding]:
+        contents = Contents(groups=tuple(groups or self.groups), proofs={})
+        manifest = self.job.manifest.model_copy(update={"rollouts": contents.entries})
+        job = self.job.model_copy(update={"manifest": manifest, **changes})
+        return list(self.meaning.find_breaches(job, self.meaning.plan(job), contents))
+
+
+@pytest.fixture
+def desk(hand_in, recipe: Recipe) -> Desk:
+    kept: list[Sequence[Group]] = []
+    case = hand_in(edit=lambda groups: kept.append(groups) or groups)
+    return Desk(case.job, kept[0], Meaning(recipe, case.policy.tokenizer))
+
+
+def checks(findings: Sequence[Finding]) -> set[str]:
+    return {finding.check for finding in findings}
+
+
+def change(groups: Sequence[Group], place: int, edit: Callable[[Rollout], Rollout]) -> list[Group]:
+    """One rollout of the first group otherwise."""
+    first, *rest = groups
+    rollouts = [edit(rollout) if at == place else rollout for at, rollout in enumerate(first.rollouts)]
+    return [replace(first, rollouts=tuple(rollouts)), *rest]
+
+
+def with_nats(rollout: Rollout, nats: float, like: Rollout | None = None) -> Rollout:
+    """The same, or one with the tokens of another, of so many nats in all."""
+    ids = (like or rollout).token_ids
+    logprobs = np.full(len(ids), -nats / len(ids), dtype=np.float32)
+    finish = (like or rollout).finish
+    versions = (VersionRange(rollout.version, 0, len(ids)),)
+    return replace(rollout, token_ids=ids, logprobs=logprobs, finish=finish, versions=versions)
+
+
+def test_honest_work_is_what_was_leased(desk) -> None:
+    assert desk.look() == []
+
+
+@pytest.mark.parametrize(
+    ("value", "is_fine"),
+    [(0.0, True), (9e-7, True), (1e-3, False), (-40.0, True), (-CHANCE_NATS - 10, False), (-3e38, False)],
+)
+def test_a_log_prob_is_one_of_a_token_that_can_be_drawn(desk, value: float, is_fine: bool) -> None:
+    def set_last(rollout: Rollout) -> Rollout:
+        logprobs = rollout.logprobs.copy()
+        logprobs[-1] = value
+        return replace(rollout, logprobs=logprobs)
+
+    assert checks(desk.look(change(desk.groups, 0, set_last))) == (set() if is_fine else {"bounds"})
+
+
+@pytest.mark.parametrize(("own", "other", "is_copy"), [(1, 1, False), (39, 39, False), (41, 1, True), (1, 41, True)])
+def test_two_rollouts_are_copies_if_they_are_equal_and_unlikely(desk, own: int, other: int, is_copy: bool) -> None:
+    """Either claim of how likely they are counts against both: a liar would have to lie about its best sample too."""
+    groups = change(desk.groups, 0, lambda rollout: with_nats(rollout, other))
+    first = groups[0].rollouts[0]
+    groups = change(groups, 1, lambda rollout: with_nats(rollout, own, like=first))
+    assert ("copy" in checks(desk.look(groups))) == is_copy
+
+
+@pytest.mark.parametrize(("nats", "is_copy"), [(39, False), (41, True)])
+def test_a_copy_of_earlier_work_may_be_equal_by_chance_if_it_is_likely(desk, nats: float, is_copy: bool) -> None:
+    groups = change(desk.groups, 1, lambda rollout: with_nats(rollout, nats))
+    assert checks(desk.look(groups, duplicates=(1,))) == ({"copy"} if is_copy else set())
+
+
+def test_a_reward_is_equal_to_the_last_bit(desk) -> None:
+    first, *rest = desk.groups
+    score = first.scores[0]
+    nudged = Score(math.nextafter(score.value, 0.5), score.reason)
+    findings = desk.look([replace(first, scores=(nudged, *first.scores[1:])), *rest])
+    assert checks(findings) == {"reward"}
+    assert repr(nudged.value) in findings[0].where
+
+
+class DearFamily:
+    """A family whose verifier is dear, and counts how often it is asked."""
+
+    dear = True
+
+    def __init__(self, family: object) -> None:
+        self._family, self.num_asked = family, 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._family, name)
+
+    def score(self, task: Task, completion: str) -> Score:
+        self.num_asked += 1
+        return self._family.score(task, completion)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("share", "per_group"), [(MILLION, 4), (500_000, 2), (1, 1), (0, 1)])
+def test_dear_rewards_are_computed_again_by_the_jobs_share_and_one_of_each_group(desk, share, per_group) -> None:
+    size = len(desk.groups[0].rollouts)
+    family = DearFamily(desk.meaning._family)
+    desk.meaning._family = family
+    assert is_dear(family) and desk.look(check_ppm=share) == []
+    assert family.num_asked == len(desk.groups) * min(per_group, size)
+
+
+def test_a_lie_about_a_dear_reward_is_found_where_it_is_drawn_and_another_seed_draws_others(desk) -> None:
+    desk.meaning._family = DearFamily(desk.meaning._family)
+    size, first = len(desk.groups[0].rollouts), desk.groups[0]
+    found = set()
+    for number in range(40):
+        seed = f"{number:064x}"
+        (drawn,) = draw_samples(desk.job.model_copy(update={"check_seed": seed, "check_ppm": 1}), first.index, size)
+        lie = [Score(1 - own.value, own.reason) if at == 0 else own for at, own in enumerate(first.scores)]
+        findings = desk.look([replace(first, scores=tuple(lie)), *desk.groups[1:]], check_seed=seed, check_ppm=1)
+        assert checks(findings) == ({"reward"} if drawn == 0 else set())
+        found.add(drawn)
+    assert found == set(range(size))
+
+
+class BrokenFamily:
+    """A verifier that fails over some texts, or gives what is no score."""
+
+    def __init__(self, outcome: object) -> None:
+        self._outcome = outcome
+
+    def score(self, task: Task, completion: str) -> Score:
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return Score(self._outcome, "")  # type: ignore[arg-type]
+
+
+@given(
+    st.sampled_from([ValueError("x"), KeyError(1), ZeroDivisionError(), RecursionError(), IndexError(), TypeError()])
+    | st.floats().filter(lambda value: not 0 <= value <= 1)
+)
+def test_a_verifier_that_fails_gives_nothing_on_either_side(outcome) -> None:
+    score = score_text(BrokenFamily(outcome), None, "text")  # type: ignore[arg-type]
+    assert score.value == 0.0 and score.reason.startswith("the verifier")
+
+
+def test_a_worker_and_a_validator_agree_about_a_text_over_which_the_verifier_fails(desk) -> None:
+    broken = BrokenFamily(ValueError("hostile"))
+    broken.__dict__.update({name: getattr(desk.meaning._family, name) for name in ("name", "make_task", "alphabet")})
+    desk.meaning._family = broken
+    zero = [replace(group, scores=tuple(Score(0.0, "") for _ in group.scores)) for group in desk.groups]
+    assert desk.look(zero) == []
