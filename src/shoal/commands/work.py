@@ -22,10 +22,13 @@ from shoal.errors import EXIT_UNWANTED, ConfigError
 if TYPE_CHECKING:
     from shoal.node.session import Role, Session
     from shoal.recipe import Recipe
+    from shoal.submission.jail import Jail
     from shoal.toploc.calibration import Calibration
+    from shoal.validator.judge import Judge
     from shoal.worker.author import Author
 
 MakeAuthor = Callable[["Session", "Recipe"], Awaitable["Author"]]
+MakeJudge = Callable[["Session", "Recipe", "Calibration", "Jail"], "Judge"]
 _WHERE = "address of the coordinator, or the file of the run's descriptor"
 
 
@@ -67,7 +70,7 @@ def run_worker(args: argparse.Namespace) -> int:
 def run_validator(args: argparse.Namespace) -> int:
     """Judge until the run is finished or a signal comes."""
     check_least("--threads", args.threads, 0)
-    return run_node(args, lambda: _validate(args))
+    return run_node(args, lambda: judge_work(args, _make_judge))
 
 
 def check_engine(args: argparse.Namespace) -> None:
@@ -155,13 +158,19 @@ async def _make_author(session: "Session", recipe: "Recipe") -> "Author":
     return Author(recipe)
 
 
-async def _validate(args: argparse.Namespace) -> None:
+def _make_judge(session: "Session", recipe: "Recipe", calibration: "Calibration", jail: "Jail") -> "Judge":
+    from shoal.validator.judge import Judge
+
+    return Judge(recipe, calibration, jail)
+
+
+async def judge_work(args: argparse.Namespace, make_judge: MakeJudge) -> None:
+    """Judge until the run is finished, a signal comes, or the run does not want this node any more."""
     from shoal.node.recipe import fetch_recipe
     from shoal.node.room import outlast_disk
     from shoal.node.session import Role
     from shoal.node.weights import open_weights
     from shoal.submission.jail import Jail
-    from shoal.validator.judge import Judge
     from shoal.validator.loop import Validator
     from shoal.validator.shelf import Shelf
 
@@ -171,15 +180,16 @@ async def _validate(args: argparse.Namespace) -> None:
         calibration = await fetch_calibration(session, recipe, args.folder / "calibration.json")
         keep = session.params.async_level + 3
 
-        async def judge_work() -> None:
+        async def give_verdicts() -> None:
             async with open_weights(session, args.folder / "weights", keep=keep) as weights, Jail() as jail:
                 shelf = Shelf(session, weights, recipe)
-                validator = Validator(session, Judge(recipe, calibration, jail), shelf, args.folder)
+                judge = make_judge(session, recipe, calibration, jail)
+                validator = Validator(session, judge, shelf, args.folder)
                 async with line.show(validator.describe):
                     await validator.run()
                 line.note(validator.describe())
 
-        await session.run(outlast_disk(judge_work, args.folder, session.waits, stopping=session.stopping))
+        await session.run(outlast_disk(give_verdicts, args.folder, session.waits, stopping=session.stopping))
 
 
 async def fetch_calibration(session: "Session", recipe: "Recipe", path: Path) -> "Calibration":

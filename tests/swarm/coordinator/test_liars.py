@@ -1,0 +1,156 @@
+"""Validators that always lie the same lie lose their standing within the number of jobs that is stated.
+
+They speak through the words of `shoal.redteam.liars`; the two others say what the work is.
+"""
+
+import random
+
+import pytest
+
+from shoal.redteam.liars.words import accept_job, reject_job
+from shoal.swarm.messages import Standing, Verdict
+from shoal.swarm.refusal import AuthError
+from shoal.swarm.rules.exposure import (
+    BANNED_BY,
+    LIMITED_BY,
+    count_jobs,
+    expose_accepting,
+    expose_rejecting,
+    find_liar,
+)
+from shoal.swarm.rules.trust import BANNED_AT, LIMITED_AT, next_score
+from shoal.swarm.state.judges import find_judge
+from shoal.swarm.state.nodes import find_owner
+
+LIMITS = {"sampling": 1e-5, "logprob": 1e-3}
+MILLION = 1_000_000
+SURE = 0.99
+ROOM = {
+    "groups_per_batch": 4000,
+    "probation_leases": 64,
+    "max_pending_per_owner": 64,
+    "limit_after": 10_000,
+    "limited_s": 10,
+    "max_queue": 4000,
+    "lease_max_s": 10**6,
+}
+
+
+def begin(make_world, **changes):
+    world = make_world(**{**ROOM, **changes})
+    for node, owner in (("w1", "ann"), ("cheat", "eve")):
+        world.join(node, owner)
+    world.publish(0)
+    return world
+
+
+def standing_of(world, owner):
+    return world.query(find_owner, world.owner_id(owner)).standing
+
+
+def pass_on(world, liar, opinion, *, bad):
+    """The liar's word on one submission, and what others add to it until it is decided."""
+    node = "cheat" if bad else "w1"
+    world.submit(node, world.lease(node))
+    job = world.take("judge-a")
+    world.post(liar, opinion(job).state(job))
+    truth = Verdict.SOFT if bad else Verdict.ACCEPTED
+    for judge in ("judge-b", "judge-c"):
+        if (job := world.claim(judge).job) is not None:
+            world.post(judge, world.describe_verdict(job, truth))
+
+
+def count_until(world, opinion, *, bad_share, most):
+    """Jobs of a liar until it is limited, and until it is banned; time passes whenever it may not judge."""
+    rng, limited = random.Random(3), 0
+    for number in range(1, most + 1):
+        pass_on(world, "judge-a", opinion, bad=rng.random() < bad_share)
+        if standing_of(world, "judge-a") == Standing.BANNED:
+            return limited, number
+        if standing_of(world, "judge-a") == Standing.LIMITED:
+            limited = limited or number
+            world.wait(world.params.limited_s)
+    return limited, most + 1
+
+
+def test_who_rejects_everything_is_banned_by_its_third_job(make_world):
+    world = begin(make_world, reject_share=MILLION)
+    found = count_until(world, lambda job: reject_job(job, LIMITS), bad_share=0.0, most=9)
+    chance = expose_rejecting(good=1.0, reject_share=1.0)
+    assert found == (LIMITED_BY, BANNED_BY) == (2, 3)
+    assert BANNED_BY == count_jobs(chance, SURE)
+    with pytest.raises(AuthError, match="banned"):
+        world.claim("judge-a")
+    ann = world.query(find_owner, world.owner_id("ann"))
+    assert (ann.accepted, ann.rejected, ann.standing) == (3, 0, Standing.GOOD), "and nobody else is the worse for it"
+
+
+def test_who_accepts_everything_is_banned_within_the_stated_number_of_jobs(make_world):
+    share, bad = 500_000, 0.5
+    world = begin(make_world, second_share=share, reject_share=MILLION)
+    most = count_jobs(expose_accepting(canaries=0.0, bad=bad, second_share=share / MILLION), SURE)
+    limited, banned = count_until(world, lambda job: accept_job(job, None, LIMITS), bad_share=bad, most=most)
+    assert LIMITED_BY <= limited < banned <= most == 31
+    assert world.query(find_judge, world.owner_id("judge-a")).bad >= BANNED_AT
+
+
+def test_canaries_alone_find_who_accepts_everything(make_world):
+    """Nobody gives a second opinion; one of four jobs is a canary that is revealed some jobs later."""
+    world = begin(make_world, second_share=0, good_after=1000)
+    rng, share, banned, planted = random.Random(5), 0.25, 0, []
+    most = count_jobs(expose_accepting(canaries=share, bad=0.0, second_share=0.0), SURE)
+    names = [f"canary-{number}" for number in range(most)]
+    world.seal(*names)
+    for number in range(1, most + 1):
+        node = "w1"
+        if rng.random() < share:
+            node = names[len(planted)]
+            world.join(node, node)
+        submission = world.submit(node, world.lease(node))
+        job = world.take("judge-a")
+        world.post("judge-a", accept_job(job, None, LIMITS).state(job))
+        if node != "w1":
+            planted.append(submission)
+            world.reveal(node, submission)
+            assert standing_of(world, "judge-a") in (Standing.LIMITED, Standing.BANNED), "after the first one"
+            if standing_of(world, "judge-a") == Standing.BANNED:
+                banned = number
+                break
+            world.wait(world.params.limited_s)
+    assert len(planted) == BANNED_BY and 0 < banned <= most == 31
+
+
+def test_as_a_second_opinion_it_is_found_each_time(make_world):
+    """What others reject it is asked about, and contradicts."""
+    world = begin(make_world, second_share=0, reject_share=MILLION)
+    for _ in range(BANNED_BY):
+        world.submit("cheat", world.lease("cheat"))
+        world.judge("judge-b", Verdict.SOFT)
+        job = world.take("judge-a")
+        assert job.round == 2
+        world.post("judge-a", accept_job(job, None, LIMITS).state(job))
+        world.judge("judge-c", Verdict.SOFT)
+        world.wait(world.params.limited_s)
+    assert standing_of(world, "judge-a") == Standing.BANNED
+
+
+def test_wrong_grades_in_a_row_are_what_the_scores_say():
+    score, points = 0, []
+    for _ in range(BANNED_BY):
+        score = next_score(score, right=False)
+        points.append(score)
+    assert points[LIMITED_BY - 2] < LIMITED_AT <= points[LIMITED_BY - 1] < BANNED_AT <= points[BANNED_BY - 1]
+
+
+@pytest.mark.parametrize("chance", [1.0, 0.3, 0.01])
+def test_the_number_of_jobs_is_the_least_that_does(chance):
+    number = count_jobs(chance, SURE)
+    assert find_liar(chance, number) >= SURE
+    assert number == BANNED_BY or find_liar(chance, number - 1) < SURE
+
+
+def test_the_number_of_jobs_is_what_is_drawn():
+    rng, chance = random.Random(0), 0.2
+    most = count_jobs(chance, 0.9)
+    found = sum(sum(rng.random() < chance for _ in range(most)) >= BANNED_BY for _ in range(4000))
+    assert abs(found / 4000 - find_liar(chance, most)) < 0.02 and found / 4000 > 0.88
