@@ -39,7 +39,7 @@ STAGES = (
     Stage("claim", ("shoal.swarm.client:NodeClient.claim_jobs",)),
     Stage("fetch", ("shoal.swarm.client:NodeClient.fetch_blob",)),
     Stage("form", ("shoal.submission.read:read_submission", "shoal.trainer.reading:JailReader.__call__")),
-    Stage("meaning", ("shoal.validator.judge:Judge._judge_contents",)),
+    Stage("meaning", ("shoal.validator.judge:Judge._find_meaning",)),
     Stage("proof", ("shoal.validator.proof:check_proofs",)),
     Stage("prefill", ("shoal.toploc.replay:replay_rollouts",), is_model=True),
     Stage("verdict", ("shoal.swarm.client:NodeClient.send_verdict",)),

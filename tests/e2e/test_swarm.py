@@ -375,7 +375,8 @@ def check_second(town: Town) -> None:
     assert "another process is writing to this ledger" in said.read_text()
     assert town.kill(signal.SIGTERM) == 0
     events = [json.loads(line)["event"] for line in (town.folder / "log").read_text().splitlines()]
-    assert events == ["started", "stopping", "stopped"]
+    assert [event for event in events if event != "cheating pays"] == ["started", "stopping", "stopped"]
+    assert "cheating pays" in events, "with this few validators it does, and the operator is told"
     assert "holds" in town.type("ledger", "verify", town.data)
 
 

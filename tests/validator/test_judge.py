@@ -10,6 +10,7 @@ from shoal.redteam.attacks.int8 import Int8Author
 from shoal.redteam.attacks.stale import StaleAuthor
 from shoal.rollout import Group, Rollout, Score
 from shoal.swarm.messages import RolloutEntry, Verdict
+from shoal.validator import meaning
 from shoal.validator.opinion import Opinion
 
 
@@ -105,7 +106,8 @@ def test_proofs_of_another_rollout_are_found_out(hand_in) -> None:
     assert opinion.verdict is Verdict.HARD
 
 
-def test_copies_that_the_coordinator_names_are_not_paid(hand_in) -> None:
+def test_copies_that_the_coordinator_names_are_not_paid(hand_in, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meaning, "CHANCE_NATS", 5.0)  # answers this short are no copies otherwise
     opinion = hand_in(duplicates=(3,)).opinion()
     assert opinion.verdict is Verdict.SOFT and failed(opinion) == {"copy"}
 

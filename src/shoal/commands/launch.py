@@ -74,13 +74,14 @@ def run_prepare(args: argparse.Namespace) -> int:
     from shoal.disk import guard_disk
     from shoal.launch.deploy import describe_stations
     from shoal.launch.layout import Layout
-    from shoal.launch.prepare import prepare_swarm
+    from shoal.launch.prepare import prepare_swarm, tell_dial
     from shoal.launch.roster import list_parts
     from shoal.launch.run import hold_swarm
 
     layout = Layout.of(config)
     with guard_disk(layout.root), hold_swarm(layout):
         prepared = prepare_swarm(config, layout, _note)
+        tell_dial(prepared, _note)
         if config.swarm.is_spread:
             _note(f"run {config.run} is ready in {layout.root}; what to type on which machine:")
             print(describe_stations(prepared))

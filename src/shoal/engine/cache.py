@@ -18,7 +18,7 @@ from shoal.policy.decoder import attention_shape
 _STEP = 16
 _SMALL = 400
 """torch multiplies matrices of fewer scalar products by a loop of its own, which sums otherwise than BLAS."""
-_LONG = 256
+_LONG = 128
 """BLAS libraries cut longer sums into parts whose size depends on the length."""
 _BLOCK = 64
 """Rows that share one T: a long rollout makes its block read as far, not the whole batch."""

@@ -125,7 +125,6 @@ def prepare_swarm(config: LaunchConfig, layout: Layout, note: Note) -> Prepared:
     core = config.core.model_copy(update={"out": str(layout.root.parent)})  # whatever folder a part is started in
     write_atomic(layout.run_settings, dump_config(core).encode())
     write_atomic(layout.settings, dump_config(config).encode())
-    _tell_dial(prepared, note)
     return prepared
 
 
@@ -199,7 +198,7 @@ def write_bundle(prepared: Prepared) -> None:
     write_atomic(layout.bundle / layout.service.name, dump_toml(build_service(prepared)).encode())
 
 
-def _tell_dial(prepared: Prepared, note: Note) -> None:
+def tell_dial(prepared: Prepared, note: Note) -> None:
     """How much is checked, what that costs, and where cheating would pay."""
     params = build_params(prepared)
     for line in describe_dial(params):

@@ -17,7 +17,7 @@ from shoal.errors import ConfigError
 from shoal.launch.glance import EVALS, METRICS, Watch, read_steps
 from shoal.launch.layout import Layout
 from shoal.launch.part import read_last_line
-from shoal.launch.prepare import Note, Prepared, prepare_swarm
+from shoal.launch.prepare import Note, Prepared, prepare_swarm, tell_dial
 from shoal.launch.report import write_report
 from shoal.launch.roster import list_parts
 from shoal.launch.settings import LaunchConfig
@@ -39,6 +39,7 @@ def start_swarm(config: LaunchConfig, note: Note, *, fresh: bool = False) -> int
     with hold_swarm(layout, fresh=fresh):
         prepared = prepare_swarm(config, layout, note)
         if not is_finished(config, layout.root):
+            tell_dial(prepared, note)
             note(f"run {config.run} in {layout.root}, coordinator at {prepared.url}")
             if code := asyncio.run(supervise_swarm(prepared, note)):
                 return code

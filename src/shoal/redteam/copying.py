@@ -62,6 +62,10 @@ class Copier(RetellingAuthor):
         super().__init__(recipe)
         self._leak, self._most = leak, most
 
+    @property
+    def is_honest(self) -> bool:
+        return self._leak.is_dry
+
     def finish(self, work: Work) -> Work:
         """The others' tokens, proven anew."""
         return work if self._leak.is_dry else super().finish(work)

@@ -24,7 +24,7 @@ from shoal.launch.glance import METRICS
 from shoal.launch.layout import Layout, name_validators
 from shoal.launch.meter import Meter
 from shoal.launch.part import Part, read_last_line
-from shoal.launch.prepare import Note, Prepared, prepare_swarm
+from shoal.launch.prepare import Note, Prepared, prepare_swarm, tell_dial
 from shoal.launch.roster import LAST, list_parts
 from shoal.launch.run import EXIT_FAILED, EXIT_INTERRUPTED, catch_signals, hold_swarm, make_environment
 from shoal.launch.settings import LaunchConfig, check_launch
@@ -200,6 +200,7 @@ def run_field(plan: Plan, note: Note) -> Field:
     layout = Layout.of(config)
     with hold_swarm(layout, fresh=not _goes_on(plan, layout)):
         prepared = prepare_swarm(config, layout, note)
+        tell_dial(prepared, note)
         write_atomic(layout.launch / PLAN, json.dumps(asdict(plan)).encode())
         note(f"{len(plan.trials)} attempts at cheating in {layout.root}, coordinator at {prepared.url}")
         return asyncio.run(_supervise(plan, prepared, note))

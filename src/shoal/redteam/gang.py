@@ -38,6 +38,8 @@ class Gang:
         self._trial, self._url, self._folder, self._limits, self._slots = trial, url, folder, limits, slots
         self._work_limits = WorkLimits(memory_mb=memory_mb)
         self._judged: dict[str, SubmissionState] = {}
+        self._spared: set[str] = set()
+        """handed in before the attack had what it needs"""
         self.owners: list[str] = []
         self.num_trials, self.taken = 0, list[str]()
 
@@ -53,7 +55,7 @@ class Gang:
                 for number, (session, author) in enumerate(zip(sessions, authors, strict=True), start=1)
             ]
             try:
-                return await self._watch(first, tasks)
+                return await self._watch(first, authors[0], tasks)
             finally:
                 await _dismiss(sessions, tasks)
 
@@ -77,7 +79,7 @@ class Gang:
             worker = Worker(session, weights, author, folder, limits=self._work_limits, slots=self._slots)
             await session.keep(worker.run())
 
-    async def _watch(self, first: Session, tasks: Sequence["asyncio.Task[None]"]) -> tuple[str, str]:
+    async def _watch(self, first: Session, author: Author, tasks: Sequence["asyncio.Task[None]"]) -> tuple[str, str]:
         deadline = time.monotonic() + self._limits.seconds
         while time.monotonic() < deadline:
             for task in tasks:
@@ -85,16 +87,18 @@ class Gang:
                     return ended
             if word := _ENDS.get(first.answer.standing):
                 return word, ""
-            await self._look(first)
-            if len(self._judged) >= self._limits.submissions:
+            await self._look(first, is_honest=is_honest_yet(author))
+            if len(self._judged.keys() - self._spared) >= self._limits.submissions:
                 return "judged", f"{len(self._judged)} submissions"
             await asyncio.sleep(LOOK_S)
         return "late", ""
 
-    async def _look(self, first: Session) -> None:
+    async def _look(self, first: Session, *, is_honest: bool) -> None:
         """What became of the first one's submissions; a coordinator that is away is asked again."""
         for path in sorted((self._place(1) / "receipts").glob("s*.json")):
             name = str(json.loads(path.read_bytes())["body"]["submission"])
+            if is_honest:
+                self._spared.add(name)
             if name in self._judged:
                 continue
             try:
@@ -103,6 +107,11 @@ class Gang:
                 return
             if state not in _OPEN:
                 self._judged[name] = state
+
+
+def is_honest_yet(author: Author) -> bool:
+    """Whether a cheat still waits for what it needs, and works honestly until then: it says so by `is_honest`."""
+    return bool(getattr(author, "is_honest", False))
 
 
 def _read_end(task: "asyncio.Task[None]") -> tuple[str, str]:

@@ -278,7 +278,7 @@ def _check_mild(outcome: Outcome, fate: Fate, tally: Tally, owners: Sequence[str
     decided = Counter({state: outcome.states[state] for state in _DECIDED if outcome.states[state]})
     decided[SubmissionState.ACCEPTED] -= outcome.by_liar
     others = [state for state, count in decided.items() if count > 0 and state is not wanted]
-    if others:
+    if others or not decided[wanted]:
         return f"not rejected each time as {wanted.value}: {_describe(outcome.states)}"
     if any(tally.standings.get(owner) is Standing.BANNED for owner in owners):
         return "banned, for what an old program could have caused"

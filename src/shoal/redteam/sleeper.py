@@ -26,6 +26,10 @@ class Sleeper(Author):
         self._random = random.Random(seed)
         self._bad: set[str] = set()
 
+    @property
+    def is_honest(self) -> bool:
+        return not self._is_awake()
+
     def open_policy(self, version: int, folder: Path) -> Policy:
         """The true weights, which the cheat may keep too."""
         return self._cheat.open_policy(version, folder)

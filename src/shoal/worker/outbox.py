@@ -94,9 +94,9 @@ class Outbox:
         """Remove all about a lease: it is handed in, or nobody wants it."""
         # The order first: with it and without the manifest the lease would be written again, and signed for twice.
         # Then the manifest: without it the rest is not a parcel.
+        (self._orders / f"{lease}.json").unlink(missing_ok=True)
         (self._parcels / f"{lease}.json").unlink(missing_ok=True)
         (self._parcels / f"{lease}.parquet").unlink(missing_ok=True)
-        (self._orders / f"{lease}.json").unlink(missing_ok=True)
 
     def _has_parcel(self, lease: str) -> bool:
         return (self._parcels / f"{lease}.json").exists()

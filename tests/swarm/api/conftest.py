@@ -81,7 +81,7 @@ class StandIn:
     def __init__(self, ledger: Ledger, key: Key, blobs: DiskStore) -> None:
         self.run, self.key, self.public, self.ledger, self.blobs = RUN, key, key.public, ledger, blobs
         self.params = RunParams()
-        self.mirror = SimpleNamespace(canaries={"caught": 2, "missed": 1})
+        self.mirror = SimpleNamespace(canaries={"caught": 2, "missed": 1, "wronged": 0})
         self.members: dict[str, Member] = {}
         self.manifests: dict[str, SignedManifest] = {}
         self.calls: list[str] = []

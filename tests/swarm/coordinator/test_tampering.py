@@ -7,8 +7,12 @@ import sqlalchemy as sa
 
 from shoal.swarm.db import open_engine
 from shoal.swarm.messages import Verdict
+from shoal.swarm.params import MILLION
 from shoal.swarm.state import PROJECTIONS, TABLES
 from shoal.swarm.verify import verify_ledger
+
+TOLD = {"drift": [(0, 100_000, 60, 1)], "numbers": (500_000, 700_000)}
+"""what a validator says of the work beside its verdict"""
 
 
 @pytest.fixture
@@ -22,13 +26,17 @@ def full_world(make_world):
     world.submit("w1", first)
     world.judge("judge-a")
     for _ in range(2):
-        world.work("w1")
+        world.work("w1", **TOLD)
     world.train(1)
     world.wait(world.params.challenge_s)
     world.redeem("ann", 1)
     world.unbond("ann")
     world.work("w1")
     world.convict("w1")
+    world.change(second_share=MILLION)
+    world.work("w2", **TOLD)
+    world.judge("judge-b", **TOLD)
+    world.change(second_share=0)
     world.appeal("bob", world.work("w2", Verdict.SOFT))
     world.seal("canary", "spare")
     world.join("c1", "canary")
@@ -61,5 +69,6 @@ def test_every_edited_added_or_removed_row_is_found(full_world, quick_folder):
 def edit_row(table):
     """Change the last column of one row."""
     column = list(table.columns)[-1]
-    value = f"{column.name} + 1" if isinstance(column.type, sa.Integer) else f"{column.name} || 'x'"
+    values = {sa.Integer: f"{column.name} + 1", sa.LargeBinary: "x'00'"}
+    value = next((value for kind, value in values.items() if isinstance(column.type, kind)), f"{column.name} || 'x'")
     return f"UPDATE {table.name} SET {column.name} = {value} WHERE rowid = (SELECT min(rowid) FROM {table.name})"

@@ -30,6 +30,10 @@ class EncodingCopier(Author):
         self._policy = super().open_policy(version, folder)
         return self._policy
 
+    @property
+    def is_honest(self) -> bool:
+        return self._leak.is_dry
+
     def finish(self, work: Work) -> Work:
         """The others' rollouts under its own names."""
         assert self._policy is not None, "work was done with a version"

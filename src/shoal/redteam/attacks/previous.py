@@ -13,10 +13,12 @@ class PreviousAuthor(Author):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self._last: Policy | None = None
+        self.is_honest = True
 
     def open_policy(self, version: int, folder: Path) -> Policy:
         """The one before the one that is asked for."""
         newest = super().open_policy(version, folder)
+        self.is_honest = self._last is None
         before, self._last = self._last or newest, newest
         return before
 

@@ -13,11 +13,14 @@ class StaleAuthor(Author):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self._first: Policy | None = None
+        self.is_honest = True
 
     def open_policy(self, version: int, folder: Path) -> Policy:
         """The first one, whatever is asked for."""
         if self._first is None:
             self._first = super().open_policy(version, folder)
+        else:
+            self.is_honest = False
         return self._first
 
 

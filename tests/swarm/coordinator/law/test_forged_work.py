@@ -105,6 +105,19 @@ def hide_what_the_work_is_like(forge):
     return forge.change(outcomes[0], numbers=[])
 
 
+# Second opinions
+
+
+@says("where by the rules val.doubt of")
+def ask_nobody_else(forge):
+    return forge.swap(forge.history.find(Kind.VAL_DOUBT))
+
+
+@says("check_ppm is 1, by the rules 1000000")
+def ask_another_about_less(forge):
+    return forge.change(forge.history.find(Kind.VAL_DOUBT), check_ppm=1)
+
+
 # Leases
 
 
