@@ -1,7 +1,7 @@
 """What another validator said first is said again; what nobody judged yet is accepted.
 
-Verdicts are public as soon as they are in the ledger, so a second opinion can be had without an opinion. What is left to
-find it by is its own word on what nobody judged before, and canaries.
+Verdicts are public as soon as they are in the ledger, so a second opinion can be had without an opinion. What is left
+to find it by is its own word on what nobody judged before, and canaries.
 """
 
 import re

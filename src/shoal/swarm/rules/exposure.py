@@ -36,14 +36,12 @@ def expose_rejecting(*, good: float, reject_share: float, canaries: float = 0.0)
 
 def find_liar(chance: float, jobs: int, wrongs: int = BANNED_BY) -> float:
     """The probability of so many wrong grades within so many jobs."""
-    missed = sum(
-        math.comb(jobs, number) * chance**number * (1.0 - chance) ** (jobs - number) for number in range(wrongs)
-    )
-    return max(0.0, 1.0 - missed)
+    odds = [math.comb(jobs, number) * chance**number * (1.0 - chance) ** (jobs - number) for number in range(wrongs)]
+    return max(0.0, 1.0 - sum(odds))
 
 
 def count_jobs(chance: float, probability: float, wrongs: int = BANNED_BY) -> int:
-    """The least number of jobs within which a liar has so many wrong grades with a probability; for a chance above 0."""
+    """The least number of jobs within which a liar has so many wrong grades with a probability."""
     assert 0.0 < chance <= 1.0 and 0.0 < probability < 1.0, "who is never graded is never found"
     low, high = wrongs, wrongs
     while find_liar(chance, high, wrongs) < probability:

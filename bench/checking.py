@@ -1,0 +1,335 @@
+"""What checking costs: CPU of a validator as a share of the CPU that it took to write what is checked.
+
+    quiet python bench/checking.py       # four minutes on one core
+    python bench/checking.py --quick     # half a minute: one model, shorter answers
+
+Both sides are the code that runs in a swarm, in one process with one thread, one after the other in turns: the engine
+with its proofs, the verifier and the file on the one side; reader, meaning and replay on the other. A submission is a
+group of eight rollouts, which is the default, and in the demo 16 groups of 16, as there. How many are written side by
+side decides what writing costs; checking reads them as a whole either way. Models have random weights, made so that
+answers are as long as they may be. Every submission is honest, and must be found so.
+"""
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from common import finish, parse_flags
+from shoal.config import PolicyConfig, TinyConfig
+from shoal.policy.model import Policy, load_policy, save_policy
+from shoal.recipe import Recipe
+from shoal.redteam.liars.lazy import Lazy
+from shoal.redteam.offline import Scribe
+from shoal.rollout import Group
+from shoal.runtime import tune_process
+from shoal.submission.jail import Jail
+from shoal.submission.write import write_submission
+from shoal.swarm.beacon import number_beacon
+from shoal.swarm.messages import Job, Manifest, Standing, Verdict
+from shoal.swarm.params import MILLION, RunParams
+from shoal.tasks.sort import Sort
+from shoal.toploc.calibrate import Plan, calibrate_policy
+from shoal.toploc.calibration import Calibration, hash_model
+from shoal.toploc.prompts import Source
+from shoal.toploc.variants import Way
+from shoal.validator.judge import Judge
+from shoal.worker.author import Author, Work
+from shoal.worker.intake import Order
+
+DEMO = "demo, 256 at a time"
+ALL, TOGETHER, READ = "all", "all, together", "read"
+DIALS = {"good": Standing.GOOD, "trusted": Standing.TRUSTED}
+SAMPLES, CALIBRATED = 400, 96
+"""chunks, of answers of so many tokens, that thresholds are calibrated with: honest work must pass, no more is asked"""
+SLOTS = 256
+"""of a worker, unless it is told otherwise"""
+BEACON, SEED = "5a" * 32, "cd" * 32
+SHARPEN = 6.0
+"""by how much random weights are made larger, so that tokens differ in probability"""
+BIAS = 12.0
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A model, how long its answers may be, and how often it is measured."""
+
+    name: str
+    tiny: TinyConfig
+    tokens: int
+    leases: int
+    """submissions that are written side by side, and checked together"""
+    turns: int
+    group_size: int = 8
+    groups: int = 1
+    """of a submission"""
+
+    @property
+    def rollouts(self) -> int:
+        """Of a submission."""
+        return self.group_size * self.groups
+
+
+@dataclass(slots=True)
+class Costs:
+    """CPU seconds of both sides, all turns together."""
+
+    size: str
+    spent: dict[str, float] = field(default_factory=dict)
+    """of each way of checking"""
+    written: float = 0.0
+    """of generation"""
+    tokens: int = 0
+    rollouts: int = 0
+
+    def add(self, name: str, seconds: float) -> None:
+        """One more measurement of a way of checking."""
+        self.spent[name] = self.spent.get(name, 0.0) + seconds
+
+    def share(self, name: str) -> float:
+        """Cost of a way of checking, of generation's."""
+        return self.spent[name] / self.written
+
+    @property
+    def batch_gain(self) -> float:
+        """How many times as much CPU the replay of one submission after the other takes."""
+        return (self.spent[ALL] - self.spent[READ]) / (self.spent[TOGETHER] - self.spent[READ])
+
+    @property
+    def rollouts_per_s(self) -> float:
+        """Checked in full, of one core."""
+        return self.rollouts / self.spent[TOGETHER]
+
+    @property
+    def mean_tokens(self) -> float:
+        return self.tokens / self.rollouts
+
+
+def list_sizes(quick: bool) -> list[Size]:
+    """What is measured."""
+    demo = TinyConfig(layers=3, width=128, heads=4, kv_heads=2, context=1024)
+    large = TinyConfig(layers=6, width=256, heads=8, kv_heads=4, context=1024)
+    if quick:
+        return [
+            Size(name="small", tiny=demo, tokens=512, leases=2, turns=2),
+            Size(name=DEMO, tiny=demo, tokens=12, leases=2, turns=2, group_size=16, groups=16),
+        ]
+    return [
+        Size(name="small, 8 at a time", tiny=demo, tokens=512, leases=1, turns=8),
+        Size(name="small, 64 at a time", tiny=demo, tokens=512, leases=8, turns=4),
+        Size(name="large, 64 at a time", tiny=large, tokens=512, leases=8, turns=2),
+        Size(name=DEMO, tiny=demo, tokens=12, leases=4, turns=8, group_size=16, groups=16),
+    ]
+
+
+class Desk:
+    """Writes submissions of one model, and has them judged in several ways."""
+
+    def __init__(self, size: Size, folder: Path, runner: asyncio.Runner, jail: Jail) -> None:
+        self._size, self._folder, self._runner = size, folder, runner
+        self.policy = make_policy(size.tiny)
+        save_policy(self.policy, folder / "v0")
+        recipe = Recipe(
+            family="sort",
+            options={"min_length": 8, "max_length": 11},
+            group_size=size.group_size,
+            max_tokens=size.tokens,
+            model=hash_model(self.policy.model),
+            weights="0" * 64,
+            calibration="0" * 64,
+        )
+        calibration = self._calibrate()
+        self._judge, self._reader = Judge(recipe, calibration, jail), Lazy(recipe, calibration, jail)
+        self._scribe = Scribe(Author(recipe), slots=min(SLOTS, size.rollouts * size.leases))
+        self._scribe.load(0, folder / "v0")
+
+    def measure(self, costs: Costs, turn: int, leases: int) -> None:
+        """One turn: everything is written once, and checked in every way."""
+        with count_cpu(lambda seconds: _add_written(costs, seconds)):
+            files = self._write(turn * leases, leases)
+        costs.rollouts += sum(len(job.manifest.rollouts) for job, _ in files)
+        costs.tokens += sum(entry.tokens for job, _ in files for entry in job.manifest.rollouts)
+        ways: dict[str, Callable[[], None]] = {
+            READ: lambda: self._check([files], self._reader),
+            ALL: lambda: self._check([[file] for file in files], self._judge),
+            TOGETHER: lambda: self._check([files], self._judge),
+        }
+        params = RunParams(group_size=self._size.group_size, groups_per_lease=self._size.groups)
+        for name, standing in DIALS.items():
+            share = params.check_share(standing, self._size.rollouts)
+            some = [(job.model_copy(update={"check_ppm": share}), path) for job, path in files]
+            ways[name] = lambda some=some: self._check([some], self._judge)  # type: ignore[misc]
+        for name in rotate(list(ways), turn):
+            with count_cpu(lambda seconds, name=name: costs.add(name, seconds)):  # type: ignore[misc]
+                ways[name]()
+
+    def _calibrate(self) -> Calibration:
+        plan = Plan(source=Source(tokens=CALIBRATED, temperature=1.0, seed=0), samples=SAMPLES)
+        return calibrate_policy(
+            self.policy, [Way(name="engine", batch=64)], plan, lambda line: None, name=self._size.name
+        )
+
+    def _write(self, first: int, leases: int) -> list[tuple[Job, Path]]:
+        beacon, size = number_beacon(BEACON), self._size.groups
+        order = Order(
+            lease="l1", step=1, first=first * size, count=leases * size, beacon=beacon, oldest=0, deadline_ms=0
+        )
+        work = self._scribe.write(order)
+        return [self._pack(work, work.groups[start : start + size]) for start in range(0, len(work.groups), size)]
+
+    def _pack(self, work: Work, groups: Sequence[Group]) -> tuple[Job, Path]:
+        path = self._folder / f"{groups[0].index}.parquet"
+        names = {rollout.id for group in groups for rollout in group.rollouts}
+        written = write_submission(path, groups, {name: work.proofs[name] for name in names})
+        manifest = Manifest(
+            lease="l1", fence=1, blob=written.sha256, size=written.size, version=0, rollouts=written.entries
+        )
+        return make_job(self._size, groups[0].index, manifest), path
+
+    def _check(self, portions: Sequence[Sequence[tuple[Job, Path]]], judge: Judge) -> None:
+        """Have files judged, portion by portion; all are honest."""
+        for files in portions:
+            opinions = self._runner.run(judge.judge_all(files, self.policy))
+            verdicts = {opinion.verdict for opinion in opinions}
+            if verdicts != {Verdict.ACCEPTED}:
+                raise SystemExit(f"{self._size.name}: honest work is {verdicts}: {opinions[0].findings[:1]}")
+
+
+def make_policy(tiny: TinyConfig) -> Policy:
+    """A policy of random weights whose answers do not end before they must."""
+    policy = load_policy(PolicyConfig(tiny=tiny), alphabet=Sort().alphabet, seed=5)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(SHARPEN)
+        # One channel is the same for every token, no layer writes to it, and it speaks against the end alone.
+        policy.model.get_input_embeddings().weight[:, 0] = BIAS
+        for name, parameter in policy.model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter[0] = 0
+        head = policy.model.get_output_embeddings().weight
+        head[:, 0] = 0
+        head[policy.eos_id] = 0
+        head[policy.eos_id, 0] = -(BIAS**2)
+    return policy
+
+
+def make_job(size: Size, first: int, manifest: Manifest) -> Job:
+    """What a validator is asked about a submission: all of it."""
+    return Job(
+        submission=f"s{first + 1}",
+        round=1,
+        step=1,
+        first=first,
+        count=size.groups,
+        group_size=size.group_size,
+        max_tokens=size.tokens,
+        beacon=BEACON,
+        version=0,
+        manifest=manifest,
+        check_ppm=MILLION,
+        check_seed=SEED,
+        duplicates=(),
+        deadline_ms=0,
+    )
+
+
+@contextmanager
+def count_cpu(note: Callable[[float], None]) -> Iterator[None]:
+    """Say how much CPU something took, here and in the processes that were started from here."""
+    before = time.process_time() + read_children()
+    yield
+    note(time.process_time() + read_children() - before)
+
+
+def read_children() -> float:
+    """CPU seconds of our children, with theirs that ended."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended just now
+        if int(fields[1]) == os.getpid():
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / _TICKS
+
+
+def rotate(names: Sequence[str], turn: int) -> list[str]:
+    """The same names, each turn beginning with another one."""
+    start = turn % len(names)
+    return [*names[start:], *names[:start]]
+
+
+def measure_size(size: Size) -> Costs:
+    """All turns with one model; a short one before them warms up and is not counted."""
+    costs = Costs(size.name)
+    with tempfile.TemporaryDirectory(prefix="shoal-checking-") as name, asyncio.Runner() as runner:
+        jail = Jail()
+        try:
+            desk = Desk(size, Path(name), runner, jail)
+            desk.measure(Costs(size.name), 0, 1)
+            for turn in range(1, size.turns + 1):
+                desk.measure(costs, turn, size.leases)
+        finally:
+            runner.run(jail.close())
+    return costs
+
+
+def list_figures(all_costs: Sequence[Costs]) -> dict[str, float]:
+    """Named figures; those of long answers are of the model at which checking is dearest."""
+    demo = next(costs for costs in all_costs if costs.size == DEMO)
+    long = [costs for costs in all_costs if costs is not demo]
+    worst = max(long, key=lambda costs: costs.share(TOGETHER))
+    return {
+        "cost_all_512": worst.share(TOGETHER),
+        "cost_dial_512": max(costs.share("trusted") for costs in long),
+        "cost_good_512": max(costs.share("good") for costs in long),
+        "cost_read": max(costs.share(READ) for costs in long),
+        "cost_replay": max(costs.share(TOGETHER) - costs.share(READ) for costs in long),
+        "cost_all_demo": demo.share(TOGETHER),
+        "cost_dial_demo": demo.share("trusted"),
+        "batch_gain": min(costs.batch_gain for costs in long),
+        "batch_gain_demo": demo.batch_gain,
+        "rollouts_per_s": worst.rollouts_per_s,
+        "rollouts_per_s_demo": demo.rollouts_per_s,
+    }
+
+
+def format_table(all_costs: Sequence[Costs]) -> str:
+    """The table of docs/validation.md."""
+    lines = [
+        "| model | tokens of an answer | written, tokens/s | reading | all, one by one | all | good | trusted "
+        "| batched | rollouts/s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for costs in all_costs:
+        shares = " | ".join(f"{100 * costs.share(name):.2f} %" for name in (READ, ALL, TOGETHER, "good", "trusted"))
+        lines.append(
+            f"| {costs.size} | {costs.mean_tokens:.0f} | {costs.tokens / costs.written:,.0f} | {shares} "
+            f"| {costs.batch_gain:.2f} x | {costs.rollouts_per_s:,.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def _add_written(costs: Costs, seconds: float) -> None:
+    costs.written += seconds
+
+
+def main() -> None:
+    """Measure, and print."""
+    flags = parse_flags(__doc__ or "")
+    tune_process(1)
+    all_costs = [measure_size(size) for size in list_sizes(flags.quick)]
+    finish(flags, format_table(all_costs), list_figures(all_costs))
+
+
+if __name__ == "__main__":
+    main()
