@@ -21,7 +21,8 @@ def make_piece(number: int, owner: str, *verdicts: Verdict, by: str = HONEST, fa
     """A submission of 10 tokens in 2 groups; the last verdict is what became of it."""
     words = [Word(by, verdict, (failed,) if failed and verdict is not GOOD else ()) for verdict in verdicts]
     state = SubmissionState(verdicts[-1].value) if verdicts else SubmissionState.RECEIVED
-    fields = {"version": 0, "groups": 2, "tokens": 10, "paid": 10 if state is SubmissionState.ACCEPTED else 0} | other
+    fields = {"version": 0, "groups": 2, "tokens": 10, "paid": 10 if state is SubmissionState.ACCEPTED else 0}
+    fields |= {"place": (1, number)} | other
     return Piece(submission=f"s{number}", owner=owner, state=state, words=words, **fields)
 
 
@@ -128,6 +129,14 @@ def test_what_must_be_refused_is_refused_and_was_tried() -> None:
     assert not find_fault("late", [], trials=3, ended="done")
     assert "tried nothing" in find_fault("late", [], ended="done")
     assert "not refused: a second file" in find_fault("late", [], trials=3, taken=("a second file: taken",))
+
+
+def test_of_what_must_be_refused_honest_work_is_paid_once() -> None:
+    same = [make_piece(number, CHEAT, GOOD, tokens=40, place=(1, 0)) for number in (10, 11)]
+    assert not find_fault("two_manifests", same[:1], credit=40, trials=3)
+    assert "earned 80 micro-credits, honest work of its size 40" in find_fault(
+        "two_manifests", same, credit=80, trials=3
+    )
 
 
 @pytest.mark.parametrize("attack", [name for name, attack in ATTACKS.items() if attack.fate is Fate.FRUITLESS])

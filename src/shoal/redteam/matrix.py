@@ -224,7 +224,6 @@ class _Judge:
         found = [piece for piece in judged if _is_found(piece, self._liars)]
         until = _count_until(bad, self._liars)
         purses = [self._tally.purses[owner] for owner in owners if owner in self._tally.purses]
-        size = sum(self._tally.granted.get(o, 0) for o in owners) if scripted else sum(piece.groups for piece in pieces)
         outcome = Outcome(
             attempt=attempt,
             states=Counter(piece.state.value for piece in pieces),
@@ -239,9 +238,19 @@ class _Judge:
             by_liar=sum(_is_liars(piece, self._liars) for piece in bad),
             peak=sum(purse.peak for purse in purses),
             left=sum(purse.now for purse in purses),
-            deserved=round(size * self._pay),
+            deserved=self._find_deserved(attempt, pieces),
         )
         return replace(outcome, fault=_find_fault(outcome, self._tally, owners))
+
+    def _find_deserved(self, attempt: Attempt, pieces: Sequence[Piece]) -> int:
+        """What honest work of the same size earned on the average; where all that is accepted is honest work, exactly
+        that, each place once."""
+        attack = ATTACKS[attempt.attack]
+        if attack.fate is Fate.REFUSED:
+            accepted = {piece.place: piece.tokens for piece in pieces if piece.state is SubmissionState.ACCEPTED}
+            return self._tally.price * sum(accepted.values())
+        granted = sum(self._tally.granted.get(owner, 0) for owner in attempt.owners)
+        return round(self._pay * (granted if attack.scripted else sum(piece.groups for piece in pieces)))
 
 
 def _find_fault(outcome: Outcome, tally: Tally, owners: Sequence[str]) -> str:

@@ -15,7 +15,8 @@ from shoal.swarm.state.run import read_run
 from shoal.swarm.verify import verify_ledger
 
 _PIECES = text(
-    "SELECT submission, owner, state, version, count, tokens, paid FROM submission ORDER BY committed_ms, lease"
+    "SELECT submission, owner, state, version, step, first, count, tokens, paid FROM submission "
+    "ORDER BY committed_ms, lease"
 )
 _WORDS = text("SELECT subject, actor, body FROM event WHERE kind = :kind ORDER BY seq")
 _OWNERS = text("SELECT owner, standing, accepted, rejected FROM owner")
@@ -44,6 +45,8 @@ class Piece:
     owner: str
     state: SubmissionState
     version: int
+    place: tuple[int, int]
+    """step and first group"""
     groups: int
     tokens: int
     """as its manifest says"""
@@ -124,12 +127,13 @@ def count_rollouts(ledger: Path, owners: Collection[str]) -> int:
 
 def _read_pieces(connection: Connection) -> dict[str, list[Piece]]:
     found: dict[str, Piece] = {}
-    for name, owner, state, version, groups, tokens, paid in connection.execute(_PIECES):
+    for name, owner, state, version, step, first, groups, tokens, paid in connection.execute(_PIECES):
         found[name] = Piece(
             submission=str(name),
             owner=str(owner),
             state=SubmissionState(state),
             version=int(version),
+            place=(int(step), int(first)),
             groups=int(groups),
             tokens=int(tokens),
             paid=int(paid),
