@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING
 from shoal.commands.broadcast_flags import Commands
 from shoal.commands.live import LiveLine
 from shoal.commands.serving import Ending, check_least, run_loop
-from shoal.commands.work import add_engine, add_node, check_engine, run_node, write_work
+from shoal.commands.work import add_engine, add_node, check_engine, judge_work, run_node, write_work
 
 if TYPE_CHECKING:
     from shoal.node.session import Session
     from shoal.recipe import Recipe
+    from shoal.submission.jail import Jail
+    from shoal.toploc.calibration import Calibration
+    from shoal.validator.judge import Judge
     from shoal.worker.author import Author
 
 _WAYS = "`shoal redteam list` lists the ways"
@@ -110,10 +113,10 @@ def run_cheat(args: argparse.Namespace) -> int:
 def run_liar(args: argparse.Namespace) -> int:
     """Judge and lie until the run is finished, a signal comes, or the run does not want this node any more."""
     check_least("--threads", args.threads, 0)
-    from shoal.redteam.liars.run import check_lie, lie_along
+    from shoal.redteam.liars.registry import check_lie
 
     check_lie(args.lie)
-    return run_node(args, lambda: lie_along(args))
+    return run_node(args, lambda: judge_work(args, partial(_make_liar, args.lie)))
 
 
 def run_crew(args: argparse.Namespace) -> int:
@@ -141,6 +144,12 @@ async def _make_cheat(attack: str, session: "Session", recipe: "Recipe") -> "Aut
     from shoal.redteam.registry import make_authors
 
     return make_authors(attack, recipe)[0]
+
+
+def _make_liar(lie: str, session: "Session", recipe: "Recipe", calibration: "Calibration", jail: "Jail") -> "Judge":
+    from shoal.redteam.liars.registry import make_liar
+
+    return make_liar(lie, recipe, calibration, jail, session.client)
 
 
 def _note(text: str) -> None:
