@@ -88,6 +88,8 @@ class Costs:
     """of generation"""
     tokens: int = 0
     rollouts: int = 0
+    leases: int = 1
+    """submissions that were checked together"""
 
     def add(self, name: str, seconds: float) -> None:
         """One more measurement of a way of checking."""
@@ -270,7 +272,7 @@ def rotate(names: Sequence[str], turn: int) -> list[str]:
 
 def measure_size(size: Size) -> Costs:
     """All turns with one model; a short one before them warms up and is not counted."""
-    costs = Costs(size.name)
+    costs = Costs(size.name, leases=size.leases)
     with tempfile.TemporaryDirectory(prefix="shoal-checking-") as name, asyncio.Runner() as runner:
         jail = Jail()
         try:
@@ -296,7 +298,7 @@ def list_figures(all_costs: Sequence[Costs]) -> dict[str, float]:
         "cost_replay": max(costs.share(TOGETHER) - costs.share(READ) for costs in long),
         "cost_all_demo": demo.share(TOGETHER),
         "cost_dial_demo": demo.share("trusted"),
-        "batch_gain": min(costs.batch_gain for costs in long),
+        "batch_gain": min(costs.batch_gain for costs in long if costs.leases > 1),
         "batch_gain_demo": demo.batch_gain,
         "rollouts_per_s": worst.rollouts_per_s,
         "rollouts_per_s_demo": demo.rollouts_per_s,
@@ -312,9 +314,10 @@ def format_table(all_costs: Sequence[Costs]) -> str:
     ]
     for costs in all_costs:
         shares = " | ".join(f"{100 * costs.share(name):.2f} %" for name in (READ, ALL, TOGETHER, "good", "trusted"))
+        gain = f"{costs.batch_gain:.2f} x" if costs.leases > 1 else "-"
         lines.append(
             f"| {costs.size} | {costs.mean_tokens:.0f} | {costs.tokens / costs.written:,.0f} | {shares} "
-            f"| {costs.batch_gain:.2f} x | {costs.rollouts_per_s:,.1f} |"
+            f"| {gain} | {costs.rollouts_per_s:,.1f} |"
         )
     return "\n".join(lines)
 

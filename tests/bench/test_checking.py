@@ -17,8 +17,8 @@ from checking import (
 )
 
 
-def make_costs(size: str, *, written: float = 100.0, together: float = 11.0) -> Costs:
-    costs = Costs(size, written=written, tokens=5120, rollouts=10)
+def make_costs(size: str, *, written: float = 100.0, together: float = 11.0, leases: int = 2) -> Costs:
+    costs = Costs(size, written=written, tokens=5120, rollouts=10, leases=leases)
     for name, seconds in {READ: 1.0, ALL: 21.0, TOGETHER: together, "good": 3.0, "trusted": 2.0}.items():
         costs.add(name, seconds / 2)
         costs.add(name, seconds / 2)
@@ -35,10 +35,12 @@ def test_costs_are_shares_of_what_writing_took() -> None:
 
 
 def test_the_figures_of_long_answers_are_the_worst_and_leave_the_demo_out() -> None:
-    figures = list_figures([make_costs("small"), make_costs("large", together=31.0), make_costs(DEMO, written=10.0)])
+    alone = make_costs("alone", together=41.0, written=1000.0, leases=1)
+    large = make_costs("large", together=31.0)
+    figures = list_figures([make_costs("small"), alone, large, make_costs(DEMO, written=10.0)])
     assert figures["cost_all_512"] == pytest.approx(0.31)
     assert figures["cost_replay"] == pytest.approx(0.30)
-    assert figures["batch_gain"] == pytest.approx(20 / 30)
+    assert figures["batch_gain"] == pytest.approx(20 / 30), "one submission gains nothing from being alone"
     assert figures["cost_all_demo"] == pytest.approx(1.1)
 
 

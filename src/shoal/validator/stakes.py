@@ -21,7 +21,7 @@ NAMES = {Standing.PROBATION: "new", Standing.GOOD: "good", Standing.TRUSTED: "tr
 JOIN_WORK = 1 << 22
 JOIN_S = 5.0
 """what joining takes on one core at `JOIN_WORK` hashes"""
-COST_READ, COST_REPLAY = 0.01, 0.14
+COST_READ, COST_REPLAY = 0.025, 0.34
 """CPU of a validator as a share of generation's, of answers of 512 tokens: reading and deriving everything again, and
 replaying everything. By bench/checking.py; docs/validation.md has the table."""
 CONVICTIONS = 2
