@@ -114,7 +114,7 @@ def field(plan: Plan) -> Field:
 def read_field(field: Field) -> Tally:
     (worker, *_) = field.honest
     word = Word("1" * 64, Verdict.HARD, ("sampling", "toploc_sign", "toploc_median"))
-    common = {"version": 0, "groups": 2, "tokens": 10}
+    common = {"version": 0, "place": (1, 0), "groups": 2, "tokens": 10}
     bad = Piece(submission="s2", owner="c" * 64, state=SubmissionState.HARD, paid=0, words=[word, word], **common)
     good = Piece(submission="s1", owner=worker, state=SubmissionState.ACCEPTED, paid=10, words=[], **common)
     return Tally(

@@ -14,6 +14,8 @@ from shoal.redteam.registry import ATTACKS, Fate
 from shoal.redteam.sleepers import Career, measure_sleepers
 
 LEASES, GROUPS = 8, 2
+COPIES = ("copy_all", "copy_one", "copy_encoded")
+"""take somebody to copy from, and are as good as `own_old`, which copies from itself"""
 VERSIONS = 3
 """the last ones of a run are ground enough"""
 
@@ -29,7 +31,7 @@ class Indoors:
 def measure_indoors(prepared: Prepared, attacks: Sequence[str], sleepers: Sequence[str], note: Note) -> Indoors:
     """The power of the checks against attacks, and careers of sleepers, at the end of a run."""
     ground = _find_ground(prepared.layout.root)
-    tried = [name for name in attacks if ATTACKS[name].fate is Fate.HARD and not ATTACKS[name].scripted]
+    tried = [name for name in attacks if ATTACKS[name].fate is Fate.HARD and name not in COPIES]
     powers = []
     for name in tried:
         note(f"offline: {name}")

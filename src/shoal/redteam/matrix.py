@@ -219,7 +219,7 @@ class _Judge:
         scripted = ATTACKS[attempt.attack].scripted
         owners = attempt.owners if scripted else attempt.owners[:1]
         pieces = self._tally.find_pieces(owners)
-        bad = _skip_honest(attempt, pieces, self._tally.find_pieces(attempt.owners[1:]))
+        bad = self._skip_honest(attempt, pieces)
         judged = [piece for piece in bad if _list_honest(piece, self._liars)]
         found = [piece for piece in judged if _is_found(piece, self._liars)]
         until = _count_until(bad, self._liars)
@@ -241,6 +241,23 @@ class _Judge:
             deserved=self._find_deserved(attempt, pieces),
         )
         return replace(outcome, fault=_find_fault(outcome, self._tally, owners))
+
+    def _skip_honest(self, attempt: Attempt, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """Without those before an attack had what it needs, at which it was an honest worker."""
+        others = self._tally.find_pieces(attempt.owners[1:])
+        match attempt.attack:
+            case "stale" | "previous":  # with the first version that it holds there is no other
+                # Who loaded two versions before its first lease cheats from that one on.
+                first = [piece for piece in pieces if piece.version == pieces[0].version]
+                honest = {piece.submission for piece in first if not _is_found(piece, self._liars)}
+            case "own_old":
+                honest = {piece.submission for piece in pieces[:1]}
+            case "copy_all" | "copy_one" | "copy_encoded":  # nothing leaks before somebody has written something
+                begin = min((int(piece.submission[1:]) for piece in others), default=math.inf)
+                honest = {piece.submission for piece in pieces if int(piece.submission[1:]) < begin}
+            case _:
+                return pieces
+        return [piece for piece in pieces if piece.submission not in honest]
 
     def _find_deserved(self, attempt: Attempt, pieces: Sequence[Piece]) -> int:
         """What honest work of the same size earned on the average; where all that is accepted is honest work, exactly
@@ -310,21 +327,6 @@ def _check_gain(outcome: Outcome) -> str:
 
 def _describe(states: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "no submissions"
-
-
-def _skip_honest(attempt: Attempt, pieces: Sequence[Piece], others: Sequence[Piece]) -> Sequence[Piece]:
-    """Without those before an attack had what it needs, at which it was an honest worker."""
-    if not pieces:
-        return pieces
-    match attempt.attack:
-        case "stale" | "previous":  # with the first version that it holds there is no other
-            return [piece for piece in pieces if piece.version > pieces[0].version]
-        case "own_old":
-            return pieces[1:]
-        case "copy_all" | "copy_one" | "copy_encoded":  # nothing leaks before somebody has written something
-            begin = min((int(piece.submission[1:]) for piece in others), default=math.inf)
-            return [piece for piece in pieces if int(piece.submission[1:]) > begin]
-    return pieces
 
 
 def _list_honest(piece: Piece, liars: Collection[str]) -> list[Verdict]:

@@ -115,13 +115,23 @@ def format_indoors(indoors: "Indoors") -> list[str]:
             cells = (power.attack, bad, _show_estimate(power.rollouts), _show_estimate(power.submissions))
             lines.append(_join((*cells, str(power.alarms))))
     if indoors.careers:
-        lines += ["", "Offline, owners of good record that cheat in some of their submissions, throughout.", ""]
-        head = ("attack", "standing", "cheats in", "replayed", "promise", "kept", "mean", "one in 100 lasts")
+        lines += [
+            "",
+            "Offline, owners of good record that cheat in some of their submissions; bad rollouts are no honest work.",
+            "",
+        ]
+        head = ("attack", "standing", "cheats in", "bad", "replayed", "promise", "kept", "mean", "one in 100 lasts")
         lines += [_join(head), _join(["---"] * len(head))]
         for career in indoors.careers:
             promise = f"within {career.promised}, {career.probability:.0%}"
-            cells = (career.attack, career.standing, f"{career.fraction:.0%}", f"{career.checked} of {career.rollouts}")
-            numbers = (promise, _show_rate(career.kept, 1), f"{career.mean:.1f}", f"{career.longest:.0f}")
+            cells = (career.attack, career.standing, f"{career.cheats:.0%}", f"{career.fraction:.1%}")
+            numbers = (
+                f"{career.checked} of {career.rollouts}",
+                promise,
+                _show_rate(career.kept, 1),
+                f"{career.mean:.1f}",
+                f"{career.longest:.0f}",
+            )
             lines.append(_join((*cells, *numbers)))
     return lines
 

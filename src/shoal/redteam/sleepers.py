@@ -4,6 +4,10 @@ An attack does a few leases for real, and every rollout of them is checked once.
 submission the owner cheats by a coin, throughout; which rollouts are looked at is drawn by the validator's own function
 with the run's own share, and the submission is found if one of these fails, or all of them together do. So a career
 costs microseconds, and the dial's promise is held against thousands of them.
+
+The promise is about rollouts that are not honest work. Of what some attacks hand in most is: where the policy is sure,
+another temperature draws the same tokens. Such an owner's coin is weighted so that the promise's fraction of all its
+rollouts are bad; if it cannot cheat that much, it does so always, and is held to what the dial says of its fraction.
 """
 
 import random
@@ -13,13 +17,13 @@ from statistics import mean, quantiles
 
 from shoal.redteam.matrix import Rate
 from shoal.redteam.offline import Scribe
-from shoal.redteam.power import Ground, check_work, make_order
+from shoal.redteam.power import Ground, check_work, list_changed, make_order
 from shoal.redteam.registry import make_authors
 from shoal.swarm.messages import Job, Manifest, RolloutEntry, Standing
 from shoal.swarm.params import RunParams, count_drawn
 from shoal.toploc.calibration import Calibration
 from shoal.toploc.check import Report, weigh_reports
-from shoal.validator.dial import hasten
+from shoal.validator.dial import Guarantee, count_submissions, detect_cheat, hasten
 from shoal.validator.proof import draw_positions
 from shoal.worker.author import Author
 
@@ -53,7 +57,9 @@ class Career:
     attack: str
     standing: str
     fraction: float
-    """of its submissions that are bad"""
+    """of its rollouts that are bad"""
+    cheats: float
+    """share of its submissions in which it cheats"""
     rollouts: int
     """of a submission"""
     checked: int
@@ -76,24 +82,28 @@ class Career:
 
 def measure_sleepers(attack: str, ground: Ground, params: RunParams, *, seed: int = 0) -> list[Career]:
     """Careers of an attack at the promise's own fraction, in each standing that is not fully checked."""
-    works = judge_works(attack, ground, groups=params.groups_per_lease, seed=seed)
+    works, changed = judge_works(attack, ground, groups=params.groups_per_lease, seed=seed)
     promises = {Standing.GOOD: hasten(params.guarantee), Standing.TRUSTED: params.guarantee}
     found = []
     for standing in STANDINGS:
         promise, rollouts = promises[standing], params.groups_per_lease * params.group_size
         share = params.check_share(standing, rollouts)
+        checked, fraction = count_drawn(share, rollouts), min(promise.fraction, changed)
+        promised = promise_within(promise, params.power, checked, fraction)
         rng = random.Random(f"{attack} {standing.value} {seed}")
-        lengths = [live_career(works, ground.calibration, promise.fraction, share, rng) for _ in range(CAREERS)]
+        cheats = fraction / changed
+        lengths = [live_career(works, ground.calibration, cheats, share, rng) for _ in range(CAREERS)]
         found.append(
             Career(
                 attack=attack,
                 standing=standing.value,
-                fraction=promise.fraction,
+                fraction=fraction,
+                cheats=cheats,
                 rollouts=rollouts,
-                checked=count_drawn(share, rollouts),
-                promised=promise.submissions,
+                checked=checked,
+                promised=promised,
                 probability=promise.probability,
-                kept=Rate(sum(length <= promise.submissions for length in lengths), len(lengths)),
+                kept=Rate(sum(length <= promised for length in lengths), len(lengths)),
                 mean=mean(lengths),
                 longest=quantiles(lengths, n=100)[-1],
             )
@@ -101,14 +111,28 @@ def measure_sleepers(attack: str, ground: Ground, params: RunParams, *, seed: in
     return found
 
 
-def judge_works(attack: str, ground: Ground, *, groups: int, seed: int) -> list[list[Report]]:
-    """Reports on all rollouts of some leases that an attack did."""
-    scribe, trusted = Scribe(make_authors(attack, ground.recipe)[0]), Author(ground.recipe)
+def promise_within(promise: Guarantee, power: float, checked: int, fraction: float) -> int:
+    """Submissions within which who cheats in a fraction of its rollouts is found, by the dial."""
+    if fraction >= promise.fraction:
+        return promise.submissions
+    return count_submissions(fraction, promise.probability, detect_cheat(checked, power))
+
+
+def judge_works(attack: str, ground: Ground, *, groups: int, seed: int) -> tuple[list[list[Report]], float]:
+    """Reports on all rollouts of some leases that an attack did, and the share of these that are not honest work."""
+    scribe, honest = Scribe(make_authors(attack, ground.recipe)[0]), Scribe(Author(ground.recipe))
+    trusted = Author(ground.recipe)
     for version, folder in sorted(ground.folders.items()):
         scribe.load(version, folder)
+        honest.load(version, folder)
         policy = trusted.open_policy(version, folder)
-    orders = [make_order(ground, number, groups=groups, seed=seed) for number in range(LEASES)]
-    return [check_work(scribe.write(order), policy, ground, seeded=ground.recipe.seeded) for order in orders]
+    works, changed = [], []
+    for number in range(LEASES):
+        order = make_order(ground, number, groups=groups, seed=seed)
+        work = scribe.write(order)
+        works.append(check_work(work, policy, ground, seeded=ground.recipe.seeded))
+        changed += list_changed(work, honest.write(order))
+    return works, mean(changed)
 
 
 def live_career(
