@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shoal.node.session import SessionError
 from shoal.node.spans import SpanLog
 from shoal.node.waits import RoleWaits
 from shoal.policy.model import Policy
@@ -29,7 +30,7 @@ NEVER_MS = 10**15
 class FakeSession:
     """A session whose coordinator has what it is given to hand out, and then nothing for ever."""
 
-    def __init__(self, *answers: ClaimAnswer) -> None:
+    def __init__(self, *answers: ClaimAnswer | AuthError) -> None:
         self.stopping, self.idle = asyncio.Event(), asyncio.Event()
         self.waits, self.spans = RoleWaits("validator"), SpanLog(None, "validator")
         self.client = SimpleNamespace(
@@ -51,7 +52,9 @@ class FakeSession:
     async def _claim_jobs(self, *, wait_s: int, most: int) -> ClaimAnswer:
         self.events.append("claims")
         if self.answers:
-            return self.answers.pop(0)
+            if isinstance(answer := self.answers.pop(0), AuthError):
+                raise RefusedError(answer)
+            return answer
         self.idle.set()
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")
@@ -142,6 +145,22 @@ def test_what_is_claimed_together_is_judged_together_and_told_one_by_one(tmp_pat
     assert [statement.submission for statement in session.said] == ["s1", "s2", "s3", "s4"]
     assert validator.verdicts[Verdict.ACCEPTED] == 4
     assert not list((tmp_path / "jobs").iterdir()), "nothing of a file is kept"
+
+
+def test_who_is_limited_waits_and_judges_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "POLL_S", 0)
+    monkeypatch.setattr(loop, "_PAUSE_S", 0.01)
+    limited = AuthError(403, "limited", "not for a while")
+    session = FakeSession(limited, limited, make_answer(make_job("s1")))
+    _, judge = run_loop(tmp_path, session)
+    assert judge.shown == [["s1"]] and session.events.count("not for a while (limited)") == 1
+
+
+def test_who_is_banned_ends(tmp_path: Path) -> None:
+    session = FakeSession(AuthError(403, "banned", "not any more"))
+    validator = Validator(session, None, None, tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(SessionError, match="no more jobs: not any more"):
+        asyncio.run(validator.run())
 
 
 def test_jobs_of_several_versions_are_judged_by_their_own(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ from shoal.validator.shelf import Shelf
 POLL_S = 20
 """how long the coordinator may keep a claim until there is a job"""
 _PAUSE_S = 1.0
+_LIMITED = "limited"
+"""the one refusal that ends by time"""
 
 
 class Validator:
@@ -46,6 +48,8 @@ class Validator:
         """version whose weights did not come in time: without them the next claim would end like the last one"""
         self._pace = Pace()
         self._finished = False
+        self._limited = ""
+        """why it may not judge for a while; as it was last said"""
         session.describe, session.heard = self._describe_state, self._hear
 
     async def run(self) -> None:
@@ -73,6 +77,8 @@ class Validator:
             parts.append(pace)
         if self._session.problem:
             parts.append(self._session.problem)
+        elif self._limited:
+            parts.append(self._limited)
         elif wait is not None:
             parts.append(f"waits for {wait.for_whom}: {wait.detail or wait.name}")
         return "  ".join(parts)
@@ -88,11 +94,22 @@ class Validator:
                 "job", lambda: client.claim_jobs(wait_s=POLL_S, most=most), for_whom="the coordinator", timeout_s=ASK_S
             )
         except RefusedError as error:
-            raise SessionError(f"no more jobs: {error}") from None
+            if error.refusal.code != _LIMITED:
+                raise SessionError(f"no more jobs: {error}") from None
+            return self._sit_out(str(error))
         except (ForkError, KeepError) as error:
             raise end_session(error) from None
 
+    def _sit_out(self, reason: str) -> ClaimAnswer:
+        """Ask again later: a limit ends by time."""
+        if reason != self._limited:
+            self._session.note(reason)
+        self._limited = reason
+        return ClaimAnswer(retry_after_s=POLL_S)
+
     async def _take_answer(self, answer: ClaimAnswer) -> None:
+        if answer.jobs:
+            self._limited = ""
         if not answer.jobs:
             await self._pause(max(_PAUSE_S, min(answer.retry_after_s, POLL_S)))
         for version in dict.fromkeys(job.version for job in answer.jobs):
