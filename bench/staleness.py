@@ -1,12 +1,12 @@
 """Staleness 0, 1, 2 and 4, simulated by delayed weights: old log-probs recomputed, with and without importance
 correction, or taken from the rollouts.
 
-    python bench/staleness.py [--quick] [--json]
+    python bench/staleness.py [--quick] [--json] [--levels 0 1 2 4] [--kinds token none behaviour]
 
 Claim of the paper (its figure 7): up to four steps of staleness barely change the reward curve.
 """
 
-from common import SEEDS, Lines, finish, last_value, mean, open_plots, parse_flags, run_arms, save_picture
+from common import SEEDS, Lines, build_parser, finish, last_value, mean, open_plots, run_arms, save_picture
 from shoal.report import pick_series
 
 LEVELS = (0, 1, 2, 4)
@@ -24,14 +24,17 @@ TITLES = {
 
 
 def main() -> None:
-    flags = parse_flags(__doc__.splitlines()[0])
+    parser = build_parser(__doc__.splitlines()[0])
+    parser.add_argument("--levels", type=int, nargs="+", default=LEVELS, help="async levels (all)")
+    parser.add_argument("--kinds", nargs="+", default=tuple(ARMS), choices=ARMS, help="old log-probs (all)")
+    flags = parser.parse_args()
     steps, seeds = (12, SEEDS[:1]) if flags.quick else (40, SEEDS)
     arms: dict[str, list[str]] = {}
-    for level in LEVELS:
+    for level in flags.levels:
         common = [f"async_level={level}", f"steps={steps}", "eval.every=4"]
-        arms |= {f"k{level}-{kind}": [*common, *settings] for kind, settings in ARMS.items()}
+        arms |= {f"k{level}-{kind}": [*common, *settings] for kind, settings in ARMS.items() if kind in flags.kinds}
     runs = run_arms(arms, config="examples/sort.toml", seeds=seeds, tag=f"staleness{steps}")
-    if not flags.quick:
+    if not flags.quick and len(runs) == len(LEVELS) * len(ARMS):
         draw(runs)
     finish(flags, format_table(runs), collect_figures(runs))
 
