@@ -1,6 +1,6 @@
 """What checking costs: CPU of a validator as a share of the CPU that it took to write what is checked.
 
-    quiet python bench/checking.py       # four minutes on one core
+    python bench/checking.py             # five minutes on one core, with nothing else on the machine
     python bench/checking.py --quick     # half a minute: one model, shorter answers
 
 Both sides are the code that runs in a swarm, in one process with one thread, one after the other in turns: the engine
@@ -44,6 +44,7 @@ from shoal.worker.author import Author, Work
 from shoal.worker.intake import Order
 
 DEMO = "demo, 256 at a time"
+WIDE = "large, 64 at a time, leases of 32"
 ALL, TOGETHER, READ = "all", "all, together", "read"
 DIALS = {"good": Standing.GOOD, "trusted": Standing.TRUSTED}
 SAMPLES, CALIBRATED = 400, 96
@@ -127,6 +128,7 @@ def list_sizes(quick: bool) -> list[Size]:
         Size(name="small, 8 at a time", tiny=demo, tokens=512, leases=1, turns=8),
         Size(name="small, 64 at a time", tiny=demo, tokens=512, leases=8, turns=4),
         Size(name="large, 64 at a time", tiny=large, tokens=512, leases=8, turns=2),
+        Size(name=WIDE, tiny=large, tokens=512, leases=2, turns=2, groups=4),
         Size(name=DEMO, tiny=demo, tokens=12, leases=4, turns=8, group_size=16, groups=16),
     ]
 
@@ -290,7 +292,8 @@ def list_figures(all_costs: Sequence[Costs]) -> dict[str, float]:
     demo = next(costs for costs in all_costs if costs.size == DEMO)
     long = [costs for costs in all_costs if costs is not demo]
     worst = max(long, key=lambda costs: costs.share(TOGETHER))
-    return {
+    wide = {"cost_dial_512_wide": costs.share("trusted") for costs in long if costs.size == WIDE}
+    return wide | {
         "cost_all_512": worst.share(TOGETHER),
         "cost_dial_512": max(costs.share("trusted") for costs in long),
         "cost_good_512": max(costs.share("good") for costs in long),
