@@ -292,10 +292,11 @@ def list_figures(all_costs: Sequence[Costs]) -> dict[str, float]:
     demo = next(costs for costs in all_costs if costs.size == DEMO)
     long = [costs for costs in all_costs if costs is not demo]
     worst = max(long, key=lambda costs: costs.share(TOGETHER))
-    wide = {"cost_dial_512_wide": costs.share("trusted") for costs in long if costs.size == WIDE}
-    return wide | {
+    wide = next((costs for costs in long if costs.size == WIDE), worst)
+    return {
         "cost_all_512": worst.share(TOGETHER),
         "cost_dial_512": max(costs.share("trusted") for costs in long),
+        "cost_dial_512_wide": wide.share("trusted"),
         "cost_good_512": max(costs.share("good") for costs in long),
         "cost_read": max(costs.share(READ) for costs in long),
         "cost_replay": max(costs.share(TOGETHER) - costs.share(READ) for costs in long),
