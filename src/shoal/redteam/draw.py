@@ -3,8 +3,10 @@
 import io
 from typing import Any
 
-from shoal.redteam.matrix import MOST_PIECES, Matrix
+from shoal.redteam.matrix import MOST_PIECES, Matrix, Row
+from shoal.redteam.registry import Fate
 
+_CAUGHT = (Fate.HARD, Fate.SOFT, Fate.FORM)
 _MET, _MISSED = "C0", "C3"
 
 
@@ -44,11 +46,26 @@ def _draw_heat(figure: Any, axes: Any, matrix: Matrix) -> None:
 
 
 def _draw_bars(axes: Any, matrix: Matrix) -> None:
-    """The most submissions that it took; none where nothing is to be caught."""
-    counts = [row.until or 0 for row in matrix.rows]
+    """The most submissions that it took; in words where that is not what must become of it."""
+    counts = [row.until or 0 if row.fate in _CAUGHT else 0 for row in matrix.rows]
     axes.barh(range(len(counts)), counts, color=[_MET if row.met else _MISSED for row in matrix.rows], height=0.7)
+    for line, row in enumerate(matrix.rows):
+        if not counts[line]:
+            axes.text(0.08, line, _describe_row(row), va="center", fontsize=7, color="black" if row.met else _MISSED)
     axes.axvline(MOST_PIECES + 0.5, color="0.6", linewidth=0.8, linestyle=":")
-    axes.set_xlabel("bad submissions until the first rejection; red: not as it must be", fontsize=8)
+    axes.set_title("bad submissions until caught", fontsize=9)
+    axes.set_xlabel("dotted: the most there may be; red: not as it must be", fontsize=7)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlim(0, max(MOST_PIECES + 1, *counts))
     axes.grid(axis="x", alpha=0.3)
+
+
+def _describe_row(row: Row) -> str:
+    if row.fate is None:
+        return f"banned at submission {row.until}" if row.until else "not caught"
+    if row.fate is Fate.REFUSED:
+        return "refused" if row.met else "not refused"
+    if row.fate in _CAUGHT:
+        return "not caught"
+    earned, deserved = row.sum("left"), row.sum("deserved")
+    return f"earned {earned / deserved:.0%} of honest pay" if deserved else "earned nothing"
