@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from shoal.engine.base import Engine
-from shoal.policy.tokenizer import decode_completion, encode_prompt
+from shoal.policy.tokenizer import decode_completion, encode_chat, encode_prompt
 from shoal.rollout import Group, Request, Rollout
 from shoal.seeds import derive_seed
 from shoal.tasks.base import Family, Task, score_text
@@ -56,7 +56,7 @@ def request_rollouts(
     tokenizer: PreTrainedTokenizerBase, task: Task, shape: GroupShape, name: str, seeds: Sequence[int]
 ) -> tuple[Request, ...]:
     """One request per seed for a task, with ids `name.0`, `name.1`, ..."""
-    prompt_ids = tuple(encode_prompt(tokenizer, task.prompt))
+    prompt_ids = tuple(encode_task(tokenizer, task))
     return tuple(
         Request(
             id=f"{name}.{sample}",
@@ -67,6 +67,13 @@ def request_rollouts(
         )
         for sample, seed in enumerate(seeds)
     )
+
+
+def encode_task(tokenizer: PreTrainedTokenizerBase, task: Task) -> list[int]:
+    """The prompt of a task in tokens, in the form it has."""
+    if task.messages:
+        return encode_chat(tokenizer, [(message.role, message.content) for message in task.messages])
+    return encode_prompt(tokenizer, task.prompt)
 
 
 def generate_groups(

@@ -30,11 +30,12 @@ from shoal.config import RunConfig, WarmupConfig, config_hash
 from shoal.disk import guard_disk
 from shoal.errors import ConfigError
 from shoal.files import atomic_dir, hash_dir, hash_file, remove_dir, sweep_leftovers
+from shoal.group import encode_task
 from shoal.learner.checkpoint import load_optimizer, save_optimizer
 from shoal.learner.logprobs import score_tokens
 from shoal.learner.sample import Pack, Sample, build_packs
 from shoal.policy.model import Policy, load_policy, open_policy, save_policy
-from shoal.policy.tokenizer import encode_completion, encode_prompt
+from shoal.policy.tokenizer import encode_completion
 from shoal.rollout import Finish, Rollout
 from shoal.runtime import fix_threads, tune_process
 from shoal.seeds import derive_seed
@@ -185,7 +186,7 @@ def demonstrate_task(family: Family, policy: Policy, task: Task) -> Rollout:
     tokens = np.array(encode_completion(policy.tokenizer, family.demonstrate(task)), dtype=np.int32)
     return Rollout(
         id=task.id,
-        prompt_ids=np.array(encode_prompt(policy.tokenizer, task.prompt), dtype=np.int32),
+        prompt_ids=np.array(encode_task(policy.tokenizer, task), dtype=np.int32),
         token_ids=tokens,
         logprobs=np.zeros(len(tokens), dtype=np.float32),
         finish=Finish.STOP,

@@ -29,6 +29,14 @@ _QUOTE_CHARS = 24
 _BLANKS = " \t\r\n"
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a prompt in chat form."""
+
+    role: str
+    content: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One problem."""
@@ -42,6 +50,15 @@ class Task:
     """what the verifier needs to know, JSON values only"""
     kin: str
     """tasks of equal kin are on the same side of the split: the id, or what is common to variants of one problem"""
+    messages: "tuple[Message, ...]" = ()
+    """the prompt in chat form, for tokenizers with a chat template; none: it is a text"""
+    plain: "Task | None" = None
+    """the task without its target length, if it has one (tasks/length.py)"""
+
+    @property
+    def problem(self) -> str:
+        """The id without a target length."""
+        return self.id if self.plain is None else self.plain.id
 
 
 class Family(Protocol):

@@ -11,6 +11,8 @@ from shoal.tasks.verify.base import Verifier
 
 _PACKAGE = "shoal.tasks.verify"
 _PLACES = {
+    "family": "family:FamilyVerifier",
+    "gym": "gym:GymVerifier",
     "math": "math.verifier:MathVerifier",
     "code": "code.verifier:CodeVerifier",
     "text_exact": "text.match:ExactVerifier",

@@ -1,0 +1,55 @@
+"""The tasks that a run's settings name: a family or a task set, with target lengths if they ask for them."""
+
+from collections.abc import Mapping
+
+from shoal.config import FilterConfig, Option, RunConfig, TasksConfig
+from shoal.errors import ConfigError
+from shoal.tasks.base import Family
+from shoal.tasks.length import aim_family
+from shoal.tasks.registry import load_family
+from shoal.tasks.sets import SetError, SetFamily, SetFilter, TaskSet, open_set
+
+
+def open_tasks(config: RunConfig, options: Mapping[str, Option] | None = None) -> Family:
+    """The tasks of a run; `options` are laid over those of its family, for a warm-up."""
+    return aim_family(open_family(config.tasks, options), config.length)
+
+
+def open_family(config: TasksConfig, options: Mapping[str, Option] | None = None) -> Family:
+    """The tasks without target lengths."""
+    if options and (config.set or config.environment):
+        raise ConfigError("warmup.options: are those of a family, and the tasks are none")
+    if config.environment:
+        from shoal.tasks.adapters import load_environment
+
+        return load_environment(config.environment)
+    if not config.set:
+        return load_family(config.name, {**config.options, **(options or {})})
+    family = build_set_family(read_set(config), config.filter, config.weights)
+    if config.reward:
+        from shoal.tasks.adapters import RewardFamily
+
+        return RewardFamily(family, config.reward)
+    family.check_tasks()
+    return family
+
+
+def read_set(config: TasksConfig) -> TaskSet:
+    """The task set that settings name, if it has the hash that they say."""
+    tasks = open_set(config.set)
+    if config.hash and tasks.hash != config.hash:
+        raise SetError(f"tasks.hash: the tasks of {tasks.name} have the hash {tasks.hash}")
+    return tasks
+
+
+def build_set_family(tasks: TaskSet, wanted: FilterConfig, weights: Mapping[str, int]) -> SetFamily:
+    """A set as settings or a recipe have it filtered and mixed."""
+    kept = SetFilter(model=wanted.model, low=wanted.min, high=wanted.max, max_chars=wanted.max_chars)
+    return SetFamily(tasks, kept, weights)
+
+
+def check_local(config: TasksConfig) -> None:
+    """Refuse what a swarm cannot have: code of the user's own, which no stranger runs."""
+    for key, value in (("reward", config.reward), ("environment", config.environment)):
+        if value:
+            raise ConfigError(f"tasks.{key}: own code scores in `shoal train` alone; a swarm has verifiers by name")
