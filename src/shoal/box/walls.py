@@ -12,6 +12,7 @@ its own: whatever work may import is imported before. Where the filter is not po
 import os
 import resource
 from dataclasses import dataclass
+from pathlib import Path
 
 from shoal.box import kernel
 from shoal.box.calls import ROOMY, STRICT, build_filter
@@ -77,7 +78,7 @@ def empty_root() -> None:
     kernel.mount("none", "/", None, kernel.RECURSIVE | kernel.PRIVATE)
     kernel.mount("none", "/tmp", "tmpfs", _PLAIN, "size=64k,nr_inodes=16,mode=755")
     os.chdir("/tmp")
-    os.mkdir(PRIVATE[1:], 0o700)
+    Path(PRIVATE[1:]).mkdir(0o700)
     kernel.pivot_here()
     kernel.mount("none", "/", None, kernel.REMOUNT | kernel.READ_ONLY | _PLAIN, "size=64k,nr_inodes=16,mode=755")
 
@@ -104,8 +105,8 @@ def close_cell(house: House, limits: Limits) -> None:
         (resource.RLIMIT_MEMLOCK, 0),
     ):
         allowed = resource.getrlimit(kind)[1]
-        most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
-        resource.setrlimit(kind, (most, most))
+        limit = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
+        resource.setrlimit(kind, (limit, limit))
     kernel.refuse_privileges()
     if house.namespaced:
         kernel.drop_capabilities()
@@ -117,5 +118,4 @@ def close_cell(house: House, limits: Limits) -> None:
 
 def count_memory() -> int:
     """The address space we have, in bytes."""
-    with open("/proc/self/statm", "rb") as file:  # noqa: PTH123  # nothing is imported here that need not be
-        return int(file.read().split()[0]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

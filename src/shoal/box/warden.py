@@ -24,17 +24,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ConfigError
 from shoal.box.walls import Limits
 from shoal.box.wire import WireError, pack_frame, parse_body, read_size
 from shoal.box.zygote import END, MAX_MESSAGE_BYTES, WALLED
+from shoal.errors import ConfigError
 
 GRACE_S = 10.0
 START_S = 60.0
 MAX_TOTAL_BYTES = 8 << 20
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from shoal.box.zygote import run_zygote; "
-    "run_zygote(int(sys.argv[1]), sys.argv[2])"
+    "run_zygote(int(sys.argv[1]), sys.argv[2], namespaces=sys.argv[4] == 'True')"
 )
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 """equal on every machine, the order of sets with it"""
@@ -128,10 +128,10 @@ class Cell:
 class Warden:
     """A zygote and its jobs, one at a time; started at the first."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, *, namespaces: bool = True) -> None:
         self.walls = ""
         """`namespaces`, or `calls` where this machine permits no more"""
-        self._module = module
+        self._module, self._namespaces = module, namespaces
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -142,10 +142,11 @@ class Warden:
         self.kill()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         paths = json.dumps([str(Path(entry).absolute()) for entry in sys.path])
+        words = (str(theirs.fileno()), self._module, paths, str(self._namespaces))
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-s", "-S", "-P", "-c", _BOOT, str(theirs.fileno()), self._module, paths],
+                    [sys.executable, "-s", "-S", "-P", "-c", _BOOT, *words],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -230,9 +231,9 @@ class Warden:
 class Pool:
     """A bounded number of wardens for all who ask."""
 
-    def __init__(self, module: str, size: int) -> None:
+    def __init__(self, module: str, size: int, *, namespaces: bool = True) -> None:
         self._places: queue.SimpleQueue[Warden] = queue.SimpleQueue()
-        self._all = [Warden(module) for _ in range(size)]
+        self._all = [Warden(module, namespaces=namespaces) for _ in range(size)]
         for warden in self._all:
             self._places.put(warden)
 

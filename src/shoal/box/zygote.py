@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 from shoal.box import kernel, walls
@@ -44,13 +45,14 @@ class Work:
     """what must be done before the walls are closed"""
 
 
-def run_zygote(control: int, module: str) -> None:
+def run_zygote(control: int, module: str, *, namespaces: bool = True) -> None:
     """Serve jobs until the warden goes away; `module` has PRELOAD (names to import) and WORKS (works by name)."""
     works = _import_works(module)
     gc.disable()
-    refusal = ""
+    refusal = "not wanted"
     try:
-        house = _build_house()
+        walls.drop_root()
+        house = _build_house() if namespaces else House(namespaced=False, held_bytes=walls.count_memory())
     except OSError as error:
         refusal, house = error.strerror or str(error), House(namespaced=False, held_bytes=walls.count_memory())
     gc.freeze()  # or every cell would copy what a collection touches
@@ -61,7 +63,7 @@ def run_zygote(control: int, module: str) -> None:
     if (code := _prove_walls(house)) != 0:
         channel.send(json.dumps({"refused": f"the walls do not hold (code {code})"}).encode())
         return
-    channel.send(json.dumps({"ready": "namespaces" if house.namespaced else "calls", "lacks": refusal}).encode())
+    channel.send(json.dumps({"ready": "namespaces" if house.namespaced else "calls"}).encode())
     _serve_jobs(channel, house, works)
 
 
@@ -75,7 +77,6 @@ def _import_works(module: str) -> Mapping[str, Work]:
 
 def _build_house() -> House:
     """Walls of the house, as far as this machine permits; returns in the process that is to serve."""
-    walls.drop_root()
     held_bytes = walls.count_memory()
     walls.leave_host()
     if pid := os.fork():
@@ -95,7 +96,6 @@ def _serve_jobs(channel: socket.socket, house: House, works: Mapping[str, Work])
         if message == END:
             continue  # the job had ended by itself
         report = _run_job(channel, house, works, json.loads(message), descriptors[0])
-        os.close(descriptors[0])
         if report is None:
             return
         channel.send(json.dumps(report).encode())
@@ -107,6 +107,7 @@ def _run_job(
     """How a job ended; None if the warden is gone."""
     limits = Limits(**job["limits"])
     pid = _fork_cell(house, lambda: _do_job(house, limits, works[job["work"]], channel))
+    os.close(channel)  # or its end would be heard only when the job has ended
     if pid is None:
         return {"lost": "it cannot fork"}
     late, gone = _watch_cell(pid, control, limits.wall_s)
@@ -205,7 +206,8 @@ def _try_walls(house: House) -> None:
         except OSError:
             continue
         os._exit(2)
-    if house.namespaced and (os.getpid() != 1 or os.listdir("/") != [walls.PRIVATE[1:]] or os.listdir(".")):
+    seen = [*Path("/").iterdir(), *Path().iterdir()] if house.namespaced else []
+    if house.namespaced and (os.getpid() != 1 or seen != [Path(walls.PRIVATE)]):
         os._exit(3)
 
 
