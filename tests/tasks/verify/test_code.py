@@ -27,7 +27,7 @@ SUM = {
 
 
 def attempt(row, body):
-    info = {"tests": row["test"], "entry_point": row["entry_point"], "prefix": row["prompt"]}
+    info = {key: row[key] for key in ("test", "entry_point", "prompt")}
     return Attempt(info, row["prompt"], body)
 
 
@@ -74,6 +74,15 @@ def test_a_program_passes_if_all_outputs_do(boxes):
     assert boxes.score(SUM, "", f"```\n{threaded}\n```").value == 1.0
 
 
+def test_tests_may_stand_in_columns(boxes):
+    calls = {"fn_name": "f", "inputs": [[1], [[2]]], "outputs": [2, [[2, 2]]]}
+    assert boxes.score(calls, "", "```python\ndef f(x): return x * 2\n```").value == 1.0
+    assert boxes.score(calls, "", "```python\ndef f(x): return x\n```").value == 0.0
+    runs = {"inputs": ["1\n", "2\n"], "outputs": ["1\n", "2\n"]}
+    assert boxes.score(runs, "", "```python\nprint(input())\n```").value == 1.0
+    assert boxes.score(runs, "", "```python\nprint(1)\n```").value == 0.0
+
+
 def test_both_kinds_of_walls_give_the_same_scores(boxes, bare_boxes):
     for source in ("def f(x): return x * 2", "import numpy\ndef f(x): return x * 2", "def f(x): return x"):
         text = f"```python\n{source}\n```"
@@ -81,19 +90,19 @@ def test_both_kinds_of_walls_give_the_same_scores(boxes, bare_boxes):
 
 
 def test_asserts_that_call_the_function_by_name_are_judged(boxes):
-    info = {"tests": "assert g(2) == (4, {1: 'a'})\nassert g(x=3)[0] == 6", "entry_point": "g"}
+    info = {"test": "assert g(2) == (4, {1: 'a'})\nassert g(x=3)[0] == 6", "entry_point": "g"}
     assert boxes.score(info, "", "def g(x): return x * 2, {1: 'a'}").value == 1.0
     assert boxes.score(info, "", "def g(x): return x * 2, {1: 'b'}").value == 0.0
 
 
 def test_what_a_candidate_raises_reaches_the_tests(boxes):
-    info = {"tests": "try:\n  g()\n  assert False, 'no error'\nexcept KeyError:\n  pass", "entry_point": "g"}
+    info = {"test": "try:\n  g()\n  assert False, 'no error'\nexcept KeyError:\n  pass", "entry_point": "g"}
     assert boxes.score(info, "", "def g(): raise KeyError").value == 1.0
     assert boxes.score(info, "", "def g(): raise ValueError").value == 0.0
 
 
 def test_a_candidate_cannot_speak_for_the_judge(boxes):
-    info = {"tests": "assert g(2) == 5", "entry_point": "g"}
+    info = {"test": "assert g(2) == 5", "entry_point": "g"}
     forge = "import os, struct\nbody = b'{\"passed\": true}'\nframe = struct.pack('<I', len(body)) + body\n"
     for source in (f"{forge}def g(x): os.write(3, frame)", f"{forge}os.write(3, frame * 9)\ndef g(x): return 5"):
         assert boxes.score(info, "", source).value == 0.0
@@ -122,7 +131,7 @@ def test_a_wrong_answer_is_firm(boxes):
         {"test_cases": [{"type": "function_call", "fn_name": "f()", "input": [], "output": 1}]},
         {"test_cases": [{"type": "stdin_stdout", "input": 1, "output": ""}]},
         {"test_cases": [*DOUBLE["test_cases"], *SUM["test_cases"]]},
-        {"tests": "x", "entry_point": "not a name"},
+        {"test": "x", "entry_point": "not a name"},
         {**DOUBLE, "language": "rust"},
     ],
 )

@@ -8,10 +8,8 @@ _FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
 
 def drop_thoughts(completion: str) -> str:
     """What follows the thoughts; nothing if they never end, all if there are none."""
-    before, close, after = completion.rpartition(_CLOSE)
-    if close:
-        return after
-    return "" if _OPEN in after or _OPEN in before else completion
+    after = completion.rpartition(_CLOSE)[2]
+    return "" if _OPEN in after else after
 
 
 def find_block(text: str) -> str | None:

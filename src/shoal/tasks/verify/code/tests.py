@@ -2,10 +2,12 @@
 
     {"test_cases": [{"type": "function_call", "fn_name": "f", "input": [arguments], "output": value}, ...]}
     {"test_cases": [{"type": "stdin_stdout", "input": "text", "output": "text"}, ...]}
-    {"tests": "source with asserts, or with check(candidate)", "entry_point": "f"}
+    {"inputs": [...], "outputs": [...], "fn_name": "f"}       the same in columns; without fn_name, texts of a program
+    {"test": "source with asserts, or with check(candidate)", "entry_point": "f"}
 
-`"prefix"`, optional, is source that stands before the completion (a signature, imports); `"language"`, optional, is
-`"python"`. All cases of a task are of one type, and all must pass: partial credit would pay for guessing.
+`"prompt"`, optional, is source that stands before the completion (a signature, imports); `"language"`, optional, is
+`"python"`. All cases of a task are of one type, and all must pass: partial credit would pay for guessing. In columns
+the output of a call may stand in a list of its own, as is the custom of the sets that have them.
 """
 
 from dataclasses import dataclass
@@ -23,10 +25,10 @@ CALL, SCRIPT = "function_call", "stdin_stdout"
 
 @dataclass(frozen=True, slots=True)
 class CallTests:
-    """Calls of one function: encoded arguments and what must be returned."""
+    """Calls of one function: encoded arguments, and the values of which one must be returned."""
 
     function: str
-    cases: tuple[tuple[Any, Any], ...]
+    cases: tuple[tuple[Any, tuple[Any, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +54,33 @@ def read_tests(info: Info) -> Tests:
     """The tests of a task; ConfigError if there are none that can be run."""
     if info.get("language", "python") != "python":
         raise ConfigError(f"language {info['language']!r}: only Python is run")
-    prefix = info.get("prefix", "")
+    prefix = info.get("prompt", "")
     if not isinstance(prefix, str) or len(prefix) > MAX_SOURCE_CHARS:
-        raise ConfigError(f"prefix: must be a text of at most {MAX_SOURCE_CHARS} characters")
+        raise ConfigError(f"prompt: must be a text of at most {MAX_SOURCE_CHARS} characters")
     match info:
-        case {"tests": str(source), "entry_point": str(function)} if function.isidentifier():
+        case {"test": str(source), "entry_point": str(function)} if function.isidentifier():
             if len(source) > MAX_TEXT_CHARS:
-                raise ConfigError(f"tests: longer than {MAX_TEXT_CHARS} characters")
+                raise ConfigError(f"test: longer than {MAX_TEXT_CHARS} characters")
             return JudgeTests(function, source, prefix)
         case {"test_cases": list(cases)} if 0 < len(cases) <= MAX_CASES:
             return _read_cases(cases)
-    raise ConfigError(f"verification info of code: needs tests and entry_point, or 1 to {MAX_CASES} test_cases")
+        case {"inputs": list(given), "outputs": list(wanted)} if 0 < len(given) == len(wanted) <= MAX_CASES:
+            return _read_columns(given, wanted, info.get("fn_name"))
+    raise ConfigError(f"info of a code task: needs test and entry_point, or 1 to {MAX_CASES} test_cases")
+
+
+def _read_columns(given: list[Any], wanted: list[Any], name: Any) -> Tests:
+    kind = {"type": SCRIPT} if name is None else {"type": CALL, "fn_name": name}
+    tests = _read_cases([{**kind, "input": one, "output": other} for one, other in zip(given, wanted, strict=True)])
+    if not isinstance(tests, CallTests):
+        return tests
+    return CallTests(tests.function, tuple((arguments, _open_list(right)) for arguments, right in tests.cases))
+
+
+def _open_list(right: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values that are right where an output may stand in a list of its own."""
+    (value,) = right
+    return (value, value[0]) if isinstance(value, list) and len(value) == 1 else right
 
 
 def _read_cases(cases: list[Any]) -> Tests:
@@ -78,12 +96,12 @@ def _read_cases(cases: list[Any]) -> Tests:
     raise ConfigError(f"test_cases: all of type {CALL}, or all of type {SCRIPT}")
 
 
-def _read_call(case: dict[str, Any]) -> tuple[Any, Any]:
+def _read_call(case: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     arguments = case.get("input")
     if not isinstance(arguments, list) or "output" not in case:
         raise ConfigError("test_cases: a call needs input, a list of arguments, and output")
     try:
-        return encode_value(arguments), encode_value(case["output"])
+        return encode_value(arguments), (encode_value(case["output"]),)
     except WireError as error:
         raise ConfigError(f"test_cases: {error}") from None
 
