@@ -24,6 +24,21 @@ BASE: dict[str, Any] = {
 }
 
 
+SET: dict[str, Any] = {
+    "hash": "",
+    "size": 10,
+    "filter": {"max": "1.0", "max_chars": 0, "min": "0.0", "model": ""},
+    "weights": {},
+}
+LENGTH: dict[str, Any] = {
+    "alpha": "0.0003",
+    "bound": "0.5",
+    "mode": "none",
+    "targets": [],
+    "template": "{target}:{prompt}",
+}
+
+
 def spell(**changes: Any) -> bytes:
     """The bytes of a recipe with some of its JSON replaced; None takes a key away."""
     body = json.loads(dump_recipe(Recipe(**BASE))) | changes
@@ -57,9 +72,12 @@ def test_a_recipe_comes_back_from_its_bytes(temperature, size, tokens, dtype, se
 def test_the_bytes_of_a_recipe_do_not_change():
     recipe = Recipe(**BASE | {"options": {"min_length": 2}, "temperature": 0.7})
     assert dump_recipe(recipe) == (
-        b'{"calibration":"' + b"c" * 64 + b'","dtype":"float32","family":"sort","format":1,"group_size":8,'
-        b'"max_tokens":64,"model":"' + b"a" * 64 + b'","options":{"min_length":2},"seeded":true,"temperature":"0.7",'
-        b'"weights":"' + b"b" * 64 + b'"}'
+        b'{"calibration":"' + b"c" * 64 + b'","dtype":"float32","family":"sort","format":2,"group_size":8,'
+        b'"length":{"alpha":"0.0003","bound":"0.5","mode":"none","targets":[],"template":'
+        b'"{prompt}\\n\\nThink for {target} tokens before giving a response."},'
+        b'"max_tokens":64,"model":"' + b"a" * 64 + b'","options":{"min_length":2},"seeded":true,'
+        b'"set":{"filter":{"max":"1.0","max_chars":0,"min":"0.0","model":""},"hash":"","size":0,"weights":{}},'
+        b'"temperature":"0.7","verifiers":{},"weights":"' + b"b" * 64 + b'"}'
     )
 
 
@@ -95,7 +113,8 @@ def test_types_of_options_survive(monkeypatch):
         dump_recipe(Recipe(**BASE)).replace(b'"1.0"', b"1.0"),
         spell(seeded=None),
         spell(path="/etc/passwd"),
-        spell(format=2),
+        spell(format=1),
+        spell(format=3),
         spell(format=True),
         spell(format="1"),
         spell(family="no_such_family"),
@@ -139,6 +158,24 @@ def test_types_of_options_survive(monkeypatch):
         spell(temperature="1e400"),
         spell(temperature="9" * 60_000),
         spell(temperature={"decimal": "1.0"}),
+        spell(set={}),
+        spell(set=SET | {"hash": "a" * 63}),
+        spell(set=SET | {"hash": "a" * 64}),
+        spell(family="set"),
+        spell(family="set", set=SET | {"hash": "a" * 64}, options={"min_length": 2}),
+        spell(family="set", set=SET | {"hash": "a" * 64, "size": 1 << 40}),
+        spell(family="set", set=SET | {"hash": "a" * 64, "path": "/etc/passwd"}),
+        spell(family="set", set=SET | {"hash": "a" * 64, "weights": {"x": "1"}}),
+        spell(family="set", set=SET | {"hash": "a" * 64, "filter": {}}),
+        spell(family="set", set=SET | {"hash": "a" * 64}, verifiers={"os_system": "1"}),
+        spell(verifiers={"math": "math/1"}),
+        spell(length={}),
+        spell(length=LENGTH | {"mode": "exact"}),
+        spell(length=LENGTH | {"mode": "exact", "targets": [0]}),
+        spell(length=LENGTH | {"mode": "exact", "targets": [1] * 100}),
+        spell(length=LENGTH | {"mode": "exact", "targets": [8], "bound": "1.0"}),
+        spell(length=LENGTH | {"mode": "exact", "targets": [8], "bound": 0}),
+        spell(length=LENGTH | {"mode": "exact", "targets": [8], "template": "{target}"}),
     ],
 )
 def test_other_bytes_are_refused_in_one_short_sentence(data):

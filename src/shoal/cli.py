@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from shoal import __version__
 from shoal.commands.broadcast_flags import add_commands as add_broadcast
 from shoal.commands.canary import add_commands as add_canary
+from shoal.commands.filter import add_filter
 from shoal.commands.launch import add_commands as add_launch
 from shoal.commands.ledger_flags import add_commands as add_ledger
 from shoal.commands.redteam import add_commands as add_redteam
@@ -133,6 +134,7 @@ def _build_parser() -> _Parser:
     evaluate.add_argument("--markdown", type=Path, metavar="FILE", help="write them as a table (default: not written)")
 
     _add_calibrate(commands)
+    add_filter(commands)
     add_launch(commands)
     add_roles(commands)
     add_work(commands)
@@ -304,10 +306,9 @@ def _print_settings(config: "RunConfig", *, store: bool) -> int:
     """A dry run: everything that can be checked without a model is checked; `store` writes config.toml for the run."""
     from shoal.config import dump_config
     from shoal.rundir import store_config
-    from shoal.tasks.registry import load_family
+    from shoal.tasks.source import check_tasks
 
-    load_family(config.tasks.name, config.tasks.options)
-    load_family(config.tasks.name, config.tasks.options | config.warmup.options)
+    check_tasks(config)
     print(dump_config(config), end="")
     if store:
         print(f"shoal: settings are in {store_config(config)}", file=sys.stderr)

@@ -76,7 +76,7 @@ class WarmupConfig(Settings):
     """peak learning rate"""
     ramp: Annotated[int, Field(ge=0)] = 20
     """steps of linear learning-rate increase, followed by a cosine decay to a tenth"""
-    options: dict[str, Option] = {}
+    options: dict[str, Option] = Field(default={})
     """task options that differ from `tasks.options` during warm-up, e.g. easier instances"""
     heldout: Count = 256
     """held-out demonstrations for the loss"""
@@ -161,12 +161,22 @@ class BatchConfig(Settings):
     """train only groups with a learning signal on task reward, and sample on until the batch is full"""
     max_oversample: Annotated[float, Field(ge=1.0, le=1000.0)] = 4.0
     """most groups sampled per step, as a multiple of `groups`; then the step trains what it has"""
+    statistics: bool = True
+    """keep attempts, solved attempts and last step of each task in tasks.jsonl"""
     curriculum: bool = False
     """pass over tasks that were solved too seldom or too often so far, for others (`shoal train` alone)"""
     curriculum_min: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
     """lowest share of solved attempts with which a task is drawn again"""
     curriculum_max: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
     """highest share"""
+
+    @model_validator(mode="after")
+    def _is_range(self) -> "BatchConfig":
+        if self.curriculum_min > self.curriculum_max:
+            raise ValueError(f"curriculum_min {self.curriculum_min} must be at most curriculum_max")
+        if self.curriculum and not self.statistics:
+            raise ValueError("curriculum goes by statistics; leave them true")
+        return self
 
 
 class EvalConfig(Settings):

@@ -26,7 +26,7 @@ from shoal.rollout import Group
 from shoal.runtime import tune_process
 from shoal.seeds import derive_seed
 from shoal.tasks.base import Family, Task
-from shoal.tasks.registry import load_family
+from shoal.tasks.source import open_tasks
 from shoal.tasks.split import heldout_tasks
 from shoal.warmup import load_start
 
@@ -113,7 +113,7 @@ def run_eval(config: RunConfig, run_dir: Path | None, *, json_path: Path | None,
     for path in (json_path, markdown_path):
         if path is not None:
             check_output(path)
-    family = load_family(config.tasks.name, config.tasks.options)
+    family = open_tasks(config)
     policy, version = _open_version(config, run_dir)
     engine = TorchEngine(policy.model, eos_id=policy.eos_id, slots=config.engine.slots, version=version)
     result = evaluate(engine, family, policy, config.eval, seed=config.seed, max_tokens=config.engine.max_tokens)

@@ -95,9 +95,7 @@ class LengthConfig(Settings):
     """reward per token (exact, max)"""
     bound: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """most that length can cost; below 1, so that right answers stay above wrong ones"""
-    template: Annotated[str, Field(max_length=2000)] = (
-        "{prompt}\n\nThink for {target} tokens before giving a response."
-    )
+    template: Annotated[str, Field(max_length=2000)] = "{prompt}\n\nThink for {target} tokens before giving a response."
     """prompt, or last message of the user, with its target"""
 
     @model_validator(mode="after")

@@ -83,7 +83,7 @@ def find_scorer(dataset: str) -> Any:
     _import_gym()
     names = list_gym()
     if dataset not in names:
-        raise ConfigError(f"gym_{dataset[:60]}: is no family of reasoning-gym that is open; those are {', '.join(names)}")
+        raise ConfigError(f"gym_{dataset[:60]}: no such family of reasoning-gym; allowed are {', '.join(names)}")
     return importlib.import_module("reasoning_gym.dataset").ProceduralDataset.score_answer
 
 

@@ -17,7 +17,7 @@ Invariants:
 
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from shoal.config import LengthConfig
 from shoal.rollout import Group, Score
-from shoal.tasks.base import Family, Message, Task
+from shoal.tasks.base import Family, Message, Task, score_texts
 
 MARK = "@"
 
@@ -77,6 +77,10 @@ class TargetFamily:
     def score(self, task: Task, completion: str) -> Score:
         return self.inner.score(_find_plain(task), completion)
 
+    def score_many(self, task: Task, completions: Sequence[str]) -> list[Score]:
+        """The scores of several completions, as the family without targets gives them."""
+        return score_texts(self.inner, _find_plain(task), completions)
+
     def stamp_verifiers(self) -> dict[str, str]:
         """Those of the family without targets."""
         stamps: dict[str, str] = getattr(self.inner, "stamp_verifiers", dict)()
@@ -92,9 +96,10 @@ def add_target(task: Task, target: int, template: str) -> Task:
     """The task with a target length in its prompt."""
     messages = task.messages
     if messages:
-        last = max((index for index, message in enumerate(messages) if message.role == "user"), default=-1)
+        users = [index for index, message in enumerate(messages) if message.role == "user"]
+        last = users[-1] if users else len(messages) - 1
         told = Message(messages[last].role, _fill(template, messages[last].content, target))
-        messages = (*messages[:last], told, *messages[last:][1:])
+        messages = (*messages[:last], told, *messages[last + 1 :])
     prompt = _fill(template, task.prompt, target)
     return replace(task, id=name_target(task.id, target), prompt=prompt, messages=messages, plain=task)
 
@@ -158,11 +163,6 @@ def describe_lengths(config: LengthConfig, groups: Sequence[Group], *, prefix: s
         f"{prefix}/error": float(np.mean([miss.error for miss in misses])),
         **{f"{prefix}/error_{target}": float(np.mean(errors[target])) for target in sorted(errors)},
     }
-
-
-def name_metrics(targets: Mapping[int, float]) -> dict[str, float]:
-    """Budget errors of an evaluation by target, as metrics."""
-    return {f"eval/error_{target}": value for target, value in targets.items()}
 
 
 def _find_plain(task: Task) -> Task:

@@ -1,6 +1,7 @@
 """The tasks that a run's settings name: a family or a task set, with target lengths if they ask for them."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from shoal.config import FilterConfig, Option, RunConfig, TasksConfig
 from shoal.errors import ConfigError
@@ -13,6 +14,22 @@ from shoal.tasks.sets import SetError, SetFamily, SetFilter, TaskSet, open_set
 def open_tasks(config: RunConfig, options: Mapping[str, Option] | None = None) -> Family:
     """The tasks of a run; `options` are laid over those of its family, for a warm-up."""
     return aim_family(open_family(config.tasks, options), config.length)
+
+
+def check_tasks(config: RunConfig) -> Family:
+    """The tasks of a run; ConfigError where those of its training or its warm-up cannot be had."""
+    if config.warmup.options:
+        open_tasks(config, config.warmup.options)
+    return open_tasks(config)
+
+
+def pin_tasks(config: RunConfig) -> RunConfig:
+    """The same settings with their task set by hash and full path, so that a run goes on with the same tasks."""
+    if not config.tasks.set:
+        return config
+    places = [str(Path(place).resolve()) if Path(place).exists() else place for place in config.tasks.set]
+    tasks = config.tasks.model_copy(update={"set": places, "hash": read_set(config.tasks).hash})
+    return config.model_copy(update={"tasks": tasks})
 
 
 def open_family(config: TasksConfig, options: Mapping[str, Option] | None = None) -> Family:
@@ -48,8 +65,10 @@ def build_set_family(tasks: TaskSet, wanted: FilterConfig, weights: Mapping[str,
     return SetFamily(tasks, kept, weights)
 
 
-def check_local(config: TasksConfig) -> None:
-    """Refuse what a swarm cannot have: code of the user's own, which no stranger runs."""
-    for key, value in (("reward", config.reward), ("environment", config.environment)):
+def check_swarm(config: RunConfig) -> None:
+    """Refuse what a swarm cannot have: code of the user's own, which no stranger runs, and a choice of tasks."""
+    for key, value in (("reward", config.tasks.reward), ("environment", config.tasks.environment)):
         if value:
             raise ConfigError(f"tasks.{key}: own code scores in `shoal train` alone; a swarm has verifiers by name")
+    if config.batch.curriculum:
+        raise ConfigError("batch.curriculum: a swarm's tasks follow from its beacons; it is for `shoal train` alone")

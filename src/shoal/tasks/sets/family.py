@@ -14,16 +14,16 @@ Changing breaks: every group of every run on a task set.
 import hashlib
 import random
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 
 from shoal.errors import ConfigError
 from shoal.rollout import Score
-from shoal.tasks.base import Task
+from shoal.tasks.base import MAX_COMPLETION_CHARS, Task
 from shoal.tasks.sets.record import RecordError, TaskRecord
 from shoal.tasks.sets.taskset import SetError, SetFilter, TaskSet, weigh_sources
-from shoal.tasks.verify.base import Verifier, score_safely
+from shoal.tasks.verify.base import Attempt, Verifier, score_safely
 from shoal.tasks.verify.registry import open_verifier
 
 _KIN_HEX = 16
@@ -77,6 +77,13 @@ class SetFamily:
 
     def score(self, task: Task, completion: str) -> Score:
         return score_safely(self.find_verifier(task.verifier), task.info, task.prompt, completion)
+
+    def score_many(self, task: Task, completions: Sequence[str]) -> list[Score]:
+        """The scores of several completions of one task; code is run in several boxes at a time."""
+        verifier = self.find_verifier(task.verifier)
+        if not verifier.dear or any(len(completion) > MAX_COMPLETION_CHARS for completion in completions):
+            return [self.score(task, completion) for completion in completions]
+        return verifier.score_many([Attempt(task.info, task.prompt, completion) for completion in completions])
 
     def find_verifier(self, task_type: str) -> Verifier:
         """The verifier of a task type, opened once."""

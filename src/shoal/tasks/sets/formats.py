@@ -1,9 +1,9 @@
 """Rows of known datasets as records.
 
-    shoal        our own columns (record.py)
-    intellect2   prompt, verification_info (JSON), task_type, problem_id, solve_rate_*: INTELLECT-2-RL-Dataset
-    gsm8k        question, answer with the result after `####`
-    humaneval    task_id, prompt, entry_point, canonical_solution, test
+shoal        our own columns (record.py)
+intellect2   prompt, verification_info (JSON), task_type, problem_id, solve_rate_*: INTELLECT-2-RL-Dataset
+gsm8k        question, answer with the result after `####`
+humaneval    task_id, prompt, entry_point, canonical_solution, test
 """
 
 import hashlib

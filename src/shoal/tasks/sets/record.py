@@ -27,7 +27,7 @@ MAX_MESSAGES = 64
 MAX_DEPTH = 32
 """of what is nested in a record"""
 ROLES = ("system", "user", "assistant")
-_ID = re.compile(r"[!-?A-~]{1,%d}" % MAX_ID_CHARS)
+_ID = re.compile(rf"[!-?A-~]{{1,{MAX_ID_CHARS}}}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 _TYPE = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _KEYS = frozenset({"difficulty", "id", "info", "metadata", "prompt", "source", "task_type"})
@@ -184,19 +184,21 @@ def _check_json(key: str, value: Any, depth: int) -> None:
                 raise RecordError(f"{key}: holds a number that is not finite")
         case str():
             _refuse_surrogates(key, value)
-        case list() | dict() if depth == 0:
-            raise RecordError(f"{key}: nested more than {MAX_DEPTH} deep")
         case list():
-            for item in value:
-                _check_json(key, item, depth - 1)
+            _check_items(key, value, depth)
         case dict():
-            for name, item in value.items():
-                _check_json(key, name, 0)
-                if not isinstance(name, str):
-                    raise RecordError(f"{key}: a key that is no text")
-                _check_json(key, item, depth - 1)
+            if not all(isinstance(name, str) for name in value):
+                raise RecordError(f"{key}: a key that is no text")
+            _check_items(key, [*value, *value.values()], depth)
         case _:
             raise RecordError(f"{key}: holds a value of type {type(value).__name__}, which JSON does not have")
+
+
+def _check_items(key: str, items: list[Any], depth: int) -> None:
+    if depth == 0:
+        raise RecordError(f"{key}: nested more than {MAX_DEPTH} deep")
+    for item in items:
+        _check_json(key, item, depth - 1)
 
 
 def _check_rates(value: Any) -> dict[str, float]:

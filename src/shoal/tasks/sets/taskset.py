@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 from shoal.errors import ConfigError
@@ -61,7 +62,7 @@ class TaskSet:
         if len(self.records) > MAX_TASKS:
             raise SetError(f"{name}: holds {len(self.records)} tasks, allowed are {MAX_TASKS}")
         ids = [record.id for record in self.records]
-        twice = next((one for one, other in zip(ids, ids[1:], strict=False) if one == other), None)
+        twice = next((one for one, other in pairwise(ids) if one == other), None)
         if twice is not None:
             raise SetError(f"{name}: two tasks have the id {twice}")
 
