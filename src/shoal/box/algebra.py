@@ -42,6 +42,7 @@ class TooLargeError(Exception):
 
 def run_compare(channel: int, job: Any) -> None:
     """Answer whether the two trees of a job are equal."""
+    answer: dict[str, Any]
     try:
         answer = {"equal": compare_trees(job["left"], job["right"], sorted(job["symbols"]))}
     except TooLargeError:

@@ -92,19 +92,28 @@ def run_judge(channel: int, job: Any) -> None:
             raise _find_error(answer["error"])
         return decode_value(answer["value"])
 
-    namespace = _run_source(job["prefix"], "tests") if job["prefix"] else {"__name__": "tests"}
-    names = {job["function"]: candidate, "candidate": candidate}
-    namespace |= names
+    namespace = _run_source(job["prefix"] if _is_complete(job["prefix"]) else "", "tests")
+    namespace |= {job["function"]: candidate, "candidate": candidate}
     _run_in(job["tests"], namespace)
-    if callable(check := namespace.get("check")):
-        check(candidate)
+    if "check" in namespace:
+        namespace["check"](candidate)
     send_frame(channel, {"passed": True})
 
 
 def _find_error(name: str) -> BaseException:
     kind = getattr(builtins, name, None)
-    is_usual = isinstance(kind, type) and issubclass(kind, Exception)
-    return kind() if is_usual else RuntimeError(name)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        return kind()
+    return RuntimeError(name)
+
+
+def _is_complete(source: str) -> bool:
+    """Whether the start of a program is a program: tests may use what it defines, but for the function itself."""
+    try:
+        compile(source, "<prefix>", "exec", dont_inherit=True)
+    except SyntaxError:
+        return False
+    return True
 
 
 def _run_source(source: str, name: str) -> dict[str, Any]:

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from shoal.box import kernel
 from shoal.box.calls import ROOMY, STRICT, build_filter
+from shoal.submission import sandbox
 
 PRIVATE = "/private"
 FOLDER_BYTES = 16 << 20
 _MAX_FILES = 64
 _MAX_THREADS = 1024
 _STACK_BYTES = 8 << 20
-_NOBODY = 65534
 _PLAIN = kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_PROGRAMS
 _HOUSE = (
     kernel.NEW_USER | kernel.NEW_PIDS | kernel.NEW_NETWORK | kernel.NEW_MOUNTS | kernel.NEW_QUEUES | kernel.NEW_HOST
@@ -53,21 +53,23 @@ class House:
         return build_filter(ROOMY if self.namespaced else STRICT)
 
 
-def drop_root() -> None:
-    """Be nobody, if we are root: the owner of a namespace has the rights of its user outside of it."""
-    if os.geteuid() != 0:
-        return
-    os.setgroups([])
-    os.setresgid(_NOBODY, _NOBODY, _NOBODY)
-    os.setresuid(_NOBODY, _NOBODY, _NOBODY)
-    kernel.allow_mapping()
+def leave_user() -> None:
+    """Be nobody, if we are root: the owner of a namespace has the rights of its user outside of it. And be the first
+    that the kernel ends when memory runs out, rather than who judges by us."""
+    sandbox.offer_first()
+    if os.geteuid() == 0 and sandbox.drop_root():
+        kernel.allow_mapping()
 
 
 def leave_host() -> None:
     """Take new namespaces of every kind; the next child is the first process of its own."""
     user, group = os.geteuid(), os.getegid()
     kernel.unshare(_HOUSE)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{_NOBODY} {user} 1"), ("gid_map", f"{_NOBODY} {group} 1")):
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{sandbox.NOBODY} {user} 1"),
+        ("gid_map", f"{sandbox.NOBODY} {group} 1"),
+    ):
         descriptor = os.open(f"/proc/self/{name}", os.O_WRONLY)
         os.write(descriptor, text.encode())
         os.close(descriptor)
@@ -114,8 +116,3 @@ def close_cell(house: House, limits: Limits) -> None:
         kernel.load_filter(program)
     elif not house.namespaced:
         raise OSError("no filter of system calls is possible here")
-
-
-def count_memory() -> int:
-    """The address space we have, in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -31,7 +31,7 @@ from shoal.errors import ConfigError
 
 GRACE_S = 10.0
 START_S = 60.0
-MAX_TOTAL_BYTES = 8 << 20
+MAX_TOTAL_BYTES = 16 << 20
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from shoal.box.zygote import run_zygote; "
     "run_zygote(int(sys.argv[1]), sys.argv[2], namespaces=sys.argv[4] == 'True')"
@@ -139,6 +139,8 @@ class Warden:
         """Have a zygote that is ready; ConfigError where no walls are possible."""
         if self._process is not None and self._process.poll() is None:
             return
+        if sys.platform != "linux":
+            raise ConfigError("code that a model wrote cannot be run safely on this machine: boxes need Linux")
         self.kill()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         paths = json.dumps([str(Path(entry).absolute()) for entry in sys.path])

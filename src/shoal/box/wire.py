@@ -12,7 +12,7 @@ import os
 import struct
 from typing import Any
 
-MAX_FRAME_BYTES = 1 << 20
+MAX_FRAME_BYTES = 4 << 20
 MAX_DEPTH = 48
 MAX_NODES = 100_000
 _HEAD = struct.Struct("<I")

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from shoal.box import kernel, walls
 from shoal.box.walls import House, Limits
 from shoal.box.wire import receive_frame, send_frame
+from shoal.submission.sandbox import count_memory
 
 MAX_MESSAGE_BYTES = 1024
 END = b"end"
@@ -49,12 +50,12 @@ def run_zygote(control: int, module: str, *, namespaces: bool = True) -> None:
     """Serve jobs until the warden goes away; `module` has PRELOAD (names to import) and WORKS (works by name)."""
     works = _import_works(module)
     gc.disable()
-    refusal = "not wanted"
+    walls.leave_user()
+    bare = House(namespaced=False, held_bytes=count_memory())
     try:
-        walls.drop_root()
-        house = _build_house() if namespaces else House(namespaced=False, held_bytes=walls.count_memory())
+        refusal, house = "not wanted", _build_house(bare.held_bytes) if namespaces else bare
     except OSError as error:
-        refusal, house = error.strerror or str(error), House(namespaced=False, held_bytes=walls.count_memory())
+        refusal, house = error.strerror or str(error), bare
     gc.freeze()  # or every cell would copy what a collection touches
     channel = socket.socket(fileno=control)
     if house.filter is None and not house.namespaced:
@@ -75,9 +76,8 @@ def _import_works(module: str) -> Mapping[str, Work]:
     return works
 
 
-def _build_house() -> House:
+def _build_house(held_bytes: int) -> House:
     """Walls of the house, as far as this machine permits; returns in the process that is to serve."""
-    held_bytes = walls.count_memory()
     walls.leave_host()
     if pid := os.fork():
         os.waitpid(pid, 0)

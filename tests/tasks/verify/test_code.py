@@ -108,6 +108,19 @@ def test_a_candidate_cannot_speak_for_the_judge(boxes):
         assert boxes.score(info, "", source).value == 0.0
 
 
+def test_a_value_nested_deep_is_refused_here_and_there(boxes):
+    deep = "import os, struct\nbody = b'{\"value\":' + b'[' * 900 + b']' * 900 + b'}'\n"
+    deep += "frame = struct.pack('<I', len(body)) + body\n"
+    call = "def f(x):\n  os.write(3, frame)\n  return x * 2"
+    assert boxes.score(DOUBLE, "", f"```\n{deep}{call}\n```").value == 0.0
+    assert boxes.score({"test": "assert f(1) == 2", "entry_point": "f"}, "", f"```\n{deep}{call}\n```").value == 0.0
+
+
+def test_a_prompt_that_is_no_program_by_itself_is_only_put_before(boxes):
+    info = {"test": "assert g(2) == 4", "entry_point": "g", "prompt": "def g(x):\n"}
+    assert boxes.score(info, "", "    return x * 2").value == 1.0
+
+
 def test_work_near_a_limit_is_not_firm(boxes):
     busy = "import time\ndef f(x):\n  while time.process_time() < 0.5: pass\n  return x * 2"
     score = boxes.score(DOUBLE, "", f"```python\n{busy}\n```")

@@ -13,7 +13,7 @@ the output of a call may stand in a list of its own, as is the custom of the set
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.box.wire import WireError, encode_value
+from shoal.box.wire import WireError, encode_value, pack_frame
 from shoal.errors import ConfigError
 from shoal.tasks.verify.base import Info
 
@@ -101,6 +101,7 @@ def _read_call(case: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     if not isinstance(arguments, list) or "output" not in case:
         raise ConfigError("test_cases: a call needs input, a list of arguments, and output")
     try:
+        pack_frame(encode_value(arguments))  # it must fit
         return encode_value(arguments), (encode_value(case["output"]),)
     except WireError as error:
         raise ConfigError(f"test_cases: {error}") from None

@@ -156,6 +156,8 @@ def _try(work: Callable[[], None]) -> tuple[Score, bool]:
         return Score(0.0, str(error)), False
     except EndedError as error:
         return Score(0.0, str(error)), True
+    except RecursionError:
+        return Score(0.0, "a value nested too deep"), False
     return _PASSED, False
 
 

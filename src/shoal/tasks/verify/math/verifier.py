@@ -58,7 +58,7 @@ class MathVerifier(Cheap):
             is_right = equal_answers(
                 read_answer(answer), read_answer(info[_KEY]), self._judge_trees, about_percent=about_percent
             )
-        except (_LimitError, BoxError) as error:
+        except (_LimitError, BoxError, ConfigError) as error:  # a machine without boxes can still compare numbers
             return give_up(str(error))
         return Score(1.0, "correct") if is_right else Score(0.0, f"wrong answer: {quote_text(answer)}")
 

@@ -109,8 +109,7 @@ def _allows_plain(schema: Mapping[str, Any], value: Any) -> bool:
         return False
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _is_between(schema, value)
-    names = {str: "Length", list: "Items", dict: "Properties"}
-    name = names.get(type(value))
+    name = {"str": "Length", "list": "Items", "dict": "Properties"}.get(type(value).__name__)
     return name is None or schema.get(f"min{name}", 0) <= len(value) <= schema.get(f"max{name}", len(value))
 
 
