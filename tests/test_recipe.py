@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shoal.canonical import encode_canonical
+from shoal.config import LengthConfig
 from shoal.errors import ConfigError
-from shoal.recipe import MAX_RECIPE_BYTES, Recipe, RecipeError, dump_recipe, hash_recipe, load_recipe
+from shoal.recipe import MAX_RECIPE_BYTES, Recipe, RecipeError, SetTerms, dump_recipe, hash_recipe, load_recipe
+from shoal.tasks import train_task
+from shoal.tasks.sets import open_set
 
 BASE: dict[str, Any] = {
     "family": "sort",
@@ -237,3 +240,31 @@ def test_an_option_without_a_spelling_is_the_operators_mistake(monkeypatch):
         dump_recipe(Recipe(**BASE | {"options": {"large": 2**63}}))
     with pytest.raises(ConfigError, match="allowed are 65536"):
         dump_recipe(Recipe(**BASE | {"options": {"long": "x" * 70_000}}))
+
+
+def test_a_recipe_takes_the_task_set_that_it_names_and_no_other():
+    tasks, other = open_set(["family:sort:20"]), open_set(["family:sort:21"])
+    terms = SetTerms(hash=tasks.hash, size=len(tasks.data), weights={"sort": 2})
+    recipe = Recipe(**BASE | {"family": "set", "set": terms, "verifiers": {"family": "family/1"}})
+    back = load_recipe(dump_recipe(recipe))
+    assert back == recipe
+    with pytest.raises(ConfigError, match="was not brought yet"):
+        back.open_family()
+    with pytest.raises(ConfigError, match="has the hash"):
+        back.bring_set(other.data)
+    brought = back.bring_set(tasks.data)
+    assert train_task(brought.open_family(), 3).id in {record.id for record in tasks.records}
+    assert dump_recipe(brought) == dump_recipe(recipe)
+
+
+def test_a_verifier_of_another_version_is_named():
+    tasks = open_set(["family:sort:20"])
+    recipe = Recipe(**BASE | {"family": "set", "set": SetTerms(hash=tasks.hash), "verifiers": {"family": "family/0"}})
+    with pytest.raises(ConfigError, match="'family/0', here is 'family/1'"):
+        recipe.bring_set(tasks.data)
+
+
+def test_target_lengths_of_a_recipe_are_in_its_prompts():
+    length = LengthConfig(mode="max", targets=[5], alpha=0.1, template="{target}|{prompt}")
+    family = load_recipe(dump_recipe(Recipe(**BASE | {"length": length}))).open_family()
+    assert train_task(family, 0).prompt.startswith("5|")
