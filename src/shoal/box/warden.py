@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from shoal.errors import ConfigError
 
 GRACE_S = 10.0
 START_S = 60.0
+CLOSE_S = 1.0
 MAX_TOTAL_BYTES = 16 << 20
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from shoal.box.zygote import run_zygote; "
@@ -205,6 +206,16 @@ class Warden:
                 self.kill()
                 raise BoxError(f"a job was lost: {str(answer)[:80]}")
 
+    def close(self) -> None:
+        """Let the zygote end by itself, which it does when nobody is there any more, and make sure of it."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSE_S)
+        self.kill()
+
     def kill(self) -> None:
         """End the zygote and all that it holds, and wait until it is gone."""
         if self._control is not None:
@@ -258,7 +269,7 @@ class Pool:
     def close(self) -> None:
         """End all wardens; nobody may be using one."""
         for warden in self._all:
-            warden.kill()
+            warden.close()
 
 
 def _enter_cell(cell: Cell, job: Any) -> None:
