@@ -16,13 +16,6 @@ from shoal.train import run_training
 
 TINY = Path(__file__).parent / "tiny.toml"
 FEW = ["warmup.steps=4", "warmup.eval_every=4", "warmup.heldout=4", "steps=2", "eval.tasks=4"]
-    "warmup.steps=4",
-    "warmup.eval_every=4",
-    "warmup.heldout=4",
-    "steps=2",
-    "eval.tasks=4",
-    "batch.max_oversample=2.0",
-]
 FAMILY = ["tasks.name=sort", "tasks.options={}"]
 LENGTH = ["length.mode=exact", "length.targets=[3, 6]", "length.alpha=0.05", "length.template='{target}:{prompt}'"]
 
