@@ -9,7 +9,7 @@ import pytest
 from shoal.box.walls import Limits
 from shoal.tasks.verify.code.verifier import CodeVerifier
 
-LIMITS = Limits(cpu_s=1, wall_s=4.0, memory_bytes=256 << 20)
+LIMITS = Limits(cpu_s=1, wall_s=20.0, memory_bytes=256 << 20)
 
 
 @pytest.fixture(scope="session")

@@ -270,7 +270,7 @@ def test_a_bomb_is_refused_at_once_and_on_every_machine(judge, bomb):
     start = time.monotonic()
     score = box(judge, r"\sqrt{2}+x-x", bomb)
     assert score.value == 0.0 and is_firm(score)
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 5.0
 
 
 def test_a_comparison_that_does_not_end_is_ended_and_not_held_against_anybody(tmp_path, monkeypatch):
