@@ -1,6 +1,7 @@
 """The tasks that a run's settings name: a family or a task set, with target lengths if they ask for them."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from shoal.config import FilterConfig, Option, RunConfig, TasksConfig
@@ -53,10 +54,26 @@ def open_family(config: TasksConfig, options: Mapping[str, Option] | None = None
 
 def read_set(config: TasksConfig) -> TaskSet:
     """The task set that settings name, if it has the hash that they say."""
-    tasks = open_set(config.set)
+    tasks = _open_known(tuple(config.set), tuple(_stamp_place(place) for place in config.set))
     if config.hash and tasks.hash != config.hash:
         raise SetError(f"tasks.hash: the tasks of {tasks.name} have the hash {tasks.hash}")
     return tasks
+
+
+@lru_cache(maxsize=2)
+def _open_known(places: tuple[str, ...], _stamps: tuple[Hashable, ...]) -> TaskSet:
+    """The set of places; not read again while its files stay as they are, for a start asks for it several times."""
+    return open_set(places)
+
+
+def _stamp_place(place: str) -> Hashable:
+    """What changes when a place's files do."""
+    for text in (place, place.partition(":")[2]):
+        path = Path(text).expanduser()
+        if text and path.exists():
+            files = sorted(path.iterdir()) if path.is_dir() else [path]
+            return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+    return None
 
 
 def build_set_family(tasks: TaskSet, wanted: FilterConfig, weights: Mapping[str, int]) -> SetFamily:

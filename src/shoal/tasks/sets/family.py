@@ -15,7 +15,7 @@ import hashlib
 import random
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 
 from shoal.errors import ConfigError
@@ -41,7 +41,6 @@ class SetFamily:
         self._pools = [kept[source] for source in self.weights]
         self._ends = list(accumulate(self.weights.values()))
         self._records = {record.id: record for record in tasks.records}
-        self._verifiers: dict[str, Verifier] = {}
 
     @cached_property
     def alphabet(self) -> str:
@@ -86,10 +85,8 @@ class SetFamily:
         return verifier.score_many([Attempt(task.info, task.prompt, completion) for completion in completions])
 
     def find_verifier(self, task_type: str) -> Verifier:
-        """The verifier of a task type, opened once."""
-        if task_type not in self._verifiers:
-            self._verifiers[task_type] = open_verifier(task_type)
-        return self._verifiers[task_type]
+        """The verifier of a task type."""
+        return _find_shared(task_type)
 
     def stamp_verifiers(self) -> dict[str, str]:
         """Name and version of each verifier that scores the set, for the recipe."""
@@ -102,6 +99,12 @@ class SetFamily:
                 self.find_verifier(record.task_type).check_info(record.info)
             except (ConfigError, RecordError) as error:
                 raise SetError(f"{self.tasks.name}: task {record.id}: {error}") from None
+
+
+@cache
+def _find_shared(task_type: str) -> Verifier:
+    """One verifier of a type for the whole process: some hold boxes to run code in."""
+    return open_verifier(task_type)
 
 
 def make_task(record: TaskRecord) -> Task:
