@@ -75,7 +75,8 @@ def decode_completion(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | n
 
 
 def _break_specials(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    for token in sorted((str(token) for token in tokenizer.all_special_tokens), key=len, reverse=True):
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    for token in sorted({*tokenizer.all_special_tokens, *added}, key=lambda token: (-len(token), token)):
         if len(token) > 1:
             text = text.replace(token, f"{token[0]} {token[1:]}")
     return text

@@ -75,14 +75,15 @@ class SetFamily:
         return solution
 
     def score(self, task: Task, completion: str) -> Score:
-        return score_safely(self.find_verifier(task.verifier), task.info, task.prompt, completion)
+        return _clean_reason(score_safely(self.find_verifier(task.verifier), task.info, task.prompt, completion))
 
     def score_many(self, task: Task, completions: Sequence[str]) -> list[Score]:
         """The scores of several completions of one task; code is run in several boxes at a time."""
         verifier = self.find_verifier(task.verifier)
         if not verifier.dear or any(len(completion) > MAX_COMPLETION_CHARS for completion in completions):
             return [self.score(task, completion) for completion in completions]
-        return verifier.score_many([Attempt(task.info, task.prompt, completion) for completion in completions])
+        attempts = [Attempt(task.info, task.prompt, completion) for completion in completions]
+        return [_clean_reason(score) for score in verifier.score_many(attempts)]
 
     def find_verifier(self, task_type: str) -> Verifier:
         """The verifier of a task type."""
@@ -99,6 +100,11 @@ class SetFamily:
                 self.find_verifier(record.task_type).check_info(record.info)
             except (ConfigError, RecordError) as error:
                 raise SetError(f"{self.tasks.name}: task {record.id}: {error}") from None
+
+
+def _clean_reason(score: Score) -> Score:
+    """A score whose reason is ASCII, as a submission spells it, whatever a completion brought into it."""
+    return score if score.reason.isascii() else Score(score.value, score.reason.encode("ascii", "replace").decode())
 
 
 @cache
