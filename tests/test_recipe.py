@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shoal.canonical import encode_canonical
+from shoal.config import LengthConfig
 from shoal.errors import ConfigError
-from shoal.recipe import MAX_RECIPE_BYTES, Recipe, RecipeError, dump_recipe, hash_recipe, load_recipe
+from shoal.recipe import MAX_RECIPE_BYTES, Recipe, RecipeError, SetTerms, dump_recipe, hash_recipe, load_recipe
+from shoal.tasks import train_task
+from shoal.tasks.sets import open_set
 
 BASE: dict[str, Any] = {
     "family": "sort",
@@ -21,6 +24,21 @@ BASE: dict[str, Any] = {
     "model": "a" * 64,
     "weights": "b" * 64,
     "calibration": "c" * 64,
+}
+
+
+SET: dict[str, Any] = {
+    "hash": "",
+    "size": 10,
+    "filter": {"max": "1.0", "max_chars": 0, "min": "0.0", "model": ""},
+    "weights": {},
+}
+LENGTH: dict[str, Any] = {
+    "alpha": "0.0003",
+    "bound": "0.5",
+    "mode": "none",
+    "targets": [],
+    "template": "{target}:{prompt}",
 }
 
 
@@ -57,9 +75,12 @@ def test_a_recipe_comes_back_from_its_bytes(temperature, size, tokens, dtype, se
 def test_the_bytes_of_a_recipe_do_not_change():
     recipe = Recipe(**BASE | {"options": {"min_length": 2}, "temperature": 0.7})
     assert dump_recipe(recipe) == (
-        b'{"calibration":"' + b"c" * 64 + b'","dtype":"float32","family":"sort","format":1,"group_size":8,'
-        b'"max_tokens":64,"model":"' + b"a" * 64 + b'","options":{"min_length":2},"seeded":true,"temperature":"0.7",'
-        b'"weights":"' + b"b" * 64 + b'"}'
+        b'{"calibration":"' + b"c" * 64 + b'","dtype":"float32","family":"sort","format":2,"group_size":8,'
+        b'"length":{"alpha":"0.0003","bound":"0.5","mode":"none","targets":[],"template":'
+        b'"{prompt}\\n\\nThink for {target} tokens before giving a response."},'
+        b'"max_tokens":64,"model":"' + b"a" * 64 + b'","options":{"min_length":2},"seeded":true,'
+        b'"set":{"filter":{"max":"1.0","max_chars":0,"min":"0.0","model":""},"hash":"","size":0,"weights":{}},'
+        b'"temperature":"0.7","verifiers":{},"weights":"' + b"b" * 64 + b'"}'
     )
 
 
@@ -95,7 +116,8 @@ def test_types_of_options_survive(monkeypatch):
         dump_recipe(Recipe(**BASE)).replace(b'"1.0"', b"1.0"),
         spell(seeded=None),
         spell(path="/etc/passwd"),
-        spell(format=2),
+        spell(format=1),
+        spell(format=3),
         spell(format=True),
         spell(format="1"),
         spell(family="no_such_family"),
@@ -139,6 +161,24 @@ def test_types_of_options_survive(monkeypatch):
         spell(temperature="1e400"),
         spell(temperature="9" * 60_000),
         spell(temperature={"decimal": "1.0"}),
+        spell(set={}),
+        spell(set=SET | {"hash": "a" * 63}),
+        spell(set=SET | {"hash": "a" * 64}),
+        spell(family="set"),
+        spell(family="set", set=SET | {"hash": "a" * 64}, options={"min_length": 2}),
+        spell(family="set", set=SET | {"hash": "a" * 64, "size": 1 << 40}),
+        spell(family="set", set=SET | {"hash": "a" * 64, "path": "/etc/passwd"}),
+        spell(family="set", set=SET | {"hash": "a" * 64, "weights": {"x": "1"}}),
+        spell(family="set", set=SET | {"hash": "a" * 64, "filter": {}}),
+        spell(family="set", set=SET | {"hash": "a" * 64}, verifiers={"os_system": "1"}),
+        spell(verifiers={"math": "math/1"}),
+        spell(length={}),
+        spell(length=LENGTH | {"mode": "exact"}),
+        spell(length=LENGTH | {"mode": "exact", "targets": [0]}),
+        spell(length=LENGTH | {"mode": "exact", "targets": [1] * 100}),
+        spell(length=LENGTH | {"mode": "exact", "targets": [8], "bound": "1.0"}),
+        spell(length=LENGTH | {"mode": "exact", "targets": [8], "bound": 0}),
+        spell(length=LENGTH | {"mode": "exact", "targets": [8], "template": "{target}"}),
     ],
 )
 def test_other_bytes_are_refused_in_one_short_sentence(data):
@@ -200,3 +240,31 @@ def test_an_option_without_a_spelling_is_the_operators_mistake(monkeypatch):
         dump_recipe(Recipe(**BASE | {"options": {"large": 2**63}}))
     with pytest.raises(ConfigError, match="allowed are 65536"):
         dump_recipe(Recipe(**BASE | {"options": {"long": "x" * 70_000}}))
+
+
+def test_a_recipe_takes_the_task_set_that_it_names_and_no_other():
+    tasks, other = open_set(["family:sort:20"]), open_set(["family:sort:21"])
+    terms = SetTerms(hash=tasks.hash, size=len(tasks.data), weights={"sort": 2})
+    recipe = Recipe(**BASE | {"family": "set", "set": terms, "verifiers": {"family": "family/1"}})
+    back = load_recipe(dump_recipe(recipe))
+    assert back == recipe
+    with pytest.raises(ConfigError, match="was not brought yet"):
+        back.open_family()
+    with pytest.raises(ConfigError, match="has the hash"):
+        back.bring_set(other.data)
+    brought = back.bring_set(tasks.data)
+    assert train_task(brought.open_family(), 3).id in {record.id for record in tasks.records}
+    assert dump_recipe(brought) == dump_recipe(recipe)
+
+
+def test_a_verifier_of_another_version_is_named():
+    tasks = open_set(["family:sort:20"])
+    recipe = Recipe(**BASE | {"family": "set", "set": SetTerms(hash=tasks.hash), "verifiers": {"family": "family/0"}})
+    with pytest.raises(ConfigError, match="'family/0', here is 'family/1'"):
+        recipe.bring_set(tasks.data)
+
+
+def test_target_lengths_of_a_recipe_are_in_its_prompts():
+    length = LengthConfig(mode="max", targets=[5], alpha=0.1, template="{target}|{prompt}")
+    family = load_recipe(dump_recipe(Recipe(**BASE | {"length": length}))).open_family()
+    assert train_task(family, 0).prompt.startswith("5|")

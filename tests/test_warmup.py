@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import shoal.tasks.source
 import shoal.warmup
 from shoal.config import RunConfig, WarmupConfig, load_config
 from shoal.errors import ConfigError, DiskError
@@ -127,7 +128,7 @@ def test_held_out_demonstrations_are_never_trained_on(tmp_path: Path, monkeypatc
 
         return Recorder(**options)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(shoal.warmup, "load_family", load_recorder)
+    monkeypatch.setattr(shoal.tasks.source, "load_family", load_recorder)
     run_warmup(configure(tmp_path))
     heldout, trained = seen[:8], seen[8:]
     assert {split_task(task) for task in heldout} == {Split.HELDOUT}

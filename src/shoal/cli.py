@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from shoal import __version__
 from shoal.commands.broadcast_flags import add_commands as add_broadcast
 from shoal.commands.canary import add_commands as add_canary
+from shoal.commands.filter import add_filter
 from shoal.commands.launch import add_commands as add_launch
 from shoal.commands.ledger_flags import add_commands as add_ledger
 from shoal.commands.redteam import add_commands as add_redteam
@@ -131,8 +132,13 @@ def _build_parser() -> _Parser:
     evaluate.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: that of CONFIG)")
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON (default: not written)")
     evaluate.add_argument("--markdown", type=Path, metavar="FILE", help="write them as a table (default: not written)")
+    text = "run directories, folders or hub ids: a table of all of them on --tasks (default: one model)"
+    evaluate.add_argument("--models", nargs="+", metavar="M", help=text)
+    text = "families by name, or task sets as FORMAT:PLACE: the columns of the table"
+    evaluate.add_argument("--tasks", nargs="+", metavar="TASKS", help=text)
 
     _add_calibrate(commands)
+    add_filter(commands)
     add_launch(commands)
     add_roles(commands)
     add_work(commands)
@@ -227,9 +233,21 @@ def _run_eval(args: argparse.Namespace) -> int:
     config = _load_inputs(target, overrides)
     if args.dry_run:
         return _print_settings(config, store=False)
+    if args.models or args.tasks:
+        return _run_table(config, args)
     from shoal.eval import run_eval
 
     return run_eval(config, _find_run(config, run_dir), json_path=args.json, markdown_path=args.markdown)
+
+
+def _run_table(config: "RunConfig", args: argparse.Namespace) -> int:
+    if not (args.models and args.tasks):
+        raise ConfigError("--models, --tasks: a table needs both, its rows and its columns")
+    from shoal.evaltable import run_table
+
+    table = run_table(config, args.models, args.tasks, json_path=args.json, markdown_path=args.markdown)
+    print(table.to_markdown(), end="")
+    return 0
 
 
 def _run_calibrate(args: argparse.Namespace) -> int:
@@ -304,10 +322,9 @@ def _print_settings(config: "RunConfig", *, store: bool) -> int:
     """A dry run: everything that can be checked without a model is checked; `store` writes config.toml for the run."""
     from shoal.config import dump_config
     from shoal.rundir import store_config
-    from shoal.tasks.registry import load_family
+    from shoal.tasks.source import check_tasks
 
-    load_family(config.tasks.name, config.tasks.options)
-    load_family(config.tasks.name, config.tasks.options | config.warmup.options)
+    check_tasks(config)
     print(dump_config(config), end="")
     if store:
         print(f"shoal: settings are in {store_config(config)}", file=sys.stderr)

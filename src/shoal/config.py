@@ -12,32 +12,21 @@ from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from shoal.errors import ConfigError
 from shoal.schema import accepts_text, explain_errors
+from shoal.settings import FilterConfig as FilterConfig
+from shoal.settings import LengthConfig as LengthConfig
+from shoal.settings import Option as Option
+from shoal.settings import Settings as Settings
+from shoal.settings import TasksConfig as TasksConfig
 from shoal.toml import dump_toml, is_utf8, parse_value, read_toml
 
-Option = bool | int | float | str
 Count = Annotated[int, Field(ge=1)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Rate = Annotated[float, Field(gt=0.0, le=1.0)]
 LossName = Literal["intellect2", "grpo", "dr_grpo", "dapo", "gspo", "cispo"]
-
-
-class Settings(BaseModel):
-    """Base of all settings: immutable, an unknown key is an error, and nothing is converted (`true` is not 1)."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        validate_default=True,
-        use_attribute_docstrings=True,
-    )
-
-
 Model = TypeVar("Model", bound=Settings)
 
 
@@ -76,15 +65,6 @@ class PolicyConfig(Settings):
     """on a CPU without bf16 units float32 is the faster"""
 
 
-class TasksConfig(Settings):
-    """Which tasks are trained and evaluated."""
-
-    name: str = "sort"
-    """task family, see `shoal tasks`"""
-    options: dict[str, Option] = {}
-    """options of the family, see `shoal tasks NAME`"""
-
-
 class WarmupConfig(Settings):
     """Supervised warm-up on the family's demonstrations, before RL."""
 
@@ -96,7 +76,7 @@ class WarmupConfig(Settings):
     """peak learning rate"""
     ramp: Annotated[int, Field(ge=0)] = 20
     """steps of linear learning-rate increase, followed by a cosine decay to a tenth"""
-    options: dict[str, Option] = {}
+    options: dict[str, Option] = Field(default={})
     """task options that differ from `tasks.options` during warm-up, e.g. easier instances"""
     heldout: Count = 256
     """held-out demonstrations for the loss"""
@@ -181,6 +161,22 @@ class BatchConfig(Settings):
     """train only groups with a learning signal on task reward, and sample on until the batch is full"""
     max_oversample: Annotated[float, Field(ge=1.0, le=1000.0)] = 4.0
     """most groups sampled per step, as a multiple of `groups`; then the step trains what it has"""
+    statistics: bool = True
+    """keep attempts, solved attempts and last step of each task in tasks.jsonl"""
+    curriculum: bool = False
+    """pass over tasks that were solved too seldom or too often so far, for others (`shoal train` alone)"""
+    curriculum_min: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
+    """lowest share of solved attempts with which a task is drawn again"""
+    curriculum_max: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
+    """highest share"""
+
+    @model_validator(mode="after")
+    def _is_range(self) -> "BatchConfig":
+        if self.curriculum_min > self.curriculum_max:
+            raise ValueError(f"curriculum_min {self.curriculum_min} must be at most curriculum_max")
+        if self.curriculum and not self.statistics:
+            raise ValueError("curriculum goes by statistics; leave them true")
+        return self
 
 
 class EvalConfig(Settings):
@@ -254,6 +250,7 @@ class RunConfig(Settings):
     """write every trained rollout to Parquet"""
     policy: PolicyConfig = PolicyConfig()
     tasks: TasksConfig = TasksConfig()
+    length: LengthConfig = LengthConfig()
     warmup: WarmupConfig = WarmupConfig()
     engine: EngineConfig = EngineConfig()
     batch: BatchConfig = BatchConfig()

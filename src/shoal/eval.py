@@ -8,7 +8,7 @@ its completions.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,8 @@ from shoal.rollout import Group
 from shoal.runtime import tune_process
 from shoal.seeds import derive_seed
 from shoal.tasks.base import Family, Task
-from shoal.tasks.registry import load_family
+from shoal.tasks.length import read_target
+from shoal.tasks.source import open_tasks
 from shoal.tasks.split import heldout_tasks
 from shoal.warmup import load_start
 
@@ -61,6 +62,8 @@ class EvalResult:
     greedy: Estimate
     mean_length: Estimate
     """tokens of a sampled completion"""
+    budget_errors: dict[int, Estimate] = field(default_factory=dict)
+    """tokens between a sampled completion and its target length, by target; none where tasks have no target"""
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -68,6 +71,7 @@ class EvalResult:
             f"eval/pass_at_{self.k}": self.pass_k.value,
             "eval/greedy": self.greedy.value,
             "eval/length": self.mean_length.value,
+            **{f"eval/error_{target}": error.value for target, error in self.budget_errors.items()},
         }
 
     def to_json(self) -> str:
@@ -79,6 +83,7 @@ class EvalResult:
             (f"pass@{self.k}, sampled", self.pass_k),
             ("pass@1, greedy", self.greedy),
             ("mean length (tokens)", self.mean_length),
+            *((f"off the target of {target} (tokens)", error) for target, error in self.budget_errors.items()),
         ]
         lines = [f"| v{self.version} on {self.num_tasks} held-out tasks | value | 95 % interval |", "|---|---|---|"]
         lines += [f"| {name} | {e.value:.3f} | {e.low:.3f} to {e.high:.3f} |" for name, e in rows]
@@ -113,7 +118,7 @@ def run_eval(config: RunConfig, run_dir: Path | None, *, json_path: Path | None,
     for path in (json_path, markdown_path):
         if path is not None:
             check_output(path)
-    family = load_family(config.tasks.name, config.tasks.options)
+    family = open_tasks(config)
     policy, version = _open_version(config, run_dir)
     engine = TorchEngine(policy.model, eos_id=policy.eos_id, slots=config.engine.slots, version=version)
     result = evaluate(engine, family, policy, config.eval, seed=config.seed, max_tokens=config.engine.max_tokens)
@@ -175,7 +180,18 @@ def _summarise(groups: Sequence[Group], config: EvalConfig) -> EvalResult:
         pass_k=estimate_rate(passes),
         greedy=estimate_share(int(greedy.sum()), len(groups)),
         mean_length=estimate_mean(lengths),
+        budget_errors=_measure_budgets(groups),
     )
+
+
+def _measure_budgets(groups: Sequence[Group]) -> dict[int, Estimate]:
+    """By target: how far the samples of a task are from it, mean over its tasks."""
+    errors: dict[int, list[float]] = {}
+    for group in groups:
+        if target := read_target(group.task_id):
+            misses = [abs(rollout.num_tokens - target) for rollout in group.rollouts[:-1]]
+            errors.setdefault(target, []).append(float(np.mean(misses)))
+    return {target: estimate_mean(errors[target]) for target in sorted(errors)}
 
 
 def _open_version(config: RunConfig, run_dir: Path | None) -> tuple[Policy, int]:

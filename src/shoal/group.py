@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from shoal.engine.base import Engine
-from shoal.policy.tokenizer import decode_completion, encode_prompt
+from shoal.policy.tokenizer import decode_completion, encode_chat, encode_prompt
 from shoal.rollout import Group, Request, Rollout
 from shoal.seeds import derive_seed
-from shoal.tasks.base import Family, Task, score_text
+from shoal.tasks.base import Family, Task, score_texts
 from shoal.tasks.split import train_task
 
 
@@ -36,10 +36,16 @@ class Plan:
 
 
 def plan_group(
-    family: Family, tokenizer: PreTrainedTokenizerBase, shape: GroupShape, *, beacon: int, index: int
+    family: Family,
+    tokenizer: PreTrainedTokenizerBase,
+    shape: GroupShape,
+    *,
+    beacon: int,
+    index: int,
+    task: Task | None = None,
 ) -> Plan:
-    """Task, seeds and requests of group `index`."""
-    task = train_task(family, derive_seed("task", beacon, index))
+    """Task, seeds and requests of group `index`. Only a curriculum gives another task than the seed's."""
+    task = task or train_task(family, derive_seed("task", beacon, index))
     seeds = [derive_seed("rollout", beacon, index, sample) for sample in range(shape.size)]
     return Plan(index=index, task=task, requests=request_rollouts(tokenizer, task, shape, f"g{index}", seeds))
 
@@ -56,7 +62,7 @@ def request_rollouts(
     tokenizer: PreTrainedTokenizerBase, task: Task, shape: GroupShape, name: str, seeds: Sequence[int]
 ) -> tuple[Request, ...]:
     """One request per seed for a task, with ids `name.0`, `name.1`, ..."""
-    prompt_ids = tuple(encode_prompt(tokenizer, task.prompt))
+    prompt_ids = tuple(encode_task(tokenizer, task))
     return tuple(
         Request(
             id=f"{name}.{sample}",
@@ -67,6 +73,13 @@ def request_rollouts(
         )
         for sample, seed in enumerate(seeds)
     )
+
+
+def encode_task(tokenizer: PreTrainedTokenizerBase, task: Task) -> list[int]:
+    """The prompt of a task in tokens, in the form it has."""
+    if task.messages:
+        return encode_chat(tokenizer, [(message.role, message.content) for message in task.messages])
+    return encode_prompt(tokenizer, task.prompt)
 
 
 def generate_groups(
@@ -83,5 +96,6 @@ def score_group(
 ) -> Group:
     """The group of a plan from its rollouts, by id."""
     own = tuple(rollouts[request.id] for request in plan.requests)
-    scores = tuple(score_text(family, plan.task, decode_completion(tokenizer, rollout.token_ids)) for rollout in own)
+    texts = [decode_completion(tokenizer, rollout.token_ids) for rollout in own]
+    scores = tuple(score_texts(family, plan.task, texts))
     return Group(index=plan.index, task_id=plan.task.id, rollouts=own, scores=scores)

@@ -63,4 +63,10 @@ def save_state(folder: Path, state: TrainState, keep: int) -> None:
 
 def _build_learner(config: RunConfig, policy: Policy, reference: PreTrainedModel | None) -> Learner:
     frozen = None if reference is None else reference.eval()
-    return Learner(policy.model, config.learner, max_tokens=config.engine.max_tokens, reference=frozen)
+    return Learner(
+        policy.model,
+        config.learner,
+        max_tokens=config.engine.max_tokens,
+        reference=frozen,
+        length=config.length,
+    )

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from shoal.config import RunConfig
+from shoal.config import LengthConfig, RunConfig
 from shoal.engine.base import Engine
-from shoal.group import GroupShape, generate_groups, plan_groups
+from shoal.group import GroupShape, Plan, generate_groups, plan_group, plan_groups
 from shoal.learner.filter import FilledBatch, fill_batch, take_batch
+from shoal.learner.sample import NO_LENGTH
 from shoal.rollout import Finish, Group
 from shoal.seeds import derive_seed
 from shoal.swarm.beacon import BeaconChain, number_beacon
 from shoal.tasks.base import Family
+from shoal.tasks.length import describe_lengths
+from shoal.tasks.stats import Curriculum
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +25,34 @@ class Drawn:
 
     batch: FilledBatch
     groups: list[Group]
+    length: LengthConfig = NO_LENGTH
+    num_passed: int | None = None
+    """tasks that the curriculum passed over; None without one"""
 
     def metrics(self, step: int) -> dict[str, float]:
         """Numbers of step n's sampling; those of rewards and lengths are over all groups drawn."""
-        return describe_groups(step, self.groups) | {
-            "batch/groups": float(len(self.batch.groups)),
-            "batch/drawn": float(self.batch.num_drawn),
-            "batch/all_right": float(self.batch.num_all_right),
-            "batch/all_wrong": float(self.batch.num_all_wrong),
-            "batch/surplus": float(self.batch.num_surplus),
-        }
+        passed = {} if self.num_passed is None else {"batch/passed_over": float(self.num_passed)}
+        return (
+            describe_groups(step, self.groups, self.length)
+            | passed
+            | {
+                "batch/extra_share": self._measure_extra(),
+                "batch/groups": float(len(self.batch.groups)),
+                "batch/drawn": float(self.batch.num_drawn),
+                "batch/all_right": float(self.batch.num_all_right),
+                "batch/all_wrong": float(self.batch.num_all_wrong),
+                "batch/surplus": float(self.batch.num_surplus),
+            }
+        )
+
+    def _measure_extra(self) -> float:
+        """Tokens that were generated and are not trained on, per token that is: what the online filter costs."""
+        trained = sum(group.num_tokens for group in self.batch.groups)
+        drawn = sum(group.num_tokens for group in self.groups)
+        return drawn / trained - 1 if trained else 0.0
 
 
-def describe_groups(step: int, groups: Sequence[Group]) -> dict[str, float]:
+def describe_groups(step: int, groups: Sequence[Group], length: LengthConfig = NO_LENGTH) -> dict[str, float]:
     """Rewards, lengths and staleness of groups for step n; of no groups at all there is only their number of tokens."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     tokens = {"train/generated_tokens": float(sum(rollout.num_tokens for rollout in rollouts))}
@@ -45,6 +63,7 @@ def describe_groups(step: int, groups: Sequence[Group]) -> dict[str, float]:
         "rollout/length": float(np.mean([rollout.num_tokens for rollout in rollouts])),
         "rollout/truncated": float(np.mean([rollout.finish is Finish.LENGTH for rollout in rollouts])),
         "off_policy/lag": float(np.mean([step - 1 - rollout.version for rollout in rollouts])),
+        **describe_lengths(length, groups),
     }
 
 
@@ -59,7 +78,15 @@ def open_beacons(config: RunConfig) -> Callable[[int], int]:
 class Sampler:
     """Draws the groups of each step from the step's beacon."""
 
-    def __init__(self, engine: Engine, family: Family, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        family: Family,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RunConfig,
+        curriculum: Curriculum | None = None,
+    ) -> None:
+        self._curriculum = curriculum
         self._engine, self._family, self._tokenizer, self._config = engine, family, tokenizer, config
         self._find_beacon = open_beacons(config)
         self._shape = GroupShape(
@@ -70,6 +97,7 @@ class Sampler:
         """Sample until the batch of step n is full, or the bound on sampling is reached."""
         beacon = self._find_beacon(step)
         groups: list[Group] = []
+        passed = self._curriculum.num_passed if self._curriculum else 0
 
         def draw(start: int, count: int) -> list[Group]:
             fresh = self._draw_groups(beacon, start, count)
@@ -77,11 +105,23 @@ class Sampler:
             return fresh
 
         settings = self._config.batch
-        if not settings.filter:
-            return Drawn(take_batch(draw, settings.groups), groups)
-        limit = int(settings.groups * settings.max_oversample)
-        return Drawn(fill_batch(draw, settings.groups, limit), groups)
+        if settings.filter:
+            batch = fill_batch(draw, settings.groups, int(settings.groups * settings.max_oversample))
+        else:
+            batch = take_batch(draw, settings.groups)
+        num_passed = self._curriculum.num_passed - passed if self._curriculum else None
+        return Drawn(batch, groups, self._config.length, num_passed)
 
     def _draw_groups(self, beacon: int, start: int, count: int) -> list[Group]:
-        plans = plan_groups(self._family, self._tokenizer, self._shape, beacon=beacon, first=start, count=count)
+        plans = self._plan_groups(beacon, start, count)
         return generate_groups(self._engine, self._family, self._tokenizer, plans)
+
+    def _plan_groups(self, beacon: int, start: int, count: int) -> list[Plan]:
+        family, tokenizer, shape = self._family, self._tokenizer, self._shape
+        if self._curriculum is None:
+            return plan_groups(family, tokenizer, shape, beacon=beacon, first=start, count=count)
+        plans = []
+        for index in range(start, start + count):
+            task = self._curriculum.choose(family, beacon, index)
+            plans.append(plan_group(family, tokenizer, shape, beacon=beacon, index=index, task=task))
+        return plans

@@ -142,7 +142,8 @@ def _run_identity(folder: Path) -> str:
 
 def _public_settings(config: RunConfig) -> dict[str, Any]:
     settings: dict[str, Any] = dict(flatten_config(config))
-    del settings["out"]  # a path of this machine
+    for key in ("out", "tasks.set"):  # paths of this machine
+        del settings[key]
     if Path(str(settings["policy.path"])).is_dir():
         del settings["policy.path"]
     return settings

@@ -29,7 +29,8 @@ from shoal.rollout import Group
 from shoal.rundir import RunDir
 from shoal.runtime import fix_threads, tune_process
 from shoal.sampler import Drawn, Sampler
-from shoal.tasks.registry import load_family
+from shoal.tasks.source import check_tasks, open_tasks, pin_tasks
+from shoal.tasks.stats import STATS_NAME, Curriculum, TaskStats
 from shoal.track import Tracker, open_tracker
 
 
@@ -52,8 +53,8 @@ def settle_config(config: RunConfig) -> RunConfig:
     """The settings as the run will store them. What can be refused before any work or file is refused here."""
     if config.policy.dtype != "float32":
         raise ConfigError(f"policy.dtype: training needs float32, for {config.policy.dtype} rounds small updates away")
-    family = load_family(config.tasks.name, config.tasks.options)
-    load_family(config.tasks.name, config.tasks.options | config.warmup.options)
+    config = pin_tasks(config)
+    family = check_tasks(config)
     tasks = draw_tasks(family, config.eval, seed=config.seed)
     if not config.policy.path:
         longest, context = max(len(task.prompt) for task in tasks), config.policy.tiny.context
@@ -72,7 +73,7 @@ class Training:
     def __init__(self, config: RunConfig, run: RunDir, console: Console, tracker: Tracker) -> None:
         tune_process(config.threads)
         self._config, self._run, self._console, self._tracker = config, run, console, tracker
-        self._family = load_family(config.tasks.name, config.tasks.options)
+        self._family = open_tasks(config)
         self._checkpoint = find_newest(run.checkpoints_path)
         self._state = open_state(config, self._checkpoint, console.note)
         self._keep_version()
@@ -80,7 +81,9 @@ class Training:
         self._engine = TorchEngine(
             deepcopy(policy.model), eos_id=policy.eos_id, slots=config.engine.slots, version=self.step
         )
-        self._sampler = Sampler(self._engine, self._family, policy.tokenizer, config)
+        self._stats = TaskStats(run.path / STATS_NAME, last=self.step if self._checkpoint is not None else -1)
+        curriculum = Curriculum(self._stats, config.batch) if config.batch.curriculum else None
+        self._sampler = Sampler(self._engine, self._family, policy.tokenizer, config, curriculum)
 
     @property
     def step(self) -> int:
@@ -151,6 +154,8 @@ class Training:
         if drawn.batch.exhausted:
             kept, wanted = len(drawn.batch.groups), self._config.batch.groups
             self._console.note(f"step {self.step}: only {kept} of {wanted} groups have a learning signal")
+        if self._config.batch.statistics:
+            self._stats.add(self.step, drawn.groups, {group.index for group in drawn.batch.groups})
         self._run.append_metrics(self.step, metrics)
         self._tracker.log(self.step, metrics)
         self._console.report_step(self.step, metrics)

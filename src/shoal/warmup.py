@@ -30,16 +30,17 @@ from shoal.config import RunConfig, WarmupConfig, config_hash
 from shoal.disk import guard_disk
 from shoal.errors import ConfigError
 from shoal.files import atomic_dir, hash_dir, hash_file, remove_dir, sweep_leftovers
+from shoal.group import encode_task
 from shoal.learner.checkpoint import load_optimizer, save_optimizer
 from shoal.learner.logprobs import score_tokens
 from shoal.learner.sample import Pack, Sample, build_packs
 from shoal.policy.model import Policy, load_policy, open_policy, save_policy
-from shoal.policy.tokenizer import encode_completion, encode_prompt
+from shoal.policy.tokenizer import encode_completion
 from shoal.rollout import Finish, Rollout
 from shoal.runtime import fix_threads, tune_process
 from shoal.seeds import derive_seed
 from shoal.tasks.base import Family, Task
-from shoal.tasks.registry import load_family
+from shoal.tasks.source import open_tasks, read_set
 from shoal.tasks.split import heldout_tasks, train_task
 
 Note = Callable[[str], None]
@@ -47,7 +48,7 @@ _PACK_TOKENS = 4096
 _GRAD_NORM = 1.0
 _FLOOR = 0.1
 """The cosine ends at this share of the peak learning rate."""
-_KEYS = ("seed", "threads", "policy", "tasks", "warmup")
+_KEYS = ("seed", "threads", "policy", "tasks", "length.mode", "length.targets", "length.template", "warmup")
 """Settings that decide the weights; `threads` is one, for it changes the order of summation and so the last bits."""
 _DONE = "warmup.json"
 _PATIENCE_S, _POLL_S = 86_400.0, 0.2
@@ -81,12 +82,16 @@ def load_start(config: RunConfig, note: Note = tell_stderr) -> Policy:
     """v0: the policy that the settings name, warmed up if they say so."""
     if config.warmup.steps:
         return open_policy(run_warmup(config, note), dtype=getattr(torch, config.policy.dtype))
-    family = load_family(config.tasks.name, config.tasks.options)
-    return load_policy(config.policy, alphabet=family.alphabet, seed=config.seed)
+    alphabet = "" if config.policy.path else open_tasks(config).alphabet
+    return load_policy(config.policy, alphabet=alphabet, seed=config.seed)
 
 
 def _name_folder(config: RunConfig) -> str:
-    """Hash of what decides the weights: the settings, and the files of a folder that they name."""
+    """Hash of what decides the weights: the settings, and the files that they name, by content."""
+    if config.tasks.set:
+        found = config.tasks.hash or read_set(config.tasks).hash
+        tasks = config.tasks.model_copy(update={"set": [found], "hash": found})
+        config = config.model_copy(update={"tasks": tasks})
     name = config_hash(config, *_KEYS)
     if config.policy.path and Path(config.policy.path).is_dir():
         name = hashlib.sha256(f"{name} {hash_dir(Path(config.policy.path))}".encode()).hexdigest()
@@ -99,7 +104,7 @@ class _Warmup:
     def __init__(self, config: RunConfig, folder: Path, note: Note) -> None:
         self._config, self._note = config, note
         self._result, self._partial = folder / "policy", folder / "partial"
-        self._family = load_family(config.tasks.name, {**config.tasks.options, **config.warmup.options})
+        self._family = open_tasks(config, config.warmup.options)
         self._losses: dict[int, float] = {}
         self._step = 0
         self._policy = self._open_policy()
@@ -185,7 +190,7 @@ def demonstrate_task(family: Family, policy: Policy, task: Task) -> Rollout:
     tokens = np.array(encode_completion(policy.tokenizer, family.demonstrate(task)), dtype=np.int32)
     return Rollout(
         id=task.id,
-        prompt_ids=np.array(encode_prompt(policy.tokenizer, task.prompt), dtype=np.int32),
+        prompt_ids=np.array(encode_task(policy.tokenizer, task), dtype=np.int32),
         token_ids=tokens,
         logprobs=np.zeros(len(tokens), dtype=np.float32),
         finish=Finish.STOP,

@@ -32,7 +32,8 @@ LOCAL = {
     "start",  # to listen
     "open",  # a folder
     "publish",  # files of this machine
-    "fetch_recipe",  # has its deadline in shoal.node, as has the next
+    "fetch_recipe",  # has its deadline in shoal.node, as have the next two
+    "read_recipe",
     "leave",
     "outlast_disk",  # of work of ours, which is looked at where it is written
     "read_submission",  # has deadlines of its own: the jail's

@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
-from shoal.policy.tokenizer import build_tokenizer, decode_completion, encode_completion, encode_prompt
+from shoal.policy.tokenizer import build_tokenizer, decode_completion, encode_chat, encode_completion, encode_prompt
 from shoal.tasks import list_families, load_family, train_task
 
 
@@ -67,6 +67,22 @@ def test_the_name_of_a_special_token_in_a_text_is_text() -> None:
     ids = encode_prompt(tokenizer, "<eos><bos>")
     assert tokenizer.eos_token_id not in ids
     assert decode_completion(tokenizer, ids) == "<eos><bos>"
+
+
+CHAT = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_a_chat_goes_through_the_tokenizers_template_and_its_messages_stay_text() -> None:
+    tokenizer = build_tokenizer("[]abcdefghijklmnopqrstuvwxyz<> ")
+    messages = [("system", "be kind"), ("user", "a<eos>b")]
+    assert encode_chat(tokenizer, messages) == encode_prompt(tokenizer, "be kind\n\na<eos>b"), "without a template"
+    tokenizer.chat_template = CHAT
+    ids = encode_chat(tokenizer, messages)
+    assert ids.count(tokenizer.eos_token_id) == 2, "those of the template, and none of the user's"
+    assert tokenizer.decode(ids) == "[system]be kind<eos>[user]a< eos>b<eos>[assistant]"
 
 
 @pytest.mark.parametrize("config", [None, Qwen3Config(), LlamaConfig()])

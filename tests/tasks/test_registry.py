@@ -29,7 +29,8 @@ def test_a_family_describes_its_options_and_shows_an_example(name: str) -> None:
         (
             "sorting",
             {},
-            "tasks.name = 'sorting': no such family; allowed are arithmetic, chain, countdown, reverse, sort",
+            "tasks.name = 'sorting': no such family; allowed are arithmetic, chain, countdown, reverse, sort, "
+            "and gym_NAME for those of reasoning-gym",
         ),
         ("sort", {"length": 4}, "tasks.options.length: no such option; allowed are items, min_length, max_length"),
         ("sort", {"min_length": 0}, "tasks.options.min_length = 0: allowed are whole numbers 1 to 64"),

@@ -10,6 +10,8 @@ from shoal.redteam.attacks.int8 import Int8Author
 from shoal.redteam.attacks.stale import StaleAuthor
 from shoal.rollout import Group, Rollout, Score
 from shoal.swarm.messages import RolloutEntry, Verdict
+from shoal.tasks.base import score_text
+from shoal.tasks.verify.base import mark_near
 from shoal.validator import meaning
 from shoal.validator.opinion import Opinion
 
@@ -64,6 +66,17 @@ def test_other_weights_are_found_out(hand_in, author) -> None:
 def test_other_work_than_was_asked_for_is_not_paid(hand_in, changes, check: str) -> None:
     opinion = hand_in(edit=edit_first(**changes)).opinion()
     assert opinion.verdict is Verdict.SOFT and failed(opinion) == {check}
+
+
+def test_a_reward_that_our_verifier_cannot_be_sure_of_is_held_against_nobody(hand_in, monkeypatch) -> None:
+    def claim(groups: Sequence[Group]) -> Sequence[Group]:
+        first, *rest = groups
+        return (replace(first, scores=(Score(0.75, ""), *first.scores[1:])), *rest)
+
+    monkeypatch.setattr(meaning, "score_text", lambda *words: mark_near(score_text(*words)))
+    assert hand_in().opinion().verdict is Verdict.ACCEPTED, "two who agree on the number agree"
+    opinion = hand_in(edit=claim).opinion()
+    assert opinion.verdict is Verdict.INCONCLUSIVE and failed(opinion) == {"limit"}
 
 
 def test_a_claimed_reward_is_recomputed(hand_in) -> None:

@@ -106,11 +106,10 @@ def _run(args: argparse.Namespace, path: Path | None) -> int:
 
 def _load(args: argparse.Namespace, path: Path | None) -> "LaunchConfig":
     from shoal.launch.settings import load_launch
-    from shoal.tasks.registry import load_family
+    from shoal.tasks.source import check_tasks
 
     config = load_launch(path, args.inputs)
-    load_family(config.tasks.name, config.tasks.options)
-    load_family(config.tasks.name, config.tasks.options | config.warmup.options)
+    check_tasks(config)
     return config
 
 

@@ -50,7 +50,9 @@ async def _verify(args: argparse.Namespace) -> Outcome:
     async with open_client(args.where, args.ca) as client:
         descriptor, _ = await fetch_descriptor(client)
         recipe_bytes, calibration_bytes = await client.read_recipe(), await client.read_calibration()
-    recipe = _read_recipe(recipe_bytes, descriptor)
+        recipe = _read_recipe(recipe_bytes, descriptor)
+        if recipe.set.hash:
+            recipe = recipe.bring_set(await client.read_tasks(recipe.set.size))
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as name:
         folder = Path(name)
         answer, path = await _find_evidence(args, descriptor, folder)

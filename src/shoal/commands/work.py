@@ -50,6 +50,7 @@ def add_node(commands: Commands, name: str, text: str) -> argparse.ArgumentParse
     add("--owner", type=Path, metavar="FILE", help="the owner's key (default: one is made in DIR)")
     add("--coordinator", metavar="HEX", help="public key that the coordinator must have (default: any, the first time)")
     add("--ca", type=Path, metavar="FILE", help="certificates to trust (default: the system's)")
+    add("--tasks", type=Path, metavar="FILE", help="the run's task set, if it has one (default: from the coordinator)")
     add("--threads", type=int, default=0, metavar="N", help="torch threads (default: all cores)")
     return parser
 
@@ -124,7 +125,7 @@ async def write_work(args: argparse.Namespace, make_author: MakeAuthor) -> None:
 
     line, limits = LiveLine(), WorkLimits(memory_mb=args.memory)
     async with _open_session(args, Role.WORKER, line) as session:
-        author = await make_author(session, await fetch_recipe(session, args.folder))
+        author = await make_author(session, await fetch_recipe(session, args.folder, tasks=args.tasks))
         keep = session.params.async_level + 2
 
         async def write_rollouts() -> None:
@@ -176,7 +177,7 @@ async def judge_work(args: argparse.Namespace, make_judge: MakeJudge) -> None:
 
     line = LiveLine()
     async with _open_session(args, Role.VALIDATOR, line) as session:
-        recipe = await fetch_recipe(session, args.folder)
+        recipe = await fetch_recipe(session, args.folder, tasks=args.tasks)
         calibration = await fetch_calibration(session, recipe, args.folder / "calibration.json")
         keep = session.params.async_level + 3
 

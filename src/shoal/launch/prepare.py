@@ -16,18 +16,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shoal.config import build_config, dump_config, flatten_config
+from shoal.config import RunConfig, build_config, dump_config, flatten_config
 from shoal.errors import ConfigError
-from shoal.files import write_atomic
+from shoal.files import hash_file, write_atomic
 from shoal.keys import Key
 from shoal.launch.layout import Layout, name_cheats, name_relays, name_validators, name_workers
 from shoal.launch.ports import HOST, choose_ports
 from shoal.launch.settings import LaunchConfig
 from shoal.node.identity import Identity, load_identity
 from shoal.node.session import Role
-from shoal.recipe import Recipe, dump_recipe
+from shoal.recipe import Recipe, SetTerms, dump_recipe, stamp_family
 from shoal.rundir import RESUMABLE
+from shoal.swarm.papers import MAX_TASKS_BYTES
 from shoal.swarm.params import RunParams, dump_params, turn_dial
+from shoal.tasks.sets import SetFamily
+from shoal.tasks.source import open_family, read_set
 from shoal.toml import dump_toml, read_toml
 from shoal.validator.stakes import describe_dial, list_warnings
 
@@ -122,7 +125,8 @@ def prepare_swarm(config: LaunchConfig, layout: Layout, note: Note) -> Prepared:
         names = ["coordinator", "origin", *name_relays(config.swarm)]
         prepared = Prepared(config, layout, choose_ports(layout.ports, names))
         write_atomic(layout.service, dump_toml(build_service(prepared)).encode())
-    core = config.core.model_copy(update={"out": str(layout.root.parent)})  # whatever folder a part is started in
+    core = find_core(config, layout)
+    core = core.model_copy(update={"out": str(layout.root.parent)})  # whatever folder a part is started in
     write_atomic(layout.run_settings, dump_config(core).encode())
     write_atomic(layout.settings, dump_config(config).encode())
     return prepared
@@ -174,10 +178,12 @@ def build_service(prepared: Prepared) -> dict[str, Any]:
             "urls": [prepared.url],
             "recipe": layout.recipe.name,
             "calibration": layout.calibration.name,
+            **({"tasks": layout.tasks.name} if _serves_tasks(config, layout) else {}),
         }
     else:
         place = {"host": HOST, "port": prepared.ports["coordinator"]}
         place |= {"recipe": str(layout.recipe), "calibration": str(layout.calibration)}
+        place |= {"tasks": str(layout.tasks)} if _serves_tasks(config, layout) else {}
     return {
         "run": config.run,
         "operator": prepared.operator,
@@ -193,7 +199,8 @@ def write_bundle(prepared: Prepared) -> None:
     """The folder that goes to the coordinator's machine: its settings, and the papers that it hands out."""
     layout = prepared.layout
     layout.bundle.mkdir(exist_ok=True)
-    for path in (layout.recipe, layout.calibration):
+    tasks = [layout.tasks] if _serves_tasks(prepared.config, layout) else []
+    for path in (layout.recipe, layout.calibration, *tasks):
         write_atomic(layout.bundle / path.name, path.read_bytes())
     write_atomic(layout.bundle / layout.service.name, dump_toml(build_service(prepared)).encode())
 
@@ -212,8 +219,11 @@ def _make_papers(config: LaunchConfig, layout: Layout, note: Note) -> None:
     # What needs torch is needed only here: a swarm that goes on starts without it.
     from shoal.launch.start import calibrate_start, describe_model, find_root, write_start
 
-    core, chunks = config.core, config.swarm.calibration
+    chunks = config.swarm.calibration
     layout.launch.mkdir(parents=True, exist_ok=True)
+    if config.tasks.set:
+        read_set(config.tasks).save(layout.tasks)
+    core = find_core(config, layout)
     begun = time.monotonic()
     policy = write_start(core, layout.start, note)
     note(f"v0: {policy.num_parameters:,} parameters, ready after {time.monotonic() - begun:.0f} s")
@@ -222,8 +232,8 @@ def _make_papers(config: LaunchConfig, layout: Layout, note: Note) -> None:
     calibration.save(layout.calibration)
     note(f"calibration: {chunks} honest chunks measured in {time.monotonic() - begun:.0f} s")
     recipe = Recipe(
-        family=core.tasks.name,
-        options=core.tasks.options,
+        **describe_tasks(core, layout),
+        length=core.length,
         group_size=core.batch.group_size,
         max_tokens=core.engine.max_tokens,
         temperature=core.engine.temperature,
@@ -233,6 +243,33 @@ def _make_papers(config: LaunchConfig, layout: Layout, note: Note) -> None:
         calibration=hashlib.sha256(layout.calibration.read_bytes()).hexdigest(),
     )
     write_atomic(layout.recipe, dump_recipe(recipe))
+
+
+def find_core(config: LaunchConfig, layout: Layout) -> RunConfig:
+    """The run's own settings, with the canonical copy of its task set in the place of where the tasks came from."""
+    core = config.core
+    if not core.tasks.set:
+        return core
+    update = {"set": [str(layout.tasks)], "hash": hash_file(layout.tasks)}
+    return core.model_copy(update={"tasks": core.tasks.model_copy(update=update)})
+
+
+def describe_tasks(core: RunConfig, layout: Layout) -> dict[str, Any]:
+    """The tasks as the recipe names them."""
+    verifiers = stamp_family(open_family(core.tasks))
+    if not core.tasks.set:
+        return {"family": core.tasks.name, "options": core.tasks.options, "verifiers": verifiers}
+    terms = SetTerms(
+        hash=core.tasks.hash,
+        size=layout.tasks.stat().st_size,
+        filter=core.tasks.filter,
+        weights=core.tasks.weights,
+    )
+    return {"family": SetFamily.name, "options": {}, "set": terms, "verifiers": verifiers}
+
+
+def _serves_tasks(config: LaunchConfig, layout: Layout) -> bool:
+    return bool(config.tasks.set) and layout.tasks.stat().st_size <= MAX_TASKS_BYTES
 
 
 def _load_node(folder: Path, run: str, role: Role) -> Identity:

@@ -16,6 +16,7 @@ from shoal.config import Count, RunConfig, Settings, build_config
 from shoal.errors import ConfigError
 from shoal.keys import check_public
 from shoal.redteam.registry import list_cheats
+from shoal.tasks.source import check_swarm
 from shoal.toml import read_toml
 from shoal.units import parse_rate
 from shoal.validator.dial import ValidationConfig, check_guarantee
@@ -160,6 +161,7 @@ def check_launch(config: LaunchConfig) -> LaunchConfig:
         raise ConfigError("beacon: a swarm's beacons are its coordinator's; it is for `shoal train` alone")
     if not config.batch.filter:
         raise ConfigError("batch.filter: a swarm trains only groups with a learning signal; leave it true")
+    check_swarm(config)
     return config
 
 

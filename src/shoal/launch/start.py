@@ -10,6 +10,7 @@ from shoal.shardcast.hashing import hash_root, hash_shards
 from shoal.shardcast.layout import File, Layout
 from shoal.shardcast.publish import SHARD_BYTES
 from shoal.shardcast.source import scan_source
+from shoal.tasks.source import open_tasks
 from shoal.toploc.calibrate import Plan, calibrate_policy
 from shoal.toploc.calibration import Calibration, hash_model
 from shoal.toploc.prompts import Source
@@ -39,6 +40,7 @@ def calibrate_start(policy: Policy, config: RunConfig, *, chunks: int, tokens: i
         temperature=config.engine.temperature,
         seed=config.seed,
         task=config.tasks.name,
+        family=open_tasks(config) if config.tasks.set or config.length.mode != "none" else None,
     )
     plan = Plan(source=source, samples=chunks, threads=1)
     ways = [way for way in list_ways(config.policy.dtype, threads=1, mixed=False) if way.name not in _SKIPPED]

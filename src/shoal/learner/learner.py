@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shoal.config import LearnerConfig
+from shoal.config import LearnerConfig, LengthConfig
 from shoal.learner.correction import Correction, build_correction
 from shoal.learner.logprobs import score_tokens
 from shoal.learner.losses import LossInputs, load_loss, sum_tokens
-from shoal.learner.sample import Pack, Sample, build_packs, build_samples
+from shoal.learner.sample import NO_LENGTH, Pack, Sample, build_packs, build_samples
 from shoal.learner.tally import Tally, UpdateTally
 from shoal.learner.terms import kl_k3
 from shoal.rollout import Group
@@ -38,6 +38,7 @@ class Learner:
         *,
         max_tokens: int,
         reference: PreTrainedModel | None = None,
+        length: LengthConfig = NO_LENGTH,
     ) -> None:
         assert (reference is not None) == (config.loss.kl > 0), "a reference is needed exactly where there is a KL term"
         self.model = model.eval()  # no dropout: sampler and learner must agree on the policy
@@ -49,10 +50,12 @@ class Learner:
         self._loss = load_loss(config.loss.name)
         self._max_tokens = max_tokens
         self._reference = reference
+        self._length = length
 
     def train_step(self, groups: Sequence[Group]) -> Metrics:
         """Train on the groups of one batch; an empty batch moves nothing."""
-        parts = [build_samples(part, self._config.advantage) for part in _split_parts(groups, self._config.updates)]
+        split = _split_parts(groups, self._config.updates)
+        parts = [build_samples(part, self._config.advantage, self._length) for part in split]
         packs = [build_packs(samples, self._config.micro_tokens) for samples in parts]
         olds = [self._score_old(part, first=index == 0) for index, part in enumerate(packs)]
         tally = Tally()

@@ -1,8 +1,8 @@
 """Rollouts as the learner sees them, and packed micro-batches of them.
 
 Invariants:
-- advantages are computed here, from task rewards, by group: no number of a worker's is trained on but tokens, log-probs
-  and recomputed rewards;
+- advantages are computed here, by group, from task rewards and the length reward of the settings: no number of a
+  worker's is trained on but tokens, log-probs and recomputed rewards;
 - every per-token array has the length of the completion; concatenated in sample order they stay parallel;
 - the samples of a group that share a micro-batch share one copy of the prompt.
 """
@@ -14,10 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.config import LengthConfig
 from shoal.learner.advantage import AdvantageKind, compute_advantages
 from shoal.learner.binpack import pack_samples
 from shoal.policy.layout import PackedAttention, Segment, positions_of
 from shoal.rollout import Group, Rollout
+from shoal.tasks.length import total_rewards
+
+NO_LENGTH = LengthConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,11 @@ class Pack:
         return torch.from_numpy(np.concatenate([sample.rollout.logprobs for sample in self.samples]))
 
 
-def build_samples(groups: Sequence[Group], kind: AdvantageKind) -> list[Sample]:
+def build_samples(groups: Sequence[Group], kind: AdvantageKind, length: LengthConfig = NO_LENGTH) -> list[Sample]:
     """Samples in order of group and sample index, with advantages within each group."""
     samples = []
     for group in groups:
-        advantages = compute_advantages(group.rewards, kind)
+        advantages = compute_advantages(total_rewards(length, group), kind)
         pairs = zip(group.rollouts, advantages, strict=True)
         samples += [Sample(group.index, rollout, float(advantage)) for rollout, advantage in pairs]
     return samples

@@ -4,6 +4,8 @@
 - The character tokenizer has no begin token. With one, a tiny model reads absolute positions off it and never sorts
   more digits than it was shown; without, lengths it never saw start above zero (docs/log.md).
 - Text is data: `<eos>` inside a prompt is five characters, never the end token.
+- A prompt in chat form goes through the tokenizer's own chat template, or is the text of its messages where there is
+  none. The names of special tokens in a message are broken up by a space: templates are parsed after they are filled.
 
 Changing the order of the vocabulary breaks: every saved model, rollout and proof.
 """
@@ -42,6 +44,17 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return begin + _encode_text(tokenizer, text)
 
 
+def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[tuple[str, str]]) -> list[int]:
+    """A prompt of (role, content) messages, up to where the answer begins."""
+    if not tokenizer.chat_template:
+        return encode_prompt(tokenizer, "\n\n".join(content for _, content in messages))
+    chat = [{"role": role, "content": _break_specials(tokenizer, content)} for role, content in messages]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert isinstance(text, str), "one chat makes one text"
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
 def encode_completion(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The text and the end token."""
     assert tokenizer.eos_token_id is not None, "a policy's tokenizer has an end token"
@@ -58,6 +71,14 @@ def decode_completion(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | n
         kept.pop()
     text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     assert isinstance(text, str), "one sequence decodes to one text"
+    return text
+
+
+def _break_specials(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    for token in sorted({*tokenizer.all_special_tokens, *added}, key=lambda token: (-len(token), token)):
+        if len(token) > 1:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
     return text
 
 

@@ -51,8 +51,11 @@ def open_ground(run: Path) -> Ground:
     if not (launch / "recipe.json").exists():
         raise ConfigError(f"{run}: is no folder of a swarm; `shoal prepare` makes one")
     found = {int(path.name[1:]): path for path in sorted((run / "versions").glob("v*")) if path.is_dir()}
+    recipe = load_recipe((launch / "recipe.json").read_bytes())
+    if recipe.set.hash:
+        recipe = recipe.bring_set((launch / "tasks.jsonl").read_bytes())
     return Ground(
-        recipe=load_recipe((launch / "recipe.json").read_bytes()),
+        recipe=recipe,
         folders={0: launch / "v0"} | found,
         calibration=load_calibration(launch / "calibration.json"),
     )

@@ -73,7 +73,7 @@ from shoal.swarm.messages import (
     VersionStatement,
     sign_message,
 )
-from shoal.swarm.papers import MAX_CALIBRATION_BYTES
+from shoal.swarm.papers import MAX_CALIBRATION_BYTES, MAX_TASKS_BYTES
 from shoal.swarm.params import RunParams, parse_params
 from shoal.swarm.stores import Stores
 from shoal.swarm.work import read_challenge, solve_challenge
@@ -147,6 +147,10 @@ class OpenClient:
     async def read_calibration(self) -> bytes:
         """The bytes of the run's calibration; not checked here."""
         return (await self._get_answer("/v1/calibration", MAX_CALIBRATION_BYTES)).body
+
+    async def read_tasks(self, size: int) -> bytes:
+        """The bytes of the run's task set, `size` at most; not checked here."""
+        return (await self._get_answer("/v1/tasks", min(size, MAX_TASKS_BYTES))).body
 
     async def read_params(self) -> RunParams:
         """The run's parameters as they are now."""

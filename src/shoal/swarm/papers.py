@@ -1,7 +1,8 @@
-"""What a run's coordinator hands to everybody beside its descriptor: the recipe, and the calibration of the checks.
+"""What a run's coordinator hands to everybody beside its descriptor: recipe, calibration of the checks, task set.
 
-Both are files of the operator's that never change. The recipe's hash stands in the genesis and in the descriptor, that
-of the calibration in the recipe, so it does not matter from where somebody has them.
+All are files of the operator's that never change. The recipe's hash stands in the genesis and in the descriptor, those
+of the calibration and the task set in the recipe, so it does not matter from where somebody has them. A task set of
+more than `MAX_TASKS_BYTES` is not handed out here: nodes are given its file in another way (`--tasks`).
 """
 
 import hashlib
@@ -13,6 +14,7 @@ from shoal.recipe import MAX_RECIPE_BYTES, RecipeError, load_recipe
 from shoal.swarm.params import RunParams
 
 MAX_CALIBRATION_BYTES = 4 << 20
+MAX_TASKS_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,8 @@ class Papers:
 
     recipe: bytes = b""
     calibration: bytes = b""
+    tasks: bytes = b""
+    """canonical form of the task set"""
 
     @property
     def recipe_hash(self) -> str:
@@ -28,15 +32,17 @@ class Papers:
         return hashlib.sha256(self.recipe).hexdigest() if self.recipe else ""
 
 
-def load_papers(recipe: str, calibration: str, params: RunParams) -> Papers:
+def load_papers(recipe: str, calibration: str, params: RunParams, tasks: str = "") -> Papers:
     """The papers of a run from the files that its settings name; ConfigError where they do not belong together."""
     if not recipe:
-        if calibration:
-            raise ConfigError("calibration: is of use only with the recipe that names it")
+        if calibration or tasks:
+            key = "calibration" if calibration else "tasks"
+            raise ConfigError(f"{key}: is of use only with the recipe that names it")
         return Papers()
     papers = Papers(
         _read_file(Path(recipe), MAX_RECIPE_BYTES),
         _read_file(Path(calibration), MAX_CALIBRATION_BYTES) if calibration else b"",
+        _read_file(Path(tasks), MAX_TASKS_BYTES) if tasks else b"",
     )
     try:
         found = load_recipe(papers.recipe)
@@ -49,6 +55,8 @@ def load_papers(recipe: str, calibration: str, params: RunParams) -> Papers:
         )
     if papers.calibration and hashlib.sha256(papers.calibration).hexdigest() != found.calibration:
         raise ConfigError(f"{calibration}: is not the calibration that the recipe names")
+    if papers.tasks and hashlib.sha256(papers.tasks).hexdigest() != found.set.hash:
+        raise ConfigError(f"{tasks}: is not the task set that the recipe names")
     return papers
 
 

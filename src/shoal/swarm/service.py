@@ -91,6 +91,8 @@ class ServiceConfig(Settings):
     """file with the run's recipe, see `shoal prepare`"""
     calibration: str = ""
     """file with the calibration that the recipe names"""
+    tasks: str = ""
+    """file with the task set that the recipe names, if it names one"""
     tls_certificate: str = ""
     """PEM file; empty: plain HTTP, for this machine or behind a proxy"""
     tls_key: str = ""
@@ -160,7 +162,7 @@ async def open_service(config: ServiceConfig, data: Path) -> AsyncIterator[Servi
     tls = _load_tls(config)
     if config.database:
         parse_url(config.database)  # a mistake there leaves nothing behind
-    papers = load_papers(config.recipe, config.calibration, config.params)
+    papers = load_papers(config.recipe, config.calibration, config.params, config.tasks)
     if not (data / "ledger.db").exists() and not config.database:
         _check_sizes(config, config.params)
     key, secret, operator = _load_secrets(data, config)

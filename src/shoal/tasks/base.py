@@ -13,7 +13,7 @@
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +29,14 @@ _QUOTE_CHARS = 24
 _BLANKS = " \t\r\n"
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a prompt in chat form."""
+
+    role: str
+    content: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One problem."""
@@ -42,6 +50,15 @@ class Task:
     """what the verifier needs to know, JSON values only"""
     kin: str
     """tasks of equal kin are on the same side of the split: the id, or what is common to variants of one problem"""
+    messages: "tuple[Message, ...]" = ()
+    """the prompt in chat form, for tokenizers with a chat template; none: it is a text"""
+    plain: "Task | None" = None
+    """the task without its target length, if it has one (tasks/length.py)"""
+
+    @property
+    def problem(self) -> str:
+        """The id without a target length."""
+        return self.id if self.plain is None else self.plain.id
 
 
 class Family(Protocol):
@@ -67,6 +84,16 @@ def score_text(family: Family, task: Task, completion: str) -> Score:
     except _FAILURES as error:
         return Score(0.0, f"the verifier failed: {type(error).__name__}")
     return score if 0.0 <= score.value <= 1.0 else Score(0.0, "the verifier gave no score")
+
+
+def score_texts(family: Family, task: Task, completions: Sequence[str]) -> list[Score]:
+    """`score_text` of several completions of one task; families with `score_many` work on them side by side."""
+    score_many = getattr(family, "score_many", None)
+    if score_many is None:
+        return [score_text(family, task, completion) for completion in completions]
+    scores: list[Score] = score_many(task, completions)
+    assert len(scores) == len(completions), "one score for each completion"
+    return scores
 
 
 def is_dear(family: Family) -> bool:

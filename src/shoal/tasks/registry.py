@@ -15,6 +15,7 @@ from shoal.tasks.reverse import Reverse
 from shoal.tasks.sort import Sort
 from shoal.tasks.split import train_task
 
+GYM = "gym_"
 _FAMILIES: dict[str, type[Family]] = {
     "arithmetic": Arithmetic,
     "chain": Chain,
@@ -41,7 +42,11 @@ def list_families() -> tuple[str, ...]:
 
 
 def load_family(name: str, options: Mapping[str, Option]) -> Family:
-    """The family of that name with these options over its defaults."""
+    """The family of that name with these options over its defaults; `gym_NAME` is one of reasoning-gym's."""
+    if name.startswith(GYM):
+        from shoal.tasks.gym import open_gym  # here, for it needs a package of its own
+
+        return open_gym(name.removeprefix(GYM), options)
     return apply_options(_find_family(name), options)
 
 
@@ -61,5 +66,6 @@ def describe_family(name: str) -> FamilyCard:
 
 def _find_family(name: str) -> type[Family]:
     if name not in _FAMILIES:
-        raise ConfigError(f"tasks.name = {name!r}: no such family; allowed are {', '.join(list_families())}")
+        allowed = f"{', '.join(list_families())}, and {GYM}NAME for those of reasoning-gym"
+        raise ConfigError(f"tasks.name = {name!r}: no such family; allowed are {allowed}")
     return _FAMILIES[name]

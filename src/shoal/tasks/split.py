@@ -60,10 +60,10 @@ def heldout_tasks(family: Family, count: int, seed: int) -> list[Task]:
     for task in _stream_tasks(family, seed):
         if len(tasks) >= count:
             return list(tasks.values())
-        fresh = split_task(task) is Split.HELDOUT and task.id not in tasks
+        fresh = split_task(task) is Split.HELDOUT and task.problem not in tasks
         stale = 0 if fresh else stale + 1
         if fresh:
-            tasks[task.id] = task
+            tasks[task.problem] = task
         elif stale >= MAX_ATTEMPTS:
             break
     raise ConfigError(

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.errors import ConfigError
+from shoal.group import encode_task
 from shoal.policy.model import Policy
 from shoal.policy.tokenizer import encode_prompt
 from shoal.rollout import Request
 from shoal.seeds import derive_seed
+from shoal.tasks.base import Family
 from shoal.tasks.registry import load_family
 from shoal.tasks.split import train_task
 
@@ -36,6 +38,8 @@ class Source:
     """task family; empty: none"""
     file: Path | None = None
     """text file with a prompt per line"""
+    family: Family | None = None
+    """tasks that are open already, in the place of `task`"""
 
 
 def draw_requests(policy: Policy, source: Source, name: str) -> Iterator[Request]:
@@ -61,12 +65,12 @@ def _draw_prompts(policy: Policy, source: Source, seed: int) -> Iterator[list[in
         raise ConfigError(f"--tokens: must be below the model's {context} positions, got {source.tokens}")
     rng = random.Random(seed)
     lines = [] if source.file is None else _read_lines(source.file)
-    family = load_family(source.task, {}) if source.task else None
+    family = source.family or (load_family(source.task, {}) if source.task else None)
     for index in itertools.count():
         if lines:
             prompt = encode_prompt(tokenizer, rng.choice(lines))
         elif family is not None:
-            prompt = encode_prompt(tokenizer, train_task(family, rng.getrandbits(63)).prompt)
+            prompt = encode_task(tokenizer, train_task(family, rng.getrandbits(63)))
         else:
             prompt = [rng.randrange(len(tokenizer)) for _ in range(_LENGTHS[index % len(_LENGTHS)])]
         yield prompt[:room]

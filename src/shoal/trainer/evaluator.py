@@ -29,7 +29,7 @@ from shoal.policy.model import open_policy
 from shoal.rundir import append_metrics, lock_dir
 from shoal.runtime import tune_process
 from shoal.shardcast.pool import run_blocking
-from shoal.tasks.registry import load_family
+from shoal.tasks.source import open_tasks
 from shoal.trainer.evals import NAME, find_next, list_awaited
 from shoal.trainer.versions import path_of
 
@@ -77,7 +77,7 @@ class Evaluator:
     def __init__(self, config: RunConfig, run: Path, spans: SpanLog | None = None) -> None:
         self._config, self._run = config, run
         self._spans = spans or SpanLog(None, "evaluator")
-        self._family = load_family(config.tasks.name, config.tasks.options)
+        self._family = open_tasks(config)
         tune_process(config.threads)
 
     def evaluate_next(self) -> tuple[int, EvalResult] | None:

@@ -19,10 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from shoal.config import RunConfig
+from shoal.config import LengthConfig, RunConfig
 from shoal.console import Console
 from shoal.learner.checkpoint import find_newest
 from shoal.learner.learner import Metrics
+from shoal.learner.sample import NO_LENGTH
 from shoal.node.spans import SpanLog
 from shoal.node.tasks import run_together
 from shoal.node.waits import RoleWaits, WaitError
@@ -174,7 +175,7 @@ class Trainer:
             self._publisher.enqueue(step, batch.hash)
             times = {"perf/wait_s": wait_s, "perf/train_s": trained - started}
             times["perf/write_s"] = time.perf_counter() - trained
-            await self._run_thread(self._record, batch, metrics | describe_batch(batch, times))
+            await self._run_thread(self._record, batch, metrics | describe_batch(batch, times, self._config.length))
             if self._is_save_due():
                 await self._run_thread(self._save)
         self._batches.drop_files(step)
@@ -204,11 +205,17 @@ class Trainer:
         return await run_blocking(self._thread, call, *args)
 
 
-def describe_batch(batch: TrainBatch, times: dict[str, float]) -> Metrics:
-    """Numbers of a batch: those of rewards and lengths are over its groups, for the trainer sees no others."""
+def describe_batch(batch: TrainBatch, times: dict[str, float], length: LengthConfig = NO_LENGTH) -> Metrics:
+    """Numbers of a batch: those of rewards and lengths are over its groups, for the trainer sees no others.
+
+    Groups are drawn by index without gaps, so the highest index says how many were drawn at least, and so what the
+    online filter cost in groups that are not trained on.
+    """
     ages = [batch.step - 1 - rollout.version for group in batch.groups for rollout in group.rollouts]
-    metrics = describe_groups(batch.step, batch.groups)
+    metrics = describe_groups(batch.step, batch.groups, length)
     metrics |= {"batch/groups": float(len(batch.groups)), "batch/left_out": float(len(batch.left_out))}
+    if batch.groups:
+        metrics["batch/extra_share"] = (batch.groups[-1].index + 1) / len(batch.groups) - 1
     if ages:
         metrics["off_policy/lag_max"] = float(max(ages))
     metrics["perf/tokens_per_s"] = metrics["train/generated_tokens"] / max(sum(times.values()), 1e-9)

@@ -11,6 +11,7 @@ import numpy as np
 
 from shoal.rollout import Group, Rollout
 from shoal.swarm.messages import BatchEntry
+from shoal.tasks.length import read_target
 
 MAX_LOGPROB = 1e-3
 """a probability is at most 1, but for rounding"""
@@ -30,6 +31,8 @@ class Expected:
     context: int
     """longest prompt and completion together"""
     temperature: float
+    targets: frozenset[int] = frozenset()
+    """target lengths; none: tasks have no target"""
 
 
 def pick_group(groups: Sequence[Group], entry: BatchEntry, expected: Expected) -> Group:
@@ -43,6 +46,8 @@ def pick_group(groups: Sequence[Group], entry: BatchEntry, expected: Expected) -
         raise UnreadableError(f"{len(group.rollouts)} rollouts instead of {expected.group_size}")
     if not all(np.isfinite(score.value) and 0.0 <= score.value <= 1.0 for score in group.scores):
         raise UnreadableError("a reward outside 0 to 1")
+    if read_target(group.task_id) not in (expected.targets or {0}):
+        raise UnreadableError("a task with a target length that is none of the run's")
     prompt = group.rollouts[0].prompt_ids
     for rollout in group.rollouts:
         if not np.array_equal(rollout.prompt_ids, prompt):

@@ -11,17 +11,19 @@ from shoal.console import Console
 from shoal.disk import guard_disk
 from shoal.errors import ConfigError
 from shoal.learner.checkpoint import find_newest
-from shoal.node.recipe import fetch_recipe
+from shoal.node.recipe import read_recipe
 from shoal.node.room import outlast_disk
 from shoal.node.session import Role, Session, State, open_session
 from shoal.node.waits import Note, RoleWaits
 from shoal.policy.model import Policy
+from shoal.recipe import Recipe
 from shoal.resume import TrainState, open_state
 from shoal.rundir import RunDir, run_path
 from shoal.runtime import tune_process
 from shoal.shardcast.pool import run_blocking
 from shoal.submission.jail import Jail
 from shoal.swarm.params import RunParams
+from shoal.tasks.source import check_swarm
 from shoal.track import open_tracker
 from shoal.train import settle_config
 from shoal.trainer.batch import BatchReader, ReadGroups, RunTerms
@@ -86,7 +88,11 @@ async def run_trainer(config: RunConfig, place: TrainerPlace, *, fresh: bool = F
 async def _train(config: RunConfig, desk: Desk, session: Session, place: TrainerPlace) -> None:
     state = await run_blocking(None, _open_state, config, desk)
     params, expected = session.params, describe_policy(config, state.policy)
-    first_root = (await fetch_recipe(session, find_folder(place, desk.run))).weights if session.descriptor.tasks else ""
+    first_root = ""
+    if session.descriptor.tasks:
+        recipe = await read_recipe(session, find_folder(place, desk.run))
+        check_recipe(config, recipe)
+        first_root = recipe.weights
     async with Jail(size=NUM_READERS) as jail:
         trainer, publisher = build_trainer(
             config,
@@ -152,7 +158,14 @@ def check_config(config: RunConfig) -> RunConfig:
         raise ConfigError("beacon: a swarm's beacons are its coordinator's; it is for `shoal train` alone")
     if not config.batch.filter:
         raise ConfigError("batch.filter: a swarm trains only groups with a learning signal; leave it true")
+    check_swarm(config)
     return config
+
+
+def check_recipe(config: RunConfig, recipe: Recipe) -> None:
+    """Refuse rewards other than those that the prompts tell."""
+    if config.length != recipe.length:
+        raise ConfigError("length: the run's recipe has other target lengths; it was fixed when the run was made")
 
 
 def check_params(config: RunConfig, params: RunParams) -> None:
@@ -184,6 +197,7 @@ def describe_policy(config: RunConfig, policy: Policy) -> Expected:
         vocab_size=int(policy.model.config.vocab_size),
         context=int(policy.model.config.max_position_embeddings),
         temperature=config.engine.temperature,
+        targets=frozenset(config.length.targets if config.length.mode != "none" else ()),
     )
 
 

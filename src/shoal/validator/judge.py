@@ -5,7 +5,8 @@
     meaning  it is not the work that was leased                 -> rejected_soft (rejected_form for its manifest)
              it is a copy                                       -> the proof is asked: rejected_hard or rejected_soft
     proof    it was not sampled with the weights it states      -> rejected_hard, which takes two validators
-    doubt    weights not at hand, no reader to be had           -> inconclusive: unpaid, nobody is blamed
+    doubt    weights not at hand, no reader to be had, a reward
+             that our verifier cannot be sure of                -> inconclusive: unpaid, nobody is blamed
 
 Invariants:
 - nothing in a file raises: what cannot be read is a finding;
@@ -29,7 +30,7 @@ from shoal.swarm.params import MILLION
 from shoal.swarm.rules.outcome import CRASH_CHECK
 from shoal.toploc.calibration import Calibration
 from shoal.validator.history import count_drift, describe_group
-from shoal.validator.meaning import COPY_CHECK, Meaning
+from shoal.validator.meaning import COPY_CHECK, LIMIT_CHECK, Meaning
 from shoal.validator.opinion import Opinion, Replayed, note_breach, note_measure, reject
 from shoal.validator.proof import Case, Proof, check_proofs
 
@@ -88,9 +89,12 @@ class Judge:
     def _find_meaning(self, meaning: Meaning, job: Job, contents: Contents) -> Case | Opinion:
         plans = meaning.plan(job)
         breaches = tuple(meaning.find_breaches(job, plans, contents))
-        if any(finding.check != COPY_CHECK for finding in breaches):
+        doubts = tuple(finding for finding in breaches if finding.check == LIMIT_CHECK)
+        if any(finding.check not in (COPY_CHECK, LIMIT_CHECK) for finding in breaches):
             formal = any(finding.check in _FORMAL for finding in breaches)
             return reject(Verdict.FORM if formal else Verdict.SOFT, breaches)
+        if doubts:
+            return reject(Verdict.INCONCLUSIVE, doubts)
         if breaches:
             # Whether it is fraud or a chance in a million is for the seeds to say, and they are asked of all rollouts.
             job = job.model_copy(update={"check_ppm": MILLION})

@@ -15,6 +15,8 @@ looks at. What a completion is worth in nats is the claim of who wrote it, and t
 
 Rewards are compared as numbers, exactly: a verifier computes the same bits on every machine (tasks/base.py). They are
 all computed again, but for families whose verifier is dear: of each of their groups a share that the job's seed draws.
+Where ours met a limit, or came near one, a reward that differs says nothing (tasks/verify/base.py): that is a doubt of
+its own, `LIMIT_CHECK`, and no breach.
 """
 
 import hashlib
@@ -33,12 +35,15 @@ from shoal.swarm.beacon import number_beacon
 from shoal.swarm.messages import Finding, Job, RolloutEntry
 from shoal.swarm.params import count_drawn
 from shoal.tasks.base import Family, is_dear, score_text
+from shoal.tasks.verify.base import Agreement, compare_claim
 from shoal.toploc.logprobs import ROUNDING
 from shoal.toploc.termination import check_ending
 from shoal.validator.opinion import note_breach
 
 COPY_CHECK = "copy"
 """the one breach that is not the last word: the proof tells a copy from a coincidence"""
+LIMIT_CHECK = "limit"
+"""the one finding that is no breach: a reward that this machine cannot be sure of"""
 CHANCE_NATS = 40.0
 """what is less likely than exp(-40), which is 4e-18, is not taken for chance"""
 
@@ -96,9 +101,12 @@ class Meaning:
             yield note_breach("bounds", f"{rollout.id}: a log-prob of {wrong:.6g}, which no token that was drawn has")
 
     def _check_reward(self, plan: Plan, rollout: Rollout, claimed: float) -> Iterator[Finding]:
-        found = score_text(self._family, plan.task, decode_completion(self._tokenizer, rollout.token_ids)).value
-        if claimed != found:
-            yield note_breach("reward", f"{rollout.id}: {claimed!r} claimed, {found!r} found")
+        found = score_text(self._family, plan.task, decode_completion(self._tokenizer, rollout.token_ids))
+        match compare_claim(claimed, found):
+            case Agreement.DIFFERS:
+                yield note_breach("reward", f"{rollout.id}: {claimed!r} claimed, {found.value!r} found")
+            case Agreement.UNSURE:
+                yield note_breach(LIMIT_CHECK, f"{rollout.id}: {claimed!r} claimed, {found.reason}")
 
     def _draw_scored(self, job: Job, group: Group) -> frozenset[int]:
         """Samples of a group whose reward is computed again."""

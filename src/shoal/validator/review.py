@@ -16,7 +16,7 @@ from enum import StrEnum
 from shoal.swarm.messages import Finding, SubmissionState, Verdict, VerdictStatement
 from shoal.swarm.rules.outcome import agrees
 
-TROUBLES = frozenset({"weights", "file", "reader"})
+TROUBLES = frozenset({"weights", "file", "reader", "limit"})
 """checks by which a validator says that it could not look: they are about its machine, and about no file"""
 
 

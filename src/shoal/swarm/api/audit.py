@@ -41,6 +41,12 @@ def get_calibration(desk: DeskArg) -> Response:
     return _hand_out(desk.papers.calibration)
 
 
+@audit_routes.get("/tasks", response_class=Response)
+def get_tasks(desk: DeskArg) -> Response:
+    """The run's task set in its canonical form; its hash is in the recipe."""
+    return _hand_out(desk.papers.tasks)
+
+
 @audit_routes.get("/ledger/{first}")
 async def get_page(desk: DeskArg, first: Number) -> PageAnswer:
     """Events from number `first` on, up to the newest signed head."""

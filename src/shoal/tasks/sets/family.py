@@ -1,0 +1,131 @@
+"""A task set as a family: drawn from like any other, scored by the verifier of each task's type.
+
+The choice. A draw is made with a random source r that follows from the group's seed (tasks/split.py, group.py):
+
+    weight W = sum of the sources' weights;  r.randrange(W) falls to one of the sources, in order of their names
+    its n tasks are in order of their ids;   r.randrange(n) is the task
+
+It is repeated until the task is on the wanted side of the split. So a group's task follows from beacon, index, the
+set's hash, its filter and its weights, and from nothing else.
+
+Changing breaks: every group of every run on a task set.
+"""
+
+import hashlib
+import random
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
+from itertools import accumulate
+
+from shoal.errors import ConfigError
+from shoal.rollout import Score
+from shoal.tasks.base import MAX_COMPLETION_CHARS, Task
+from shoal.tasks.sets.record import RecordError, TaskRecord
+from shoal.tasks.sets.taskset import SetError, SetFilter, TaskSet, weigh_sources
+from shoal.tasks.verify.base import Attempt, Verifier, score_safely
+from shoal.tasks.verify.registry import open_verifier
+
+_KIN_HEX = 16
+
+
+class SetFamily:
+    """The tasks of a set that a filter keeps, mixed by source."""
+
+    name = "set"
+
+    def __init__(self, tasks: TaskSet, wanted: SetFilter, weights: Mapping[str, int]) -> None:
+        self.tasks, self.filter = tasks, wanted
+        kept = tasks.keep(wanted)
+        self.weights = weigh_sources(weights, {source: len(records) for source, records in kept.items()})
+        self._pools = [kept[source] for source in self.weights]
+        self._ends = list(accumulate(self.weights.values()))
+        self._records = {record.id: record for record in tasks.records}
+
+    @cached_property
+    def alphabet(self) -> str:
+        """Of the whole set, whatever the filter."""
+        letters: set[str] = set()
+        for record in self.tasks.records:
+            letters.update(record.text, str(record.metadata.get("solution", "")))
+        return "".join(sorted(letters))
+
+    @cached_property
+    def dear(self) -> bool:
+        """Whether any of its verifiers is."""
+        return any(self.find_verifier(task_type).dear for task_type in self.tasks.task_types)
+
+    @property
+    def num_kept(self) -> int:
+        """Tasks that can be drawn, on either side of the split."""
+        return sum(len(pool) for pool in self._pools)
+
+    def list_tasks(self) -> list[Task]:
+        """All tasks that can be drawn."""
+        return [make_task(record) for pool in self._pools for record in pool]
+
+    def make_task(self, rng: random.Random) -> Task:
+        pool = self._pools[bisect_right(self._ends, rng.randrange(self._ends[-1]))]
+        return make_task(pool[rng.randrange(len(pool))])
+
+    def demonstrate(self, task: Task) -> str:
+        solution = self._records[task.id].metadata.get("solution")
+        if not isinstance(solution, str):
+            raise ConfigError(f"warmup.steps: task {task.id} has no solution to learn from; leave out the warm-up")
+        return solution
+
+    def score(self, task: Task, completion: str) -> Score:
+        return _clean_reason(score_safely(self.find_verifier(task.verifier), task.info, task.prompt, completion))
+
+    def score_many(self, task: Task, completions: Sequence[str]) -> list[Score]:
+        """The scores of several completions of one task; code is run in several boxes at a time."""
+        verifier = self.find_verifier(task.verifier)
+        if not verifier.dear or any(len(completion) > MAX_COMPLETION_CHARS for completion in completions):
+            return [self.score(task, completion) for completion in completions]
+        attempts = [Attempt(task.info, task.prompt, completion) for completion in completions]
+        return [_clean_reason(score) for score in verifier.score_many(attempts)]
+
+    def find_verifier(self, task_type: str) -> Verifier:
+        """The verifier of a task type."""
+        return _find_shared(task_type)
+
+    def stamp_verifiers(self) -> dict[str, str]:
+        """Name and version of each verifier that scores the set, for the recipe."""
+        return {task_type: self.find_verifier(task_type).stamp for task_type in self.tasks.task_types}
+
+    def check_tasks(self) -> None:
+        """Refuse tasks that no completion could solve; for whoever brings a set, before it is used."""
+        for record in self.tasks.records:
+            try:
+                self.find_verifier(record.task_type).check_info(record.info)
+            except (ConfigError, RecordError) as error:
+                raise SetError(f"{self.tasks.name}: task {record.id}: {error}") from None
+
+
+def _clean_reason(score: Score) -> Score:
+    """A score whose reason is ASCII, as a submission spells it, whatever a completion brought into it."""
+    return score if score.reason.isascii() else Score(score.value, score.reason.encode("ascii", "replace").decode())
+
+
+@cache
+def _find_shared(task_type: str) -> Verifier:
+    """One verifier of a type for the whole process: some hold boxes to run code in."""
+    return open_verifier(task_type)
+
+
+def make_task(record: TaskRecord) -> Task:
+    """The task of a record. Equal prompts are of one kin, so no problem is on both sides of the split.
+
+    Metadata may name another kin: what variants of one problem share, or the kin that a family gave to its task.
+    """
+    kin = record.metadata.get("kin")
+    if not isinstance(kin, str):
+        kin = f"set-{hashlib.sha256(record.text.encode()).hexdigest()[:_KIN_HEX]}"
+    return Task(
+        id=record.id,
+        prompt=record.text,
+        verifier=record.task_type,
+        info=record.info,
+        kin=kin,
+        messages=record.messages,
+    )

@@ -1,0 +1,149 @@
+"""Rows of known datasets as records.
+
+shoal        our own columns (record.py)
+intellect2   prompt, verification_info (JSON), task_type, problem_id, solve_rate_*: INTELLECT-2-RL-Dataset
+gsm8k        question, answer with the result after `####`
+humaneval    task_id, prompt, entry_point, canonical_solution, test
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shoal.tasks.base import Message
+from shoal.tasks.sets.record import RecordError, TaskRecord, build_record, parse_row
+from shoal.tasks.sets.rows import Row
+from shoal.tasks.sets.taskset import SetError
+
+RATE = "solve_rate_"
+_ID_HEX = 16
+_TYPES = {"verifiable_math": "math", "prime_rl_code": "code", "verifiable_code": "code"}
+"""INTELLECT-2's names of task types, and ours; others are taken as they are"""
+GSM8K_HINT = "Give the final answer as a number after ####."
+HUMANEVAL_HINT = "Complete this function. Answer with the whole function in one code block."
+
+Reader = Callable[[Row], TaskRecord]
+
+
+def read_row(row: Row, name: str) -> TaskRecord:
+    """The record of a row in the format of that name; SetError where it is none."""
+    if name not in FORMATS:
+        raise SetError(f"tasks.set: {name!r} is no format; known are {', '.join(sorted(FORMATS))}")
+    try:
+        return FORMATS[name](row)
+    except RecordError as error:
+        raise SetError(f"{row.place}: {error}") from None
+
+
+def guess_format(row: Row) -> str:
+    """The format whose columns a row has; our own where it has none of the others'."""
+    columns = set(row.values)
+    if "verification_info" in columns:
+        return "intellect2"
+    if {"entry_point", "test"} <= columns:
+        return "humaneval"
+    return "gsm8k" if {"question", "answer"} <= columns else "shoal"
+
+
+def _read_own(row: Row) -> TaskRecord:
+    values = {key: value for key, value in row.values.items() if value is not None}
+    for key in ("info", "metadata", "difficulty", "prompt"):
+        # Parquet has no column of any JSON value, so there these are texts; a prompt in chat form begins with [{.
+        value = values.get(key)
+        if isinstance(value, str) and (key != "prompt" or value.startswith('[{"')):
+            values[key] = _parse_text(value)
+    rates = values.get("difficulty")
+    if isinstance(rates, dict):  # of a Parquet table each row has the models of all rows
+        values["difficulty"] = {model: rate for model, rate in rates.items() if rate is not None}
+    return build_record(values)
+
+
+def _parse_text(text: str) -> Any:
+    return parse_row(b'{"value":' + text.encode(errors="surrogatepass") + b"}").get("value")
+
+
+def _read_intellect2(row: Row) -> TaskRecord:
+    values = row.values
+    info = values.get("verification_info")
+    info = parse_row(info.encode(errors="surrogatepass")) if isinstance(info, str) else info
+    if not isinstance(info, dict):
+        raise RecordError("verification_info: must be a JSON object")
+    rates = {
+        key.removeprefix(RATE): value
+        for key, value in values.items()
+        if key.startswith(RATE) and value is not None and value >= 0
+    }
+    kind = str(values.get("task_type"))
+    name = _TYPES.get(kind, kind)
+    prompt = values.get("prompt")
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    return build_record(
+        {
+            "id": str(values.get("problem_id")),
+            "source": str(values.get("source") or kind),
+            "task_type": name,
+            "prompt": prompt,
+            "info": _rename_info(name, info),
+            "difficulty": rates,
+        }
+    )
+
+
+def _rename_info(task_type: str, info: Mapping[str, Any]) -> dict[str, Any]:
+    """INTELLECT-2's verification info in the words of our verifiers."""
+    truth = info.get("ground_truth")
+    if task_type == "math" and isinstance(truth, str | int | float):
+        return {"answer": str(truth)}
+    if task_type == "code" and isinstance(truth, str):
+        return parse_row(truth.encode(errors="surrogatepass"))
+    return dict(info)
+
+
+def _read_gsm8k(row: Row) -> TaskRecord:
+    question, answer = _take_text(row, "question"), _take_text(row, "answer")
+    _, mark, result = answer.rpartition("####")
+    if not mark or not result.strip():
+        raise RecordError("answer: has no result after ####")
+    return TaskRecord(
+        id=f"gsm8k-{_hash(question)}",
+        source="gsm8k",
+        task_type="math",
+        prompt=(Message("user", f"{question}\n\n{GSM8K_HINT}"),),
+        info={"answer": result.strip()},
+        metadata={"solution": answer},
+    )
+
+
+def _read_humaneval(row: Row) -> TaskRecord:
+    prompt, test, name = _take_text(row, "prompt"), _take_text(row, "test"), _take_text(row, "entry_point")
+    solution = row.values.get("canonical_solution")
+    return build_record(
+        {
+            "id": _take_text(row, "task_id"),
+            "source": "humaneval",
+            "task_type": "code",
+            "prompt": [{"role": "user", "content": f"{HUMANEVAL_HINT}\n\n```python\n{prompt}```"}],
+            "info": {"prompt": prompt, "test": test, "entry_point": name},
+            "metadata": {"solution": f"```python\n{prompt}{solution}```"} if isinstance(solution, str) else {},
+        }
+    )
+
+
+def _take_text(row: Row, key: str) -> str:
+    value = row.values.get(key)
+    if not isinstance(value, str) or not value:
+        raise RecordError(f"column {key} is missing or no text")
+    return value
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:_ID_HEX]
+
+
+FORMATS: dict[str, Reader] = {
+    "shoal": _read_own,
+    "intellect2": _read_intellect2,
+    "gsm8k": _read_gsm8k,
+    "humaneval": _read_humaneval,
+}

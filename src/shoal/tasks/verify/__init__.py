@@ -1,0 +1,1 @@
+"""Verifiers: whether a completion solves its task, the same on every machine."""

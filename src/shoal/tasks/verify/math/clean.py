@@ -1,0 +1,60 @@
+"""An answer without what says nothing: dollars around it, spaces of LaTeX, ways of writing the same sign. ASCII or not
+at all: digits of other scripts are no digits here."""
+
+import re
+
+_SIGNS = {
+    "\u2212": "-",
+    "\u2013": "-",
+    "\u00d7": "*",
+    "\u00b7": "*",
+    "\u00f7": "/",
+    "\u03c0": r"\pi ",
+    "\u221e": r"\infty ",
+    "\u222a": r"\cup ",
+    "\u00b1": r"\pm ",
+    "\u00b0": " degrees",
+    "\u00a0": " ",
+    "\u202f": " ",
+    "\u2009": " ",
+    "\u00a3": "\\pounds ",
+    "\u20ac": "\\euro ",
+}
+_GONE = re.compile(
+    r"\\(?:left|right|displaystyle|textstyle|limits|quad|qquad|bigl?|bigr|Bigl?|Bigr)(?![A-Za-z])|\\[,!;: ]|~"
+)
+_SAME = (
+    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\(?:cdot|times|ast)(?![A-Za-z])"), "*"),
+    (re.compile(r"\\div(?![A-Za-z])"), "/"),
+    (re.compile(r"\\(?:lbrace)(?![A-Za-z])"), r"\\{"),
+    (re.compile(r"\\(?:rbrace)(?![A-Za-z])"), r"\\}"),
+    (re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])"), " degrees"),
+    (re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"), r" \1 "),
+    (re.compile(r"\\%"), "%"),
+    (re.compile(r"\\\$"), "$"),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\s+"), " "),
+)
+_WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
+
+
+def clean_answer(text: str) -> str:
+    """The answer in fewer words."""
+    for sign, meaning in _SIGNS.items():
+        text = text.replace(sign, meaning)
+    text = _unwrap(text.strip())
+    text = _GONE.sub("", text)
+    for pattern, meaning in _SAME:
+        text = pattern.sub(meaning, text)
+    text = text.strip()
+    return text[:-1].rstrip() if text.endswith(".") else text
+
+
+def _unwrap(text: str) -> str:
+    text = text.rstrip(". ") if text.endswith(("$.", "`.", "*.")) else text
+    for left, right in _WRAPPERS:
+        inner = text[len(left) : -len(right)]
+        if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right) and left not in inner:
+            return _unwrap(inner.strip())
+    return text

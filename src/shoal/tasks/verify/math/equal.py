@@ -1,0 +1,132 @@
+"""Whether an answer equals the right one: exact and cheap where it can be, in a box where it must be worked out.
+
+numbers       as fractions, with percent and units (number.py); a number is answered by a number
+collections   sets, lists and unions in any order, points and intervals in theirs, part by part
+expressions   at fixed points to 50 digits (box/algebra.py), over the variables of the right answer only
+texts         yes, (B), Monday: letter by letter, without case
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from shoal.tasks.verify.math.clean import clean_answer
+from shoal.tasks.verify.math.extract import MAX_ANSWER_CHARS
+from shoal.tasks.verify.math.number import Number, equal_numbers, read_number
+from shoal.tasks.verify.math.parse import ParseError, Tree, count_nodes, is_scalar, list_symbols, parse_answer
+
+MAX_PARTS = 16
+_NAMED = re.compile(
+    r"(?P<name>[A-Za-z](?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))?)\s*(?:=|\\in(?![A-Za-z]))\s*(?P<rest>.*)", re.DOTALL
+)
+_SPARE_NODES = 32
+
+Judge = Callable[[Tree, Tree], bool]
+"""whether two expressions are equal"""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An answer as it was understood: a number, a tree (many numbers are both), or but a text."""
+
+    text: str
+    name: str
+    """the variable that it is said to be the value of"""
+    number: Number | None
+    tree: Tree | None
+
+
+@lru_cache(maxsize=4096)
+def read_answer(raw: str) -> Reading:
+    """Understand an answer."""
+    text = clean_answer(raw[:MAX_ANSWER_CHARS])
+    name = ""
+    if (match := _NAMED.fullmatch(text)) and "=" not in match["rest"]:
+        name, text = match["name"], match["rest"]
+    return Reading(text, name, read_number(text), _read_tree(text))
+
+
+def _read_tree(text: str) -> Tree | None:
+    try:
+        if text.count("\\pm") == 1:
+            return ["list", *(parse_answer(text.replace("\\pm", sign)) for sign in "+-")]
+        return parse_answer(text)
+    except ParseError:
+        return None
+
+
+def same_text(left: str, right: str) -> bool:
+    """Whether two ways of writing an answer say the same, as far as that is seen without working anything out."""
+    mine, theirs = read_answer(left), read_answer(right)
+    if mine.number is not None and theirs.number is not None:
+        return mine.number == theirs.number
+    return mine.text == theirs.text
+
+
+def equal_answers(answer: Reading, gold: Reading, judge: Judge, *, about_percent: bool) -> bool:
+    """Whether an answer is right."""
+    if answer.name and gold.name and answer.name != gold.name:
+        return False
+    if gold.number is not None:
+        return answer.number is not None and equal_numbers(answer.number, gold.number, about_percent=about_percent)
+    if gold.tree is None:
+        return _fold_text(answer.text) == _fold_text(gold.text) != ""
+    return answer.tree is not None and _equal_trees(answer.tree, gold.tree, judge)
+
+
+def _equal_trees(answer: Tree, gold: Tree, judge: Judge) -> bool:
+    kinds = (answer[0], gold[0])
+    if kinds[1] in ("list", "set", "union"):
+        is_same_kind = kinds[0] == kinds[1] or set(kinds) == {"list", "set"}
+        return is_same_kind and _match_parts(answer[1:], gold[1:], judge)
+    if kinds == ("group", "group"):
+        is_same_shape = answer[1] == gold[1] and len(answer) == len(gold)
+        return is_same_shape and all(_equal_trees(*pair, judge) for pair in zip(answer[2:], gold[2:], strict=True))
+    if not (is_scalar(answer) and is_scalar(gold)):
+        return answer == gold
+    return _equal_scalars(answer, gold, judge)
+
+
+def _match_parts(answer: list[Tree], gold: list[Tree], judge: Judge) -> bool:
+    """Whether each part has a partner, in any order."""
+    if len(answer) != len(gold) or len(gold) > MAX_PARTS:
+        return False
+    left = list(answer)
+    for wanted in gold:
+        found = next((place for place, part in enumerate(left) if _equal_trees(part, wanted, judge)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _equal_scalars(answer: Tree, gold: Tree, judge: Judge) -> bool:
+    right = _read_rational(gold)
+    if right is not None:  # a number is answered by a number, here too
+        found = _read_rational(answer)
+        return found == right and (answer[0] != "div" or right.denominator > 1)
+    if answer == gold:
+        return True
+    if not list_symbols(answer) <= list_symbols(gold) or count_nodes(answer) > 2 * count_nodes(gold) + _SPARE_NODES:
+        return False
+    return judge(answer, gold)
+
+
+def _read_rational(tree: Tree) -> Fraction | None:
+    """The value of a number, with its sign, or of a quotient of two; None for what must be worked out."""
+    match tree:
+        case ["number", str(digits)]:
+            return Fraction(digits)
+        case ["neg", inner]:
+            value = _read_rational(inner)
+            return None if value is None else -value
+        case ["div", ["number", str(top)], ["number", str(low)]]:
+            return Fraction(top) / Fraction(low) if Fraction(low) else None
+    return None
+
+
+def _fold_text(text: str) -> str:
+    words = " ".join(text.casefold().split()).strip(" .,;:!\"'")
+    return words[1:-1] if len(words) == 3 and words[0] == "(" and words[2] == ")" else words

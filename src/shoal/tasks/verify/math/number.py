@@ -1,0 +1,118 @@
+"""Numbers as people write them: 1,080, -3.5, 2/3, \\frac{2}{3}, 2 1/2, 1.5*10^{3}, 50%, $7, 7 cm. Exact, as fractions.
+
+What must be worked out (6*7, sqrt 16, 144/2 for 72) is no number here: an answer that is a number says the number.
+"""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+MAX_DIGITS = 128
+_PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
+_SHAPE = re.compile(
+    rf"""
+    (?P<sign>[+-]?)\s*(?P<money>\$|\\pounds|\\euro)?\s*(?P<inner>-?)\s*
+    (?:
+        (?P<whole>[0-9]+)?\s*\\frac\s*(?:\{{\s*(?P<top>-?[0-9]+)\s*\}}|(?P<top1>[0-9]))
+        \s*(?:\{{\s*(?P<low>[0-9]+)\s*\}}|(?P<low1>[0-9]))
+      | (?:(?P<whole2>[0-9]+)\s+)?(?P<top2>[0-9]+)\s*/\s*(?P<low2>[0-9]+)
+      | (?P<mantissa>{_PLAIN})\s*\*\s*10\s*\^\s*(?:\{{\s*(?P<power>-?[0-9]{{1,3}})\s*\}}|(?P<power1>[0-9]))
+      | (?P<plain>{_PLAIN})
+    )
+    \s*(?P<percent>%|\bpercent\b)?\s*(?P<unit>[A-Za-z][A-Za-z ]*?(?:\s*\^\s*\{{?\s*[23]\s*\}}?)?)?
+    """,
+    re.VERBOSE,
+)
+_MONEY = {"$": "dollar", "\\pounds": "pound sterling", "\\euro": "euro"}
+_UNITS = {
+    name: group[0]
+    for group in (
+        *(("mm", "millimeter", "millimetre"), ("cm", "centimeter", "centimetre"), ("m", "meter", "metre")),
+        *(("km", "kilometer", "kilometre"), ("inch", "in", "inches"), ("foot", "ft", "feet"), ("yard", "yd")),
+        *(("mile", "mi"), ("second", "s", "sec"), ("minute", "min"), ("hour", "h", "hr"), ("day",), ("week",)),
+        *(("month",), ("year", "yr"), ("mg", "milligram"), ("g", "gram"), ("kg", "kilogram"), ("pound", "lb")),
+        *(("ounce", "oz"), ("ton",), ("ml", "milliliter", "millilitre"), ("l", "liter", "litre"), ("gallon",)),
+        *(("dollar", "usd"), ("cent",), ("euro",), ("degree", "deg"), ("unit",), ("mph", "mile per hour")),
+        *(("kmh", "kph", "km per hour"), ("point",), ("people", "person"), ("item",), ("time",)),
+    )
+    for name in group
+}
+_SQUARES = {"square": "^2", "sq": "^2", "cubic": "^3"}
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number, and what it is a number of."""
+
+    value: Fraction
+    percent: bool
+    unit: str
+    """empty for none"""
+    worked: bool
+    """whether it is a quotient that is a whole number, which somebody should have worked out"""
+
+
+def read_number(text: str) -> Number | None:
+    """The number that a cleaned answer is; None if it is anything else."""
+    match = _SHAPE.fullmatch(text)
+    if match is None or sum(map(str.isdigit, text)) > MAX_DIGITS:
+        return None
+    parts = match.groupdict()
+    value = _read_value(parts)
+    unit = _read_unit(parts["unit"] or "", _MONEY.get(parts["money"] or "", ""))
+    if value is None or unit is None or (parts["sign"] and parts["inner"]):
+        return None
+    is_quotient = parts["plain"] is None and parts["mantissa"] is None
+    sign = -1 if "-" in (parts["sign"], parts["inner"]) else 1
+    return Number(sign * value, parts["percent"] is not None, unit, is_quotient and value.denominator == 1)
+
+
+def _read_value(parts: dict[str, str | None]) -> Fraction | None:
+    if parts["plain"] is not None:
+        return Fraction(parts["plain"].replace(",", "").rstrip("."))
+    if parts["mantissa"] is not None:
+        mantissa = Fraction(parts["mantissa"].replace(",", "").rstrip("."))
+        return mantissa * Fraction(10) ** int(parts["power"] or parts["power1"] or "0") if 1 <= mantissa < 10 else None
+    top = int(parts["top"] or parts["top1"] or parts["top2"] or "0")
+    low = int(parts["low"] or parts["low1"] or parts["low2"] or "0")
+    whole = parts["whole"] or parts["whole2"]
+    if low == 0 or (whole is not None and not 0 <= top < low):
+        return None
+    return Fraction(top, low) + int(whole or 0)
+
+
+def _read_unit(text: str, money: str) -> str | None:
+    """The unit's own name, empty without one, None for a word that is no unit."""
+    words = text.lower().replace("{", "").replace("}", "").replace(" ", "  ").strip()
+    if not words:
+        return money
+    words, caret, power = words.partition("^")
+    first, _, rest = words.strip().partition("  ")
+    square = _SQUARES.get(first, "")
+    name = _find_unit(" ".join((rest if square else words).split()))
+    if name is None or money not in ("", name) or (square and caret):
+        return None
+    return name + (square or (caret + power.strip()))
+
+
+def _find_unit(name: str) -> str | None:
+    first, per, rest = name.partition(" per ")
+    singular = first if first in _UNITS else first.removesuffix("s")
+    if not per:
+        return _UNITS.get(singular)
+    return _UNITS.get(f"{singular} per {rest}") or _UNITS.get(f"{_UNITS.get(singular, '')} per {rest}")
+
+
+def equal_numbers(answer: Number, gold: Number, *, about_percent: bool) -> bool:
+    """Whether an answer is the number asked for. `about_percent`: the question is about a percentage, so that 50 and
+    50% are the same answer."""
+    if answer.unit and gold.unit and answer.unit != gold.unit:
+        return False
+    if answer.worked and not gold.worked:
+        return False
+    is_alike = answer.percent == gold.percent or gold.percent or about_percent
+    return (is_alike and answer.value == gold.value) or _scale(answer) == _scale(gold)
+
+
+def _scale(number: Number) -> Fraction:
+    return number.value / 100 if number.percent else number.value
