@@ -2,7 +2,7 @@
 
 Invariants that every engine keeps:
 - `submit` returns at once or raises; the transfer goes on behind the caller's back;
-- the same update may be submitted again (after a restart, or because nothing was heard): one peer counts once in a round;
+- the same update may be submitted again (after a restart, or when nothing was heard): a peer counts once in a round;
 - `collect` never waits longer than it was told to, and what it returns is for everyone the same;
 - an outcome names the peers whose whole vector was averaged. A round that came to nothing has no outcome;
 - a round that went on without the caller is a `StaleRoundError`, never an outcome for another key.

@@ -46,7 +46,7 @@ class Outcome:
 
     key: RoundKey
     peers: tuple[str, ...]
-    """whose whole vector was averaged, in order of id; if empty, nothing was and the payload is empty too"""
+    """whose whole vector was averaged, in order of id; at least one"""
     payload: bytes
     """the aggregate, in the plan's codec"""
     state: str
