@@ -32,6 +32,8 @@ class Rules(Settings):
     """H: inner steps between two rounds of a fragment"""
     codec: CodecName = "int4"
     """how pseudo-gradients are written, both ways"""
+    dynamic: bool = True
+    """whether slow peers take fewer inner steps, by measured speed; what they compute then depends on the clock"""
     outer: OuterRule = OuterRule()
     guard: Guard = Guard()
 
@@ -56,3 +58,12 @@ class Plan:
         """The step of the inner schedule at which a round of a fragment is due: they take turns within H steps."""
         interval = self.rules.interval
         return number * interval + interval * (fragment + 1) // len(self.sizes)
+
+    def span_steps(self, number: int, fragment: int) -> int:
+        """Steps of the inner schedule from this round's turn to the next fragment's."""
+        following = (number, fragment + 1) if fragment + 1 < len(self.sizes) else (number + 1, 0)
+        return self.find_step(*following) - self.find_step(number, fragment)
+
+    def next_turn(self, state: OuterState) -> int:
+        """The fragment whose round is due next: the one that is furthest behind."""
+        return min(range(len(self.sizes)), key=lambda index: (state.fragments[index].round, index))

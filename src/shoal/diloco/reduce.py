@@ -18,6 +18,8 @@ from shoal.diloco.plan import Plan
 from shoal.diloco.round import MAX_TOKENS, Outcome, RoundKey, Update
 from shoal.diloco.state import FragmentState, OuterState
 
+NEARLY = 0.85
+
 
 class StateMismatchError(Exception):
     """The outcome does not fit the state it is applied to, or leads elsewhere than it says: fetch the state."""
@@ -60,6 +62,7 @@ def close_round(
         step=max(state.step, plan.find_step(key.round, key.fragment)),
         members=tuple(sorted({*found.peers, *members})),
         lanes=settle_lanes(state, counted),
+        steps=share_steps(counted, plan.span_steps(key.round, key.fragment)) if rules.dynamic else (),
     )
     return Closed(outcome, _replace_part(state, part, outcome), found)
 
@@ -96,6 +99,21 @@ def settle_lanes(state: OuterState, updates: Iterable[Update]) -> tuple[int, ...
             if lane in owned and count <= MAX_TOKENS:
                 lanes[lane] = max(lanes[lane], count)
     return tuple(lanes)
+
+
+def share_steps(updates: Iterable[Update], span: int) -> tuple[int, ...]:
+    """Inner steps for each peer, in order of id, that take each about as long as the middle one takes for `span`.
+
+    H_i = H v_i / v with v the median speed, at most H and at least 1 (dynamic local updates, Liu et al., arXiv
+    2401.09135, who divide by the fastest): nobody waits for a slow peer, and one peer's lie about its speed moves only
+    its own share. Who is nearly as fast as the middle takes them all.
+    """
+    ordered = sorted(updates, key=lambda update: update.peer)
+    if not all(update.compute_ms > 0 and update.steps > 0 for update in ordered):
+        return (span,) * len(ordered)
+    speeds = [update.steps / update.compute_ms for update in ordered]
+    middle = sorted(speeds)[len(speeds) // 2]
+    return tuple(span if v >= NEARLY * middle else max(1, round(span * v / middle)) for v in speeds)
 
 
 def _step_fragment(plan: Plan, part: FragmentState, payload: bytes) -> FragmentState:

@@ -38,6 +38,8 @@ class Update:
     codec: str
     lanes: tuple[tuple[int, int], ...] = ()
     """(lane, sequences read of it so far) of the data lanes that this peer reads; see `data`"""
+    compute_ms: int = 0
+    """time the steps took, without waiting; 0 if not measured"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +59,5 @@ class Outcome:
     """who reads the data from now on, in order of id; lane l belongs to member l mod their number"""
     lanes: tuple[int, ...] = ()
     """sequences read so far of every data lane"""
+    steps: tuple[int, ...] = ()
+    """inner steps that each of `peers` should take until the next round, by its measured speed"""
