@@ -92,4 +92,4 @@ def measure_loss(state: OuterState) -> float:
     for part in state.fragments:
         fragments.write(part.index, np.array(part.theta))
     x, y = draw_batch("held out", 12345)
-    return float((model(x) - y).square().mean())
+    return float((model(x) - y).square().mean().detach())

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests.diloco.crew import Net, build_group, draw_batch, train_crew
 
 from shoal.diloco.codecs import CODECS, find_codec
 from shoal.diloco.outer import OuterRule, pseudo_gradient
@@ -10,7 +11,6 @@ from shoal.diloco.plan import Guard, Plan, Rules
 from shoal.diloco.reduce import Closed, close_round
 from shoal.diloco.round import Update
 from shoal.diloco.state import OuterState, start_state
-from tests.diloco.crew import Net, build_group, draw_batch, train_crew
 
 NAMES = "abcd"
 PLAIN = Rules(
@@ -62,7 +62,7 @@ def test_it_is_data_parallel_within_rounding_on_a_network() -> None:
         (reference(x) - y).square().mean().backward()
         with torch.no_grad():
             for parameter in reference.parameters():
-                parameter -= rate * parameter.grad
+                parameter.sub_(rate * parameter.grad)
     state = group.state
     model = Net()
     flat = list(model.parameters())

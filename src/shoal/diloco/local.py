@@ -24,10 +24,11 @@ class LocalGroup:
     plan: Plan
     state: OuterState
     refused: list[tuple[RoundKey, Refusal]] = field(default_factory=list)
+    residuals: dict[int, np.ndarray | None] = field(default_factory=dict)
+    """what the codec of the aggregate lost so far, by fragment"""
     _seats: set[str] = field(default_factory=set)
     _waiting: dict[RoundKey, dict[str, Update]] = field(default_factory=dict)
     _outcomes: dict[RoundKey, Outcome] = field(default_factory=dict)
-    _residuals: dict[int, np.ndarray | None] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def seat(self, peer: str) -> "LocalAverager":
@@ -79,14 +80,14 @@ class LocalGroup:
                 self._close(key, list(found.values()))
 
     def _close(self, key: RoundKey, updates: list[Update]) -> None:
-        residual = self._residuals.get(key.fragment)
+        residual = self.residuals.get(key.fragment)
         closed = close_round(self.plan, self.state, key, updates, members=self._seats, residual=residual)
         del self._waiting[key]
         aggregate = closed.aggregate if isinstance(closed, Closed) else closed
         self.refused += [(key, refusal) for refusal in aggregate.refused]
         if isinstance(closed, Closed):
             self.state = closed.state
-            self._residuals[key.fragment] = aggregate.residual
+            self.residuals[key.fragment] = aggregate.residual
             self._outcomes[key] = closed.outcome
             for old in [old for old in self._outcomes if old.fragment == key.fragment and old.round < key.round - 1]:
                 del self._outcomes[old]

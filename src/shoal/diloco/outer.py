@@ -67,5 +67,5 @@ def warn_rounds(rule: OuterRule, num_rounds: int, *, from_random: bool) -> str:
         return ""
     return (
         f"{num_rounds} rounds from random weights are few for outer momentum {rule.momentum:g}, which will overshoot:"
-        f" set outer.ramp={RAMP_ROUNDS}, outer.momentum=0.6 or less, or outer.name=average"
+        f" set rules.outer.ramp={RAMP_ROUNDS}, its momentum to 0.6 or less, or its name to average"
     )

@@ -164,6 +164,12 @@ class Peer:
         self._mark = time.perf_counter()
         return report
 
+    def poll(self) -> RoundReport | None:
+        """Look for outcomes without an inner step: for a loop that drives several peers in turn."""
+        report = self._advance_rounds()
+        self._mark = time.perf_counter()
+        return report
+
     def adopt_state(self, state: OuterState) -> None:
         """Take over an outer state whole: weights, momentum, schedule and data position."""
         self.state = state
@@ -262,6 +268,7 @@ class Peer:
         else:
             carried = weights - old
             self.tallies[fragment].merge(pending.tally)
+            self._slow_down()
         self.fragments.write(fragment, state.fragments[fragment].theta + carried)
 
     def _set_pace(self, outcome: Outcome) -> None:
@@ -270,6 +277,15 @@ class Peer:
         span = self.plan.span_steps(outcome.key.round, outcome.key.fragment)
         self._pace = min(1.0, max(1, outcome.steps[outcome.peers.index(self.name)]) / span)
         self._span = max(1, round((self._due - self._begun) * self._pace))
+
+    def _slow_down(self) -> None:
+        """Take half as many steps: all that a round without this peer says of its speed is that it was too late.
+
+        Once an outcome names it, the measured pace is set.
+        """
+        if self.plan.rules.dynamic:
+            self._pace = max(self._pace / 2, 1 / self.plan.rules.interval)
+            self._span = max(1, round((self._due - self._begun) * self._pace))
 
     def _catch_up(self, fragment: int, pending: _Pending, error: Exception) -> RoundReport | None:
         """Go on from the newest state; steps of a peer that is only late, and not by much, come along."""
@@ -284,6 +300,8 @@ class Peer:
             if part.hash != self.state.fragments[index].hash or index == fragment:
                 self._move_fragment(index, part, keep=is_late)
         self.state = state
+        if is_late:
+            self._slow_down()
         self._begin_span(state.step, self.plan.next_turn(state))
         return self._report(fragment, pending, (), 8 * sum(self.plan.sizes), str(error))
 
