@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from shoal.diloco.averager import AveragerAwayError, RefusedUpdateError, StaleRoundError
 from shoal.diloco.http.client import ReducerAwayError, ReducerClient
-from shoal.diloco.http.messages import Holding, TalkError, make_offer
+from shoal.diloco.http.messages import Holding, JoinAnswer, TalkError, make_offer
 from shoal.diloco.plan import Plan
 from shoal.diloco.round import Outcome, RoundKey, Update
 from shoal.diloco.state import OuterState, encode_state
@@ -155,11 +155,21 @@ class HttpAverager:
     async def _keep_presence(self) -> None:
         """Join, and keep a request open by which the reducer sees that this peer lives."""
         try:
-            self.rounds = (await self._persist(lambda: self._client.join())).rounds
+            self.rounds = (await self._persist(self._join)).rounds
             while True:
-                self.rounds = await self._persist(lambda: self._client.watch(sum(self.rounds)), offers=True)
+                self.rounds = await self._persist(self._watch, offers=True)
         except RefusedError as error:  # not invited, for one; who asks for anything hears it too
             self._note_trouble(error)
+
+    # Each asks whichever reducer's turn it is at that moment.
+    async def _join(self) -> JoinAnswer:
+        return await self._client.join()
+
+    async def _watch(self) -> tuple[int, ...]:
+        return await self._client.watch(sum(self.rounds))
+
+    async def _ask_state(self) -> OuterState:
+        return await self._client.fetch_state()
 
     async def _deliver(self, parcel: _Parcel) -> None:
         """Bring an update to the reducer and its outcome back."""
@@ -191,7 +201,7 @@ class HttpAverager:
 
     async def _fetch_state(self, timeout_s: float) -> OuterState:
         async with asyncio.timeout(timeout_s):
-            return await self._persist(lambda: self._client.fetch_state())
+            return await self._persist(self._ask_state)
 
     async def _leave(self) -> None:
         try:

@@ -32,7 +32,7 @@ from shoal.swarm.buckets import Buckets
 from shoal.swarm.nonces import NonceBook
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.request_head import RawHeaders
-from shoal.swarm.server_auth import AuthLimits, Authenticator, Caller, Member, name_address
+from shoal.swarm.server_auth import Authenticator, AuthLimits, Caller, Member, name_address
 from shoal.swarm.tags import Tag
 from shoal.swarm.work import WorkGate
 
