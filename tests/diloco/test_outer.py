@@ -45,6 +45,14 @@ def test_momentum_ramps_from_nothing() -> None:
     assert run_rule(rule, [0.1])[0] == pytest.approx(1 - 0.7 * 0.1)
 
 
+def test_momentum_fades_over_the_last_rounds() -> None:
+    rule = OuterRule(fade=4, rounds=10)
+    found = [find_momentum(rule, number) for number in (0, 5, 6, 7, 8, 9, 12)]
+    assert found == pytest.approx([0.9, 0.9, 0.675, 0.45, 0.225, 0.0, 0.0])
+    with pytest.raises(ValueError, match="planned"):
+        OuterRule(fade=4)
+
+
 def test_few_rounds_from_random_weights_are_warned_of() -> None:
     assert "outer.ramp" in warn_rounds(OuterRule(), 20, from_random=True)
     assert warn_rounds(OuterRule(), 20, from_random=False) == ""

@@ -6,6 +6,8 @@ m momentum, eta outer learning rate, mu_r momentum factor in round r.
     nesterov     m <- mu_r m + d        theta <- theta - eta (d + mu_r m)
     average      theta <- theta - d     (the mean of the peers' weights)
 
+mu_r may rise over the first rounds (`ramp`), where pseudo-gradients are one long drift that momentum overshoots, and
+fall over the last (`fade`), so that the run ends without the noise that momentum carries along.
 eta = 0.7 and mu = 0.9 are those of Douillard et al., arXiv 2311.08105, and OpenDiLoCo, arXiv 2407.07852. With mu = 0
 the step is plain SGD. Arithmetic is elementwise fp32 in a fixed order, so that every peer gets the same bits.
 """
@@ -13,7 +15,7 @@ the step is plain SGD. Arithmetic is elementwise fp32 in a fixed order, so that 
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shoal.config import Decay, Settings
 from shoal.diloco.codecs.base import FLOAT
@@ -34,6 +36,16 @@ class OuterRule(Settings):
     """mu"""
     ramp: Annotated[int, Field(ge=0)] = 0
     """rounds over which mu rises from 0, in equal steps; 0: none"""
+    fade: Annotated[int, Field(ge=0)] = 0
+    """last rounds over which mu falls to 0; needs `rounds`"""
+    rounds: Annotated[int, Field(ge=0)] = 0
+    """rounds that are planned; 0: not known"""
+
+    @model_validator(mode="after")
+    def _fade_has_an_end(self) -> "OuterRule":
+        if self.fade and not self.rounds:
+            raise ValueError("fade needs rounds, the number of rounds that are planned")
+        return self
 
 
 def pseudo_gradient(start: np.ndarray, end: np.ndarray) -> np.ndarray:
@@ -43,9 +55,9 @@ def pseudo_gradient(start: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 def find_momentum(rule: OuterRule, number: int) -> float:
     """mu_r of round `number`, counted from 0."""
-    if rule.ramp == 0:
-        return rule.momentum
-    return rule.momentum * min(number, rule.ramp) / rule.ramp
+    rise = min(1.0, number / rule.ramp) if rule.ramp else 1.0
+    fall = min(1.0, max(0, rule.rounds - 1 - number) / rule.fade) if rule.fade else 1.0
+    return rule.momentum * rise * fall
 
 
 def step_outer(rule: OuterRule, part: FragmentState, delta: np.ndarray) -> FragmentState:
