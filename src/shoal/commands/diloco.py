@@ -1,6 +1,8 @@
 """`shoal diloco`: training across sites that average once in a while.
 
     shoal diloco train      all peers in this process, on a text
+    shoal diloco reduce     average for peers elsewhere (see `diloco_http`)
+    shoal diloco join       train as one of them
 
 What a command needs is imported when it runs, so that help and mistakes come at once.
 """
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.commands.broadcast_flags import Commands
+from shoal.commands.diloco_http import add_http
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ def add_commands(commands: Commands) -> None:
     diloco = commands.add_parser("diloco", help=text, description=text, allow_abbrev=False)
     parts = diloco.add_subparsers(metavar="COMMAND", title="commands", required=True)
     _add_train(parts)
+    add_http(parts)
 
 
 def _add_train(parts: Commands) -> None:

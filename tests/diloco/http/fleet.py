@@ -307,11 +307,9 @@ def _can_connect(port: int) -> bool:
 
 
 def _open_lines(path: str) -> Callable[..., None]:
-    file = Path(path).open("a")
-
     def write(**fields: Any) -> None:
-        file.write(json.dumps(fields) + "\n")
-        file.flush()
+        with Path(path).open("a") as file:
+            file.write(json.dumps(fields) + "\n")
 
     return write
 

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from itertools import pairwise
 
 from fleet import SIZE, Cut, Fleet
 
@@ -58,7 +59,7 @@ def test_a_peer_that_hangs_in_a_transfer_costs_the_grace_and_is_evicted_after_tw
     fleet.send_signal("stuck", signal.SIGCONT)
     assert len({end["hash"] for end in ends}) == 1 and all(end["steps"] == 100 for end in ends)
     times = [report["time_s"] for report in fleet.read_reports("a")]
-    gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(times)]
     assert gaps[0] >= 1.0, "the grace was given a second time"
     assert all(gap < 1.0 for gap in gaps[1:]), "and then no more"
 

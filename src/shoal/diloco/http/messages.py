@@ -28,7 +28,7 @@ CHUNK_BYTES = 1 << 20
 """of a payload that goes in one request. Changing breaks: uploads between releases."""
 MAX_PEERS = 128
 MAX_FRAGMENTS = 256
-MAX_LANES = 1024
+MAX_LANES = 4096
 MAX_ELEMENTS = 1 << 36
 MAX_DOCUMENT_BYTES = 1 << 18
 _LENGTH = struct.Struct("<I")

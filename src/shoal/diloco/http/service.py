@@ -23,7 +23,7 @@ from shoal.config import Settings
 from shoal.diloco.http.app import ReducerApp
 from shoal.diloco.http.chain import REBUILT, ROUND, UP, RoundChain
 from shoal.diloco.http.desk import Desk
-from shoal.diloco.http.messages import Card, TalkError, make_card, read_card, read_message
+from shoal.diloco.http.messages import MAX_FRAGMENTS, MAX_LANES, Card, TalkError, make_card, read_card, read_message
 from shoal.diloco.http.rebuild import Rebuild
 from shoal.diloco.http.reducer import Reducer, name_subject
 from shoal.diloco.http.settings import Patience, ReducerLimits
@@ -104,6 +104,7 @@ async def open_reducer(
 ) -> AsyncIterator[Service]:
     """Start a reducer; without a state on disk or an initial one it asks its peers for theirs."""
     data.mkdir(parents=True, exist_ok=True)
+    plan = settle_plan(plan)
     _keep_plan(data, plan)
     key = load_key(data)
     tls = load_tls(Path(config.tls_certificate), Path(config.tls_key)) if config.tls_certificate else None
@@ -182,6 +183,13 @@ class _Maker:
             if subject not in told:
                 body = {"base": outcome.key.base, "mended": True, "peers": list(outcome.peers), "state": outcome.state}
                 self._chain.append(ROUND, subject, body)
+
+
+def settle_plan(plan: Plan) -> Plan:
+    """The plan as its peers will read it; `ConfigError` if it is more than this engine takes."""
+    if plan.num_lanes > MAX_LANES or len(plan.sizes) > MAX_FRAGMENTS:
+        raise ConfigError(f"this engine takes up to {MAX_LANES} data lanes and {MAX_FRAGMENTS} fragments")
+    return read_card(make_card(plan))
 
 
 def load_key(data: Path) -> Key:
