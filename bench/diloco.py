@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from common import OUT, PICTURES, build_parser, finish
+from common import OUT, build_parser, finish
 from diloco_arms import Arm, Size, train_arm
 
 COMMON_LR, DDP_LR, TUNED_LR = 3e-3, 1e-2, 6e-3
@@ -76,7 +76,7 @@ def main() -> None:
     if flags.picture and not flags.only:
         from diloco_chart import draw_curves
 
-        draw_curves(found, PICTURES / "diloco.png")
+        draw_curves(found, "diloco.png")
     finish(flags, format_table(found), {} if flags.only else find_figures(found))
 
 

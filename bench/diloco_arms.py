@@ -1,7 +1,7 @@
 """Training runs of `bench/diloco.py`: one worker, data parallelism, DiLoCo, all from one warm start.
 
-DiLoCo goes through the package's own codecs, mean and outer step (`close_round`), with error feedback on both ways; only
-the workers are simulated, side by side in one process. Loss is in nats per character on files that nobody trained on.
+DiLoCo goes through the package's own codecs, mean and outer step (`close_round`), with error feedback on both ways;
+only the workers are simulated, side by side in one process. Loss is in nats per character on files nobody trained on.
 """
 
 import json

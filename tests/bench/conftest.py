@@ -16,7 +16,19 @@ if TYPE_CHECKING:
 
 _FOLDER = str(Path(__file__).parents[2] / "bench")
 sys.path.insert(0, _FOLDER)
-for _name in ("altered", "attacks", "forgers", "guesses", "models", "parts", "records", "separation", "stage"):
+for _name in (
+    "altered",
+    "attacks",
+    "diloco_arms",
+    "diloco_model",
+    "forgers",
+    "guesses",
+    "models",
+    "parts",
+    "records",
+    "separation",
+    "stage",
+):
     import_module(_name)
 sys.path.remove(_FOLDER)
 
