@@ -2,7 +2,7 @@
 
     python bench/diloco.py                  the main table, 3 seeds
     python bench/diloco.py --ablations      and the single-seed variations
-    python bench/diloco.py --quick --json   a tenth of the steps, one seed
+    python bench/diloco.py --quick --json   a third of the steps, one seed
 
 A Llama-like model of 0.11M parameters reads characters of Python's own library. 600 steps of ordinary training by one
 worker, then 1,400 steps of each arm with 4 workers of 8 x 64 characters. The learning rates of the tuned arms and the
@@ -46,6 +46,9 @@ ABLATIONS = [
     Arm("diloco average", "diloco", rule="average"),
     Arm("diloco momentum 0.6", "diloco", mu=0.6),
     Arm("diloco 2 fragments", "diloco", fragments=2),
+    Arm("diloco delay 10", "diloco", delay=10),
+    Arm("diloco delay 10 alpha 0.5", "diloco", delay=10, alpha=0.5),
+    Arm("diloco 2 fragments delay 10", "diloco", fragments=2, delay=10),
     Arm("diloco shards apart", "diloco", shards="apart"),
     Arm("diloco trimmed", "diloco", guard="trimmed"),
     Arm("diloco sign flipped, mean", "diloco", evil=-1.0),
@@ -56,7 +59,7 @@ ABLATIONS = [
     Arm("cold diloco ramp", "diloco", cold=True, ramp=10),
     Arm("cold diloco average", "diloco", cold=True, rule="average"),
 ]
-QUICK = Size(warm=100, steps=200, held_out=512)
+QUICK = Size(warm=300, steps=400, held_out=512)
 
 Found = dict[str, list[dict[str, Any]]]
 

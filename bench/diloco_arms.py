@@ -62,6 +62,9 @@ class Arm:
     ramp: int = 0
     fade: int = 0
     fragments: int = 1
+    delay: int = 0
+    """inner steps between the end of a round's steps and the new weights"""
+    alpha: float = 1.0
     shards: str = "random"
     """random, or apart: every worker reads a contiguous part of the corpus"""
     cold: bool = False
@@ -128,15 +131,31 @@ class Site:
         self.state: OuterState = start_state(parts)
         self.residuals: dict[tuple[int, int], np.ndarray | None] = {}
         self.bytes_sent = 0
+        self._arrived: dict[int, tuple[int, int, Tensor]] = {}
 
     def end_step(self, step: int) -> bool:
         """The rounds that are due after `step` inner steps; whether there was one."""
+        for due, index, rows in list(self._arrived.values()):
+            if due == step:
+                self._apply(index, rows)
         due = [i for i in range(len(self.bounds)) if self.plan.find_step(self.state.fragments[i].round, i) == step]
         for index in due:
-            self._run_round(index)
+            rows = self._run_round(index)
+            if self.arm.delay:
+                self._arrived[index] = (step + self.arm.delay, index, rows)
+            else:
+                self._apply(index, rows)
         return bool(due)
 
-    def _run_round(self, index: int) -> None:
+    def _apply(self, index: int, arrived: Tensor) -> None:
+        """New outer weights, with a share of what was walked since on top."""
+        self._arrived.pop(index, None)
+        rows = self.stack.split_rows(self.stack.flat).detach()
+        bounds, theta = self.bounds[index], torch.from_numpy(np.array(self.state.fragments[index].theta))
+        rows[:, bounds] = theta + self.arm.alpha * (rows - arrived)[:, bounds]
+        self.stack.fill_rows(self.stack.flat, rows)
+
+    def _run_round(self, index: int) -> Tensor:
         rows = self.stack.split_rows(self.stack.flat).detach()
         bounds, theta = self.bounds[index], self.state.fragments[index].theta
         key, codec = self.plan.name_round(self.state, index), find_codec(self.arm.codec)
@@ -153,8 +172,7 @@ class Site:
         assert isinstance(closed, Closed), "honest updates are averaged"
         self.residuals[-1, index] = closed.aggregate.residual
         self.state = closed.state
-        rows[:, bounds] = torch.from_numpy(np.array(closed.state.fragments[index].theta))
-        self.stack.fill_rows(self.stack.flat, rows)
+        return rows
 
     @property
     def weights(self) -> Tensor:
@@ -170,7 +188,7 @@ def train_arm(arm: Arm, size: Size, seed: int, folder: Path) -> dict[str, Any]:
     path = folder / f"{arm.name.replace(' ', '_').replace('/', '-')}-{size.tag}-seed{seed}.json"
     if path.exists():
         found: dict[str, Any] = json.loads(path.read_text())
-        if found["arm"] == asdict(arm):
+        if Arm(**found["arm"]) == arm:
             return found
     began = time.process_time()
     found = _train(arm, size, seed) | {"arm": asdict(arm), "seed": seed}

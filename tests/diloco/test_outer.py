@@ -30,6 +30,12 @@ def test_the_first_step_is_lr_times_one_plus_momentum() -> None:
     assert run_rule(OuterRule(), [0.1])[0] == pytest.approx(1 - 0.7 * 1.9 * 0.1)
 
 
+def test_the_worked_example_of_the_docs() -> None:
+    """theta 1, peers at 0.8 on 300 tokens and 0.6 on 100: d = 0.25, theta = 0.6675."""
+    delta = (300 * 0.2 + 100 * 0.4) / 400
+    assert run_rule(OuterRule(), [delta])[0] == pytest.approx(0.6675)
+
+
 def test_steady_drift_is_amplified_sevenfold() -> None:
     path = run_rule(OuterRule(), [0.001] * 200)
     assert path[-2] - path[-1] == pytest.approx(0.007, rel=1e-2)

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from tests.diloco.crew import Net, build_group, build_peer, draw_batch, measure_loss, train_crew, train_peer
 
 import shoal.diloco.peer as peer_module
@@ -218,6 +219,20 @@ def test_a_refused_peer_goes_on_from_the_outer_weights() -> None:
     assert (flat_weights(model) == peer.state.fragments[0].theta).all()
 
 
+def test_a_peer_whose_weights_broke_starts_over_and_spoils_nothing() -> None:
+    group = build_group(FAST)
+    crew = seat_crew(group, "ab")
+    train_in_turn(crew, 5)
+    peer, model = crew[0]
+    with torch.no_grad():
+        model.head.weight[0, 0] = float("nan")
+    (report,) = train_in_turn(crew[:1], 5, start=5)
+    assert report.peers == () and "not finite" in report.note
+    assert (flat_weights(model) == peer.state.fragments[0].theta).all() and not peer.inner.state
+    assert {report.peers for report in train_in_turn(crew, 5, start=5)} == {("a", "b")}
+    assert np.isfinite(group.state.fragments[0].theta).all()
+
+
 def test_a_peer_with_other_bits_notices_at_once_and_fetches_the_state() -> None:
     group = build_group(FAST)
     crew = seat_crew(group, "ab")
@@ -288,7 +303,7 @@ def test_a_peer_follows_its_pace_and_still_ends_each_round_on_the_shared_step() 
     assert positions == [2, 5, 7, 10] and [report.round for report in reports] == [0]
 
 
-def test_momentum_of_the_plan_is_used() -> None:
+def test_plain_averaging_leaves_a_lone_peer_where_it_arrived() -> None:
     group = build_group(Rules(interval=1, dynamic=False, codec="fp32", outer=OuterRule(name="average")))
     crew = seat_crew(group, "a")
     (peer, model), *_ = crew

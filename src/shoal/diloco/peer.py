@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from shoal.diloco.averager import Averager, AveragerAwayError, RefusedUpdateError, StaleRoundError
-from shoal.diloco.codecs import encode_feedback, find_codec
+from shoal.diloco.codecs import CodecError, encode_feedback, find_codec
 from shoal.diloco.fragments import FragmentMap
 from shoal.diloco.outer import pseudo_gradient
 from shoal.diloco.plan import Plan
@@ -202,7 +202,10 @@ class Peer:
     def _advance_rounds(self) -> RoundReport | None:
         # Where the fragment's last round is still open its next one cannot begin, and inner steps go on.
         if self._taken >= self._span and self._turn not in self._pending:
-            self._hand_in(self._turn)
+            try:
+                self._hand_in(self._turn)
+            except CodecError as error:
+                return self._start_over(str(error))
         report = None
         for fragment, pending in list(self._pending.items()):
             if not pending.is_sent or pending.steps_since >= self.habits.delay:
@@ -226,6 +229,14 @@ class Peer:
         self._pending[fragment] = _Pending(update, arrived, residual, tally)
         self.tallies[fragment] = Tally(residual=tally.residual)
         self._begin_span(self._due, (fragment + 1) % len(self.plan.sizes))
+
+    def _start_over(self, reason: str) -> RoundReport:
+        """Back to the outer weights with an empty inner optimizer: what this peer has cannot be brought to anybody."""
+        turn, part = self._turn, self.state.fragments[self._turn]
+        self.adopt_state(self.state)
+        self.inner.state.clear()
+        self.tallies = [Tally() for _ in self.plan.sizes]
+        return RoundReport(turn, part.round, (), part.hash, 0, 0, 0.0, f"started over from the outer weights: {reason}")
 
     def _follow_up(self, fragment: int, pending: _Pending) -> RoundReport | None:
         """Send, look for the outcome, apply it. An averager that is away is asked again after the next step."""
