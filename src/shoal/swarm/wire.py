@@ -1,7 +1,7 @@
 """One connection, plain or TLS, as two functions that wait: `receive` and `send`.
 
 Invariants:
-- what came and was not asked for yet is bounded by `HELD_BYTES` and one read; beyond it the peer has to wait;
+- what came and was not asked for yet is bounded by `held_bytes` and one read; beyond it the peer has to wait;
 - `send` returns when the kernel has everything, so nothing is left to flush when the connection is closed;
 - a peer is judged by the bytes that went over while we waited for it (`RateGuard`): too few and the wait ends with
   `HttpError`, whatever it dribbles. Time in which nobody waited for it does not count.
@@ -19,13 +19,15 @@ from shoal.shardcast.http import HttpError
 from shoal.shardcast.limits import RateGuard
 
 HELD_BYTES = 1 << 15
+BULK_BYTES = 1 << 18
+"""the same where few peers send much: a read for every 32 KB costs more than the bytes"""
 
 
 class _Scratch(threading.local):
     """Where a loop puts what it reads, to be copied before it reads again: one for all connections of a thread."""
 
     def __init__(self) -> None:
-        self.view = memoryview(bytearray(HELD_BYTES))
+        self.view = memoryview(bytearray(BULK_BYTES))
 
 
 _scratch = _Scratch()
@@ -34,7 +36,9 @@ _scratch = _Scratch()
 class Wire(asyncio.BufferedProtocol):
     """A connection's two directions."""
 
-    def __init__(self, *, min_rate: int, window_s: float) -> None:
+    def __init__(self, *, min_rate: int, window_s: float, held_bytes: int = HELD_BYTES) -> None:
+        assert held_bytes <= BULK_BYTES
+        self._held_bytes = held_bytes
         self._reading = RateGuard(min_rate, window_s)
         self._writing = RateGuard(min_rate, window_s)
         self._chunks: deque[bytes] = deque()
@@ -118,14 +122,14 @@ class Wire(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Called by the loop before it reads."""
-        return _scratch.view
+        return _scratch.view[: self._held_bytes]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Called by the loop after it has read."""
         self._chunks.append(bytes(_scratch.view[:nbytes]))
         self._held += nbytes
         self.received_bytes += nbytes
-        if self._held >= HELD_BYTES and not self._is_paused:
+        if self._held >= self._held_bytes and not self._is_paused:
             self._is_paused = True
             self.transport.pause_reading()
         _wake(self._waiter)

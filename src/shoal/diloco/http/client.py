@@ -41,6 +41,7 @@ from shoal.swarm.client_auth import RequestSigner
 from shoal.swarm.link import Answer, Deadlines, Link, LinkError, Place
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.tags import Tag
+from shoal.swarm.wire import BULK_BYTES
 from shoal.swarm.work import read_challenge, solve_challenge
 
 IN_FLIGHT = 4
@@ -81,7 +82,7 @@ class ReducerClient:
     def __init__(self, place: Place, key: Key, plan: Plan, reducer: str, deadlines: Deadlines | None = None) -> None:
         self.peer = key.public
         self._key, self._plan, self._reducer = key, plan, reducer
-        self._link = Link(place, deadlines or _DEADLINES)
+        self._link = Link(place, deadlines or _DEADLINES, held_bytes=BULK_BYTES)
         self._signer = RequestSigner(key, plan.run, reducer)
 
     def close(self) -> None:

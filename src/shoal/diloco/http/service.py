@@ -39,6 +39,7 @@ from shoal.swarm.exchange import HttpLimits
 from shoal.swarm.nonces import NonceBook
 from shoal.swarm.serve import Server, load_tls
 from shoal.swarm.server_auth import AuthLimits
+from shoal.swarm.wire import BULK_BYTES
 from shoal.swarm.work import JoinRate, WorkGate
 
 PublicKey = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -126,7 +127,7 @@ async def open_reducer(
             auth_limits=config.auth,
             clock_ms=read_clock,
         )
-        server = Server(ReducerApp(desk), limits=config.http, registry=registry, tls=tls)
+        server = Server(ReducerApp(desk), limits=config.http, registry=registry, tls=tls, held_bytes=BULK_BYTES)
         await server.start(config.host, config.port)
         stack.push_async_callback(server.close)
         yield Service(desk, server, "http" if tls is None else "https", key.public)
