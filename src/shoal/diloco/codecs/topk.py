@@ -47,8 +47,8 @@ class TopKCodec:
         return (_INDEX.itemsize + HALF.itemsize) * _count_kept(count)
 
     def bound_error(self, values: np.ndarray) -> np.ndarray:
-        bound = np.full_like(values, np.abs(values[_pick_largest(values)]).min(initial=np.inf))
         kept = _pick_largest(values)
+        bound = np.full_like(values, np.abs(values[kept]).min(initial=np.inf))
         bound[kept] = np.maximum(np.abs(values[kept]) * FLOAT.type(2.0**-11), FLOAT.type(2.0**-25))
         return bound
 
