@@ -103,12 +103,12 @@ def run_join(args: argparse.Namespace) -> int:
 async def _serve(config: "DilocoConfig", settings: "ReducerConfig", data: Path, *, rebuild: bool) -> int:
     from shoal.diloco.http.service import open_reducer, read_plan
 
-    plan, initial = read_plan(data), None
-    if plan is None:
+    known, initial = read_plan(data), None
+    if known is None:
         from shoal.diloco.site import make_start
 
-        plan, initial = await asyncio.to_thread(make_start, config)
-    async with open_reducer(settings, data, plan, initial=None if rebuild else initial) as service:
+        known, initial = await asyncio.to_thread(make_start, config)
+    async with open_reducer(settings, data, known, initial=None if rebuild else initial) as service:
         print(describe_service(service, data), flush=True)
         await service.run()
     return 0
