@@ -59,10 +59,11 @@ def test_peers_agree_on_every_round_and_a_newcomer_is_healed() -> None:
     make("peer-3")
     late = make_update(made["peer-3"], 1.0)
     made["peer-3"].submit(late)
-    run_round(crew)
     try:
         with pytest.raises(StaleRoundError):
-            made["peer-3"].collect(late.key, 60.0)
+            for _ in range(10):  # it may miss the first quorum
+                run_round(crew)
+                made["peer-3"].collect(late.key, 2.0)
     finally:
         for averager in made.values():
             averager.close()
