@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shoal.errors import ConfigError
@@ -126,8 +126,13 @@ def hash_dir(folder: Path) -> str:
 
 def append_line(path: Path, text: str) -> None:
     """Append one line and fsync, or nothing. Call `repair_jsonl` once before the first append of a process."""
-    assert "\n" not in text, "a line holds no line break"
-    data = memoryview(f"{text}\n".encode())
+    append_lines(path, [text])
+
+
+def append_lines(path: Path, texts: Sequence[str]) -> None:
+    """The same for several lines, with one fsync; a kill may leave the first of them."""
+    assert not any("\n" in text for text in texts), "a line holds no line break"
+    data = memoryview("".join(f"{text}\n" for text in texts).encode())
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     size = os.fstat(descriptor).st_size
     try:

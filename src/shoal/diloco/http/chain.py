@@ -11,14 +11,14 @@ Invariants:
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shoal.canonical import CanonicalError, decode_canonical, encode_canonical
 from shoal.errors import ConfigError
-from shoal.files import append_line, repair_jsonl, write_atomic
+from shoal.files import append_lines, repair_jsonl, write_atomic
 from shoal.keys import Key
 from shoal.swarm.clock import read_clock
 from shoal.swarm.event import GENESIS_PREV, MAX_BODY_BYTES, Event, EventError, encode_body, seal_event
@@ -53,18 +53,26 @@ class RoundChain:
             self.append(GENESIS, run, {"run": run, "coordinator": key.public})
             self.write_head()
 
-    def append(self, kind: str, subject: str, body: dict[str, Any]) -> Event:
+    def append(self, kind: str, subject: str, body: dict[str, Any]) -> None:
         """Record something; it is on disk when this returns. Blocking."""
-        assert kind in KINDS
-        last = self.events[-1] if self.events else None
+        self.append_all([(kind, subject, body)])
+
+    def append_all(self, entries: Sequence[tuple[str, str, dict[str, Any]]]) -> None:
+        """Record several things in order, with one wait for the disk. Blocking."""
+        made: list[Event] = []
+        for kind, subject, body in entries:
+            assert kind in KINDS
+            made.append(self._make_event([*self.events[-1:], *made], len(made), kind, subject, body))
+        append_lines(self._path, [_dump_event(event).decode() for event in made])
+        for event in made:
+            self._frontier, _ = self._frontier.grow_leaf(hash_leaf(event.hash))
+        self.events += made
+
+    def _make_event(self, before: list[Event], ahead: int, kind: str, subject: str, body: dict[str, Any]) -> Event:
+        last = before[-1] if before else None
         time_ms = max(self._clock_ms(), 0 if last is None else last.time_ms)
-        prev = GENESIS_PREV if last is None else last.hash
-        draft = Event(len(self.events), time_ms, kind, self._key.public, subject, encode_body(body), b"", prev, b"")
-        event = seal_event(draft)
-        append_line(self._path, _dump_event(event).decode())
-        self._frontier, _ = self._frontier.grow_leaf(hash_leaf(event.hash))
-        self.events.append(event)
-        return event
+        prev, seq = GENESIS_PREV if last is None else last.hash, len(self.events) + ahead
+        return seal_event(Event(seq, time_ms, kind, self._key.public, subject, encode_body(body), b"", prev, b""))
 
     def write_head(self) -> None:
         """Sign the ledger as it is. Blocking."""

@@ -258,10 +258,12 @@ class Reducer:
         """Bring a round to disk, outcome first: a start after a kill finds it there and continues the chain."""
         outcome = closed.outcome
         self.shelf.add_outcome(outcome, encode_outcome(self._key, outcome))
-        for peer in outcome.peers:
-            body = {"document": deliveries[peer].document.decode(), "weight": weights[peer]}
-            self.chain.append(UPDATE, name_subject(outcome.key), body)
-        self.chain.append(ROUND, name_subject(outcome.key), describe_round(closed, late))
+        subject = name_subject(outcome.key)
+        taken: list[tuple[str, str, dict[str, object]]] = [
+            (UPDATE, subject, {"document": deliveries[peer].document.decode(), "weight": weights[peer]})
+            for peer in outcome.peers
+        ]
+        self.chain.append_all([*taken, (ROUND, subject, describe_round(closed, late))])
         self.chain.write_head()
         if self.shelf.is_snap_due():
             self.shelf.snap(closed.state)
