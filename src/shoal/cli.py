@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING
 from shoal import __version__
 from shoal.commands.broadcast_flags import add_commands as add_broadcast
 from shoal.commands.canary import add_commands as add_canary
+<<<<<<< HEAD
 from shoal.commands.filter import add_filter
+=======
+from shoal.commands.diloco import add_commands as add_diloco
+>>>>>>> diloco
 from shoal.commands.launch import add_commands as add_launch
 from shoal.commands.ledger_flags import add_commands as add_ledger
 from shoal.commands.redteam import add_commands as add_redteam
@@ -50,6 +54,7 @@ _EXAMPLES = """examples:
   shoal join http://127.0.0.1:8700 --owner owner.key
   shoal status http://127.0.0.1:8700 --watch
   shoal canary plant http://127.0.0.1:8700 --key operator.key
+  shoal diloco train data.source=book.txt steps=400
 
 `shoal train --help` and `shoal coordinator --help` list every setting.
 """
@@ -143,6 +148,7 @@ def _build_parser() -> _Parser:
     add_roles(commands)
     add_work(commands)
     add_redteam(commands)
+    add_diloco(commands)
     add_broadcast(commands)
     add_swarm(commands)
     add_verify(commands)

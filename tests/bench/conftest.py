@@ -20,6 +20,8 @@ for _name in (
     "altered",
     "attacks",
     "checking",
+    "diloco_arms",
+    "diloco_model",
     "forgers",
     "guesses",
     "models",

@@ -36,6 +36,8 @@ _REST_BYTES = 64 * 1024
 _LINGER_S = 1.0
 _LINGER_BYTES = 1 << 18
 _TARGET = re.compile(rb"/[!-~]*")
+ENDED = "shoal.ended"
+"""extension of the scope: `wait` returns when the peer sends no more, though it may still read"""
 _ASGI = {"version": "3.0", "spec_version": "2.4"}
 
 Scope = MutableMapping[str, Any]
@@ -213,6 +215,7 @@ class Exchange:
             "headers": list(request.headers),
             "client": self._find_client(request),
             "server": None,
+            "extensions": {ENDED: {"wait": self._wire.wait_ended}},
         }
 
     def _find_client(self, request: h11.Request) -> tuple[str, int]:

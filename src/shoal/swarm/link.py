@@ -23,7 +23,7 @@ from shoal.errors import ConfigError
 from shoal.shardcast.http import HttpError, Url, new_client, parse_count, parse_url, receive_data, receive_head
 from shoal.swarm.client_auth import Headers
 from shoal.swarm.intake import Intake
-from shoal.swarm.wire import Wire
+from shoal.swarm.wire import HELD_BYTES, Wire
 
 MAX_IDLE = 4
 CHUNK_BYTES = 1 << 17
@@ -100,8 +100,8 @@ def parse_place(text: str, authority: Path | None = None) -> Place:
 class Link:
     """The connections to one server."""
 
-    def __init__(self, place: Place, deadlines: Deadlines | None = None) -> None:
-        self._place = place
+    def __init__(self, place: Place, deadlines: Deadlines | None = None, *, held_bytes: int = HELD_BYTES) -> None:
+        self._place, self._held_bytes = place, held_bytes
         self._deadlines = deadlines or Deadlines()
         self._idle: list[Wire] = []
 
@@ -191,12 +191,14 @@ class Link:
         host, port, tls = self._place.url.host, self._place.url.port, self._place.tls
         try:
             async with asyncio.timeout(limits.connect_s):
-                _, wire = await loop.create_connection(
-                    lambda: Wire(min_rate=limits.min_rate, window_s=limits.window_s), host, port, ssl=tls
-                )
+                _, wire = await loop.create_connection(self._make_wire, host, port, ssl=tls)
         except (OSError, UnicodeError) as error:
             raise LinkError(f"{self._place}: no connection ({_phrase_error(error)})") from error
         return wire
+
+    def _make_wire(self) -> Wire:
+        limits = self._deadlines
+        return Wire(min_rate=limits.min_rate, window_s=limits.window_s, held_bytes=self._held_bytes)
 
     def _build_request(self, method: str, target: str, headers: Headers) -> h11.Request:
         fields = [("Host", self._place.authority), *headers]

@@ -20,7 +20,7 @@ from shoal.shardcast.http import HttpError
 from shoal.shardcast.limits import Roster, name_peer
 from shoal.shardcast.metrics import Registry
 from shoal.swarm.exchange import App, Exchange, HttpLimits, HttpMetrics, Seat
-from shoal.swarm.wire import Wire
+from shoal.swarm.wire import HELD_BYTES, Wire
 
 
 class Server:
@@ -33,8 +33,11 @@ class Server:
         limits: HttpLimits | None = None,
         registry: Registry | None = None,
         tls: ssl.SSLContext | None = None,
+        held_bytes: int = HELD_BYTES,
     ) -> None:
+        """`held_bytes` of each connection are read ahead of the app."""
         self._app = app
+        self._held_bytes = held_bytes
         self._limits = limits or HttpLimits()
         self._tls = tls
         registry = registry or Registry()
@@ -80,7 +83,7 @@ class Server:
     async def serve_guest(self, guest: Seat) -> None:
         """As `House.serve_guest`."""
         sock = self._sockets[guest]
-        wire = Wire(min_rate=self._limits.min_rate, window_s=self._limits.window_seconds)
+        wire = Wire(min_rate=self._limits.min_rate, window_s=self._limits.window_seconds, held_bytes=self._held_bytes)
         try:
             await self._connect_wire(wire, sock)
             await self._serve_wire(wire, guest)

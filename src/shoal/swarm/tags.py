@@ -36,6 +36,10 @@ class Tag(StrEnum):
     COMMAND = "shoal-command-1"
     CANARY = "shoal-canary-1"
     EVIDENCE = "shoal-evidence-1"
+    PLAN = "shoal-diloco-plan-1"
+    UPDATE = "shoal-diloco-update-1"
+    OUTCOME = "shoal-diloco-outcome-1"
+    STATE = "shoal-diloco-state-1"
 
 
 class DocumentError(ValueError):

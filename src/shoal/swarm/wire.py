@@ -1,7 +1,7 @@
 """One connection, plain or TLS, as two functions that wait: `receive` and `send`.
 
 Invariants:
-- what came and was not asked for yet is bounded by `HELD_BYTES` and one read; beyond it the peer has to wait;
+- what came and was not asked for yet is bounded by `held_bytes` and one read; beyond it the peer has to wait;
 - `send` returns when the kernel has everything, so nothing is left to flush when the connection is closed;
 - a peer is judged by the bytes that went over while we waited for it (`RateGuard`): too few and the wait ends with
   `HttpError`, whatever it dribbles. Time in which nobody waited for it does not count.
@@ -10,6 +10,7 @@ For one reader and one writer at a time.
 """
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import cast
@@ -18,14 +19,26 @@ from shoal.shardcast.http import HttpError
 from shoal.shardcast.limits import RateGuard
 
 HELD_BYTES = 1 << 15
-_scratch = memoryview(bytearray(HELD_BYTES))
-"""where the loop puts what it reads, to be copied before it reads again; one for all, since nothing waits in between"""
+BULK_BYTES = 1 << 18
+"""the same where few peers send much: a read for every 32 KB costs more than the bytes"""
+
+
+class _Scratch(threading.local):
+    """Where a loop puts what it reads, to be copied before it reads again: one for all connections of a thread."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(BULK_BYTES))
+
+
+_scratch = _Scratch()
 
 
 class Wire(asyncio.BufferedProtocol):
     """A connection's two directions."""
 
-    def __init__(self, *, min_rate: int, window_s: float) -> None:
+    def __init__(self, *, min_rate: int, window_s: float, held_bytes: int = HELD_BYTES) -> None:
+        assert held_bytes <= BULK_BYTES
+        self._held_bytes = held_bytes
         self._reading = RateGuard(min_rate, window_s)
         self._writing = RateGuard(min_rate, window_s)
         self._chunks: deque[bytes] = deque()
@@ -34,6 +47,7 @@ class Wire(asyncio.BufferedProtocol):
         self._waiter: asyncio.Future[None] | None = None
         self._drainer: asyncio.Future[None] | None = None
         self._lost = asyncio.get_running_loop().create_future()
+        self._ended = asyncio.get_running_loop().create_future()
         self._transport: asyncio.Transport | None = None
         self.received_bytes = 0
         self.sent_bytes = 0
@@ -80,6 +94,10 @@ class Wire(asyncio.BufferedProtocol):
         """Return when the connection has ended."""
         await asyncio.shield(self._lost)
 
+    async def wait_ended(self) -> None:
+        """Return when the peer has ended its side: a process that was killed does, before we write to it again."""
+        await asyncio.shield(self._ended)
+
     def end_sending(self) -> None:
         """Say that nothing more comes, where that can be said without closing."""
         if not self._lost.done() and self.transport.can_write_eof():
@@ -104,14 +122,14 @@ class Wire(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Called by the loop before it reads."""
-        return _scratch
+        return _scratch.view[: self._held_bytes]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Called by the loop after it has read."""
-        self._chunks.append(bytes(_scratch[:nbytes]))
+        self._chunks.append(bytes(_scratch.view[:nbytes]))
         self._held += nbytes
         self.received_bytes += nbytes
-        if self._held >= HELD_BYTES and not self._is_paused:
+        if self._held >= self._held_bytes and not self._is_paused:
             self._is_paused = True
             self.transport.pause_reading()
         _wake(self._waiter)
@@ -119,6 +137,7 @@ class Wire(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         """Called by the loop when the peer sends no more; it may still read, unless TLS ends both ways."""
         self._is_ended = True
+        _wake(self._ended)
         _wake(self._waiter)
         return not self.is_tls
 
@@ -126,6 +145,7 @@ class Wire(asyncio.BufferedProtocol):
         """Called by the loop at the end."""
         self._is_ended = True
         self._is_full = False
+        _wake(self._ended)
         _wake(self._lost)
         _wake(self._waiter)
         _wake(self._drainer)

@@ -1,0 +1,41 @@
+"""Picture of `bench/diloco.py`: loss over steps, and final loss against the bytes that a worker sends."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common import mean, open_plots, save_picture
+
+_SHOWN = ("one worker", "data parallel", "data parallel tuned", "diloco int4", "diloco tuned int4")
+
+Runs = Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+def draw_curves(runs: Runs, name: str) -> None:
+    """Curves are on an eighth of the held-out windows, points on all of them; means over the seeds."""
+    figure, (left, right) = open_plots().subplots(1, 2, figsize=(10, 3.8), dpi=120)
+    for colour, arm in enumerate(_SHOWN):
+        for run in runs[arm]:
+            left.plot(*zip(*run["curve"], strict=True), color=f"C{colour}", alpha=0.3, linewidth=0.7)
+        steps = [step for step, _ in runs[arm][0]["curve"]]
+        losses = [
+            mean(column) for column in zip(*([loss for _, loss in run["curve"]] for run in runs[arm]), strict=True)
+        ]
+        left.plot(steps, losses, color=f"C{colour}", linewidth=1.8, label=arm)
+    left.set(xlabel="step after the warm start", ylabel="held-out loss, nats per character")
+    left.legend(frameon=False, fontsize="small")
+    _draw_bytes(right, runs)
+    for panel in (left, right):
+        panel.grid(alpha=0.3)
+    save_picture(figure, name)
+
+
+def _draw_bytes(panel: Any, runs: Runs) -> None:
+    shown = [arm for arm in runs if runs[arm][0]["bytes"] and not arm.startswith("cold") and "sign" not in arm]
+    for arm in shown:
+        megabytes, loss = runs[arm][0]["bytes"] / 1e6, mean([run["loss"] for run in runs[arm]])
+        colour = "C1" if arm.startswith("data") else ("C4" if "tuned" in arm else "C3")
+        panel.plot(megabytes, loss, "o", color=colour, markersize=4)
+        panel.annotate(arm.removeprefix("diloco "), (megabytes, loss), (3, 3), textcoords="offset points", fontsize=6)
+    alone = mean([run["loss"] for run in runs["one worker"]])
+    panel.axhline(alone, color="C0", linewidth=0.8, linestyle=":")
+    panel.set(xscale="log", xlabel="MB sent per worker", ylabel="final held-out loss", ylim=(None, alone + 0.02))

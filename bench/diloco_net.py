@@ -1,0 +1,216 @@
+"""DiLoCo's engine on the wire: sync time beside the rivals', utilisation behind slow links, and larger runs on paper.
+
+    python bench/diloco_net.py [--quick] [--json]
+
+Sync: seconds from handing in a vector to holding the mean of all, between processes on loopback: this package's reducer
+(robust mean, signed, on disk before it is told), gloo's all-reduce, and torchft's and hivemind's where they are
+installed, all in one run on one machine, with the same number of floats.
+
+Utilisation: four peers, each behind a link of 100 Mbit/s and 25 ms each way, inner steps of a fixed length in the place
+of an accelerator's: share of the time in which they compute, waiting for each outcome and with the transfer overlapped.
+
+On paper: round time and utilisation of 1B and 10B parameters on 4 and 14 sites from the bytes and the seconds per
+element measured here.
+"""
+
+import importlib.util
+import math
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from common import build_parser, finish
+from diloco_crew import (
+    Work,
+    find_ports,
+    make_context,
+    make_plan,
+    run_workers,
+    serve_reducer,
+    serve_slow,
+    sync_gloo,
+    sync_http,
+    sync_torchft,
+    train_peer,
+)
+from shoal.diloco.codecs import find_codec
+
+RATE, DELAY_S = 100e6 / 8, 0.025
+SIZES = (2_500_000, 25_000_000)
+PEERS = (2, 4)
+CODECS = ("fp32", "int8", "int4")
+WORK_PARAMETERS, WORK_STEP_S, WORK_INTERVAL = 2_500_000, 0.04, 50
+
+FLOPS = 8 * 989e12 * 0.4
+"""of a site on paper: 8 H100 (989 TFLOP/s dense bf16 by their data sheet) at 40 % of it"""
+STEP_TOKENS = 1 << 19
+"""tokens of an inner step of a site on paper"""
+REDUCER_RATE = 10e9 / 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table on paper."""
+
+    parameters: float
+    sites: int
+    rate: float
+    sync_s: float
+    step_s: float
+
+    @property
+    def waiting_steps(self) -> int:
+        """H for 95 % if every round is waited for."""
+        return math.ceil(19 * self.sync_s / self.step_s)
+
+    @property
+    def overlapped_steps(self) -> int:
+        """H for nothing to wait for if the whole transfer is overlapped."""
+        return math.ceil(self.sync_s / self.step_s)
+
+    def find_share(self, interval: int) -> float:
+        """Utilisation at this H without overlap."""
+        return interval * self.step_s / (interval * self.step_s + self.sync_s)
+
+
+def main() -> None:
+    flags = build_parser(__doc__ or "").parse_args()
+    context = make_context()
+    sizes, repeats = (SIZES[:1], 4) if flags.quick else (SIZES, 5)
+    lines, figures = measure_sync(context, sizes, repeats)
+    waiting, overlapped = measure_utilisation(context, 4 if flags.quick else 8)
+    figures |= {"utilisation": overlapped, "utilisation_waiting": waiting}
+    lines += ["", f"utilisation of 4 peers at 100 Mbit/s, 50 ms there and back, {WORK_PARAMETERS:,} parameters, int4,"]
+    lines += [f"rounds of {WORK_INTERVAL} steps of {1000 * WORK_STEP_S:.0f} ms:"]
+    lines += [f"  every outcome waited for {waiting:.1%}, transfer overlapped {overlapped:.1%}", ""]
+    reduce_s = figures["reduce_ns_per_element"] * 1e-9
+    lines += format_paper(make_table(reduce_s))
+    finish(flags, "\n".join(lines), figures)
+
+
+def measure_sync(context: Any, sizes: tuple[int, ...], repeats: int) -> tuple[list[str], dict[str, float]]:
+    """Seconds per sync of every engine that is here."""
+    lines, figures = ["sync, seconds (median of the slowest peer, without the first round)"], {}
+    for size in sizes:
+        for count in PEERS:
+            cells = {codec: time_http(context, size, count, codec, repeats) for codec in CODECS}
+            cells["gloo"] = pick_time(run_workers(context, sync_gloo, count, size, find_ports(1)[0], repeats))
+            if importlib.util.find_spec("torchft") is not None:
+                cells["torchft"] = time_torchft(context, size, count, repeats)
+            shown = ", ".join(f"{name} {seconds:.3f}" for name, seconds in cells.items())
+            lines.append(f"  {size / 1e6:g}M floats, {count} peers: {shown}")
+            figures |= {f"sync_{name}_{size // 100_000}e5_{count}": seconds for name, seconds in cells.items()}
+    lines += [f"  {name}: {reason}" for name, reason in list_absent().items()]
+    figures["reduce_ns_per_element"] = 1e9 * measure_reduce(sizes[0])
+    return lines, figures
+
+
+def list_absent() -> dict[str, str]:
+    """Rivals that were not measured, and why."""
+    found = {}
+    for name, version in (("torchft", "0.2.0"), ("hivemind", "1.1.12")):
+        if importlib.util.find_spec(name) is None:
+            found[name] = f"not measured, it is not installed (pip install {name}=={version})"
+    if importlib.util.find_spec("hivemind") is not None:
+        found["hivemind"] = "not measured, its averager starts processes of its own that outlive a forked worker"
+    return found
+
+
+def time_http(context: Any, size: int, count: int, codec: str, repeats: int) -> float:
+    """Seconds per round of this package's engine."""
+    plan = make_plan(size, codec)
+    with serve_reducer(context, plan, count) as (port, reducer):
+        return pick_time(run_workers(context, sync_http, count, plan, port, reducer, repeats))
+
+
+def time_torchft(context: Any, size: int, count: int, repeats: int) -> float:
+    """Seconds per sync of torchft's manager over gloo."""
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=count, join_timeout_ms=10_000)
+    try:
+        return pick_time(run_workers(context, sync_torchft, count, size, lighthouse.address(), repeats))
+    finally:
+        lighthouse.shutdown()
+
+
+def pick_time(times: list[list[float]]) -> float:
+    """The median over rounds of the slowest peer; the first round is where connections and buffers are made."""
+    return median([max(row) for row in zip(*times, strict=True)][1:])
+
+
+def measure_reduce(size: int) -> float:
+    """CPU seconds per element and peer that closing a round of four takes, on one core."""
+    import time
+
+    import numpy as np
+
+    from shoal.diloco.reduce import close_round
+    from shoal.diloco.round import Update
+    from shoal.diloco.state import start_state
+
+    plan, state = make_plan(size, "int4"), start_state((np.zeros(size, dtype=np.float32),))
+    key, codec, random = plan.name_round(state, 0), find_codec("int4"), np.random.default_rng(0)
+    payloads = [codec.encode(random.standard_normal(size, dtype=np.float32)) for _ in range(4)]
+    updates = [Update(key, f"{n:064x}", 1, 1, payload, "int4") for n, payload in enumerate(payloads)]
+    start = time.process_time()
+    close_round(plan, state, key, updates)
+    return (time.process_time() - start) / (4 * size)
+
+
+def measure_utilisation(context: Any, rounds: int) -> tuple[float, float]:
+    """Mean share of the time computing, without and with overlap."""
+    shares = []
+    for delay in (0, WORK_INTERVAL * 3 // 5):
+        plan = make_plan(WORK_PARAMETERS, "int4", WORK_INTERVAL)
+        work = Work(rounds, WORK_STEP_S, delay)
+        with (
+            serve_reducer(context, plan, 4) as (port, reducer),
+            serve_slow(context, port, 4, RATE, DELAY_S) as ports,
+        ):
+            found = run_workers(context, train_peer, 4, plan, ports, reducer, work)
+        shares.append(sum(share for share, _ in found) / len(found))
+    return shares[0], shares[1]
+
+
+def make_table(reduce_s: float) -> list[Row]:
+    """1B and 10B parameters on 4 and 14 sites, from 100 Mbit/s to 1 Gbit/s; `reduce_s` per element and peer."""
+    rows = []
+    for parameters in (1e9, 1e10):
+        payload = float(find_codec("int4").count_bytes(int(parameters)))
+        step_s = 6 * parameters * STEP_TOKENS / FLOPS
+        for sites in (4, 14):
+            for rate in (100e6 / 8, 300e6 / 8, 1e9 / 8):
+                # The reducer's own link carries every site's payload; up and down, one after the other.
+                way_s = 2 * max(payload / rate, sites * payload / REDUCER_RATE)
+                sync_s = way_s + reduce_s * sites * parameters + 8 * DELAY_S
+                rows.append(Row(parameters, sites, rate, sync_s, step_s))
+    return rows
+
+
+def format_paper(rows: list[Row]) -> list[str]:
+    """The table, in Markdown."""
+    heads = ("parameters", "sites", "link", "sync", "100 steps", "waiting", "overlapped", "H for 95 %", "H overlapped")
+    lines = [
+        f"| {' | '.join(heads)} |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        overlapped = min(1.0, 100 * row.step_s / row.sync_s)
+        cells = [
+            f"{row.parameters / 1e9:g}B",
+            str(row.sites),
+            f"{row.rate * 8 / 1e6:g} Mbit/s",
+            f"{row.sync_s:.0f} s",
+            f"{100 * row.step_s:.0f} s",
+            f"{row.find_share(100):.0%}",
+            f"{overlapped:.0%}",
+            str(row.waiting_steps),
+            str(row.overlapped_steps),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

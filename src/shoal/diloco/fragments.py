@@ -1,0 +1,67 @@
+"""A model's parameters as flat fp32 vectors, one per fragment, that are averaged in turn.
+
+Fragments are made of whole layers, strided: of F fragments, number f holds layers f, f + F, f + 2F ..., so that each
+has early and late ones (Streaming DiLoCo, Douillard et al., arXiv 2501.18512). What is before the layers goes with the
+first fragment, what is after them with the last. All together hold every trainable parameter once.
+"""
+
+import re
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ConfigError
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+
+
+class FragmentMap:
+    """Where each element of a fragment's vector lives in the model."""
+
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], num_fragments: int = 1) -> None:
+        named = [(name, tensor) for name, tensor in parameters if tensor.requires_grad]
+        if any(tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16) for _, tensor in named):
+            raise ConfigError("DiLoCo averages parameters of float32, bfloat16 or float16 only")
+        self.parts = _deal_layers(named, num_fragments)
+        empty = [index for index, part in enumerate(self.parts) if not part]
+        if empty:
+            raise ConfigError(f"fragments={num_fragments}: the model has too few layers for so many")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements per fragment."""
+        return tuple(sum(tensor.numel() for _, tensor in part) for part in self.parts)
+
+    def read(self, fragment: int) -> np.ndarray:
+        """A copy of a fragment's weights."""
+        flat = [tensor.detach().to("cpu", torch.float32).reshape(-1) for _, tensor in self.parts[fragment]]
+        return torch.cat(flat).numpy()
+
+    @torch.no_grad()
+    def write(self, fragment: int, values: np.ndarray) -> None:
+        """Set a fragment's weights."""
+        source, start = torch.from_numpy(np.array(values, dtype=np.float32)), 0
+        for _, tensor in self.parts[fragment]:
+            tensor.copy_(source[start : start + tensor.numel()].view_as(tensor))
+            start += tensor.numel()
+        assert start == values.size, "a vector of the fragment's size"
+
+
+def map_model(model: nn.Module, num_fragments: int = 1) -> FragmentMap:
+    """The fragments of a model's trainable parameters; tied ones count once."""
+    return FragmentMap(model.named_parameters(), num_fragments)
+
+
+def _deal_layers(named: list[tuple[str, Tensor]], num_fragments: int) -> list[list[tuple[str, Tensor]]]:
+    parts: list[list[tuple[str, Tensor]]] = [[] for _ in range(num_fragments)]
+    seen_layer = False
+    for name, tensor in named:
+        match = _LAYER.search(name)
+        if match:
+            seen_layer = True
+            parts[int(match[1]) % num_fragments].append((name, tensor))
+        else:
+            parts[-1 if seen_layer else 0].append((name, tensor))
+    return parts

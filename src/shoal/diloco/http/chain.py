@@ -1,0 +1,153 @@
+"""The reducer's ledger: one event for every round, in a chain of hashes with a signed head, as lines of a file.
+
+The events, their hashes, the Merkle tree over them and the heads are those of the swarm's ledger (`swarm.event`,
+`swarm.merkle`, `swarm.head`); only the kinds are DiLoCo's own, and a file of lines is enough for one event per round.
+
+Invariants:
+- an event is on disk before what it tells of is answered; a torn last line is cut off at the next start;
+- opening checks every hash and link, and that the last signed head is over a beginning of the chain;
+- before a round's event stand those of its updates, each with what its maker signed, so that nobody has to believe the
+  reducer about it.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shoal.canonical import CanonicalError, decode_canonical, encode_canonical
+from shoal.errors import ConfigError
+from shoal.files import append_lines, repair_jsonl, write_atomic
+from shoal.keys import Key
+from shoal.swarm.clock import read_clock
+from shoal.swarm.event import GENESIS_PREV, MAX_BODY_BYTES, Event, EventError, encode_body, seal_event
+from shoal.swarm.head import Head, HeadError, SignedHead, sign_head
+from shoal.swarm.merkle import Frontier, hash_leaf
+
+GENESIS, UP, UPDATE, ROUND, REBUILT = "genesis", "reducer.up", "round.update", "round.close", "reducer.rebuilt"
+KINDS = frozenset({GENESIS, UP, UPDATE, ROUND, REBUILT})
+_MAX_LINE_BYTES = 4 * MAX_BODY_BYTES
+
+
+class ChainError(ValueError):
+    """A file that is not the ledger it claims to be."""
+
+
+class RoundChain:
+    """A ledger that one reducer writes."""
+
+    def __init__(self, folder: Path, run: str, key: Key, *, clock_ms: Callable[[], int] = read_clock) -> None:
+        self._path, self._head_path = folder / "rounds.jsonl", folder / "head.json"
+        self._run, self._key, self._clock_ms = run, key, clock_ms
+        folder.mkdir(parents=True, exist_ok=True)
+        repair_jsonl(self._path)
+        try:
+            self.events = read_chain(self._path, run, key.public, self._head_path)
+        except ChainError as error:
+            raise ConfigError(f"{self._path}: {error}") from None
+        self._frontier = Frontier()
+        for event in self.events:
+            self._frontier, _ = self._frontier.grow_leaf(hash_leaf(event.hash))
+        if not self.events:
+            self.append(GENESIS, run, {"run": run, "coordinator": key.public})
+            self.write_head()
+
+    def append(self, kind: str, subject: str, body: dict[str, Any]) -> None:
+        """Record something; it is on disk when this returns. Blocking."""
+        self.append_all([(kind, subject, body)])
+
+    def append_all(self, entries: Sequence[tuple[str, str, dict[str, Any]]]) -> None:
+        """Record several things in order, with one wait for the disk. Blocking."""
+        made: list[Event] = []
+        for kind, subject, body in entries:
+            assert kind in KINDS
+            made.append(self._make_event([*self.events[-1:], *made], len(made), kind, subject, body))
+        append_lines(self._path, [_dump_event(event).decode() for event in made])
+        for event in made:
+            self._frontier, _ = self._frontier.grow_leaf(hash_leaf(event.hash))
+        self.events += made
+
+    def _make_event(self, before: list[Event], ahead: int, kind: str, subject: str, body: dict[str, Any]) -> Event:
+        last = before[-1] if before else None
+        time_ms = max(self._clock_ms(), 0 if last is None else last.time_ms)
+        prev, seq = GENESIS_PREV if last is None else last.hash, len(self.events) + ahead
+        return seal_event(Event(seq, time_ms, kind, self._key.public, subject, encode_body(body), b"", prev, b""))
+
+    def write_head(self) -> None:
+        """Sign the ledger as it is. Blocking."""
+        write_atomic(self._head_path, self.sign_head().to_bytes(), sync=False)  # the events themselves are synced
+
+    def sign_head(self) -> SignedHead:
+        """The signed head of the ledger as it is."""
+        last, root = self.events[-1], self._frontier.compute_root().hex()
+        return sign_head(self._key, Head(self._run, len(self.events), root, last.hash.hex(), last.time_ms))
+
+
+def read_chain(path: Path, run: str, reducer: str, head_path: Path | None = None) -> list[Event]:
+    """All events of a ledger; `ChainError` says where it is not what this reducer signed."""
+    if not path.exists():
+        return []
+    events: list[Event] = []
+    frontier, roots = Frontier(), [""]
+    for number, line in enumerate(path.read_bytes().splitlines()):
+        event = _parse_event(line, number)
+        prev = events[-1] if events else None
+        if event.prev_hash != (GENESIS_PREV if prev is None else prev.hash) or event.compute_hash() != event.hash:
+            raise ChainError(f"event {number}: does not have its hash, or not that of the one before")
+        if event.actor != reducer or (prev is not None and event.time_ms < prev.time_ms):
+            raise ChainError(f"event {number}: of another reducer, or earlier than the one before")
+        events.append(event)
+        frontier, _ = frontier.grow_leaf(hash_leaf(event.hash))
+        roots.append(frontier.compute_root().hex())
+    if events and (events[0].kind != GENESIS or events[0].content != {"run": run, "coordinator": reducer}):
+        raise ChainError("the ledger of another run or reducer")
+    if head_path is not None and head_path.exists():
+        _check_head(head_path, run, reducer, roots)
+    return events
+
+
+def _check_head(path: Path, run: str, reducer: str, roots: list[str]) -> None:
+    try:
+        signed = SignedHead.from_bytes(path.read_bytes())
+        signed.check_signed(run, reducer)
+    except HeadError as error:
+        raise ChainError(f"its head: {error}") from None
+    head = signed.head
+    if head.size >= len(roots) or roots[head.size] != head.root:
+        raise ChainError(f"the events do not give the head that was signed over {head.size} of them")
+
+
+def _dump_event(event: Event) -> bytes:
+    value = {
+        "actor": event.actor,
+        "body": json.loads(event.body),
+        "hash": event.hash.hex(),
+        "kind": event.kind,
+        "prev_hash": event.prev_hash.hex(),
+        "seq": event.seq,
+        "subject": event.subject,
+        "time_ms": event.time_ms,
+    }
+    return encode_canonical(value)
+
+
+def _parse_event(line: bytes, number: int) -> Event:
+    try:
+        value = decode_canonical(line, max_bytes=_MAX_LINE_BYTES)
+        match value:
+            case {
+                "actor": str(actor),
+                "body": dict(body),
+                "hash": str(digest),
+                "kind": str(kind),
+                "prev_hash": str(prev),
+                "seq": int(seq),
+                "subject": str(subject),
+                "time_ms": int(time_ms),
+            } if len(value) == 8 and kind in KINDS and seq == number and time_ms >= 0:
+                event = Event(seq, time_ms, kind, actor, subject, encode_body(body), b"", bytes.fromhex(prev), b"")
+                return replace(event, hash=bytes.fromhex(digest))
+    except (CanonicalError, EventError, ValueError) as error:
+        raise ChainError(f"event {number}: {error}") from None
+    raise ChainError(f"event {number}: not the form of an event")

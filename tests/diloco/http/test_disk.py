@@ -1,0 +1,163 @@
+"""What a reducer keeps: its state after a kill at any point, its chain, and the state it takes from its peers."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.diloco.http.chain import ROUND, ChainError, RoundChain, read_chain
+from shoal.diloco.http.messages import Holding, encode_outcome
+from shoal.diloco.http.rebuild import STALL_S, WINDOW_S, Rebuild
+from shoal.diloco.http.shelf import Shelf
+from shoal.diloco.plan import Plan, Rules
+from shoal.diloco.reduce import Closed, close_round
+from shoal.diloco.round import Update
+from shoal.diloco.state import OuterState, encode_state, start_state
+from shoal.errors import ConfigError
+from shoal.keys import Key
+from shoal.swarm.refusal import AuthError
+
+PLAN = Plan("test", (50, 30), Rules(codec="int8"))
+KEY = Key.generate()
+
+
+def make_state() -> OuterState:
+    return start_state(tuple(np.linspace(0.0, 1.0, size, dtype=np.float32) for size in PLAN.sizes))
+
+
+def close_next(state: OuterState, fragment: int) -> Closed:
+    from shoal.diloco.codecs import find_codec
+
+    key = PLAN.name_round(state, fragment)
+    values = np.full(PLAN.sizes[fragment], 0.1 * (key.round + 1), dtype=np.float32)
+    update = Update(key, KEY.public, 10, 5, find_codec("int8").encode(values), "int8")
+    closed = close_round(PLAN, state, key, [update])
+    assert isinstance(closed, Closed)
+    return closed
+
+
+def open_shelf(folder: Path, every: int = 4) -> Shelf:
+    return Shelf(folder, PLAN, KEY.public, keep=2, snapshot_every=every)
+
+
+def test_a_shelf_gives_back_the_state_after_the_last_outcome_whenever_it_was_left(tmp_path) -> None:
+    shelf, state = open_shelf(tmp_path), make_state()
+    assert shelf.load() is None
+    shelf.begin(state)
+    for number in range(11):
+        closed = close_next(state, number % 2)
+        shelf.add_outcome(closed.outcome, encode_outcome(KEY, closed.outcome))
+        state = closed.state
+        found = open_shelf(tmp_path).load()
+        assert found is not None and found.hash == state.hash
+        if shelf.is_snap_due():
+            shelf.snap(state)
+    kept = [outcome.key.round for outcome in shelf.list_outcomes() if outcome.key.fragment == 0]
+    assert kept[-1] == 5 and kept[0] >= 2, "old outcomes went"
+
+
+def test_a_shelf_whose_files_do_not_fit_together_is_refused(tmp_path) -> None:
+    shelf, state = open_shelf(tmp_path), make_state()
+    shelf.begin(state)
+    first = close_next(state, 0)
+    second = close_next(first.state, 0)
+    shelf.add_outcome(second.outcome, encode_outcome(KEY, second.outcome))
+    with pytest.raises(ConfigError, match="does not continue the state"):
+        open_shelf(tmp_path).load()
+
+
+def test_a_state_is_exported_once_and_read_in_parts(tmp_path) -> None:
+    shelf, state = open_shelf(tmp_path), make_state()
+    size, digest = shelf.export(state)
+    data = encode_state(state)
+    assert (size, digest) == (len(data), hashlib.sha256(data).hexdigest())
+    assert (
+        shelf.read_state(state.hash, 0, 100) == data[:100] and shelf.read_state(state.hash, size - 3, 100) == data[-3:]
+    )
+    assert shelf.read_state("ab" * 32, 0, 100) is None
+
+
+def test_a_chain_is_read_back_and_every_change_to_it_is_found(tmp_path) -> None:
+    chain = RoundChain(tmp_path, "test", KEY)
+    for number in range(3):
+        chain.append(ROUND, f"round/{number}", {"state": "ab" * 32, "peers": [KEY.public]})
+    chain.write_head()
+    path, head = tmp_path / "rounds.jsonl", tmp_path / "head.json"
+    assert [event.kind for event in read_chain(path, "test", KEY.public, head)] == ["genesis"] + 3 * [ROUND]
+    lines = path.read_text().splitlines()
+    value = json.loads(lines[2])
+    value["body"]["state"] = "cd" * 32
+    changed = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    for bad in ([*lines[:2], changed, lines[3]], lines[:-1], [lines[0], *lines[2:]], [*lines, lines[-1]]):
+        path.write_text("\n".join(bad) + "\n")
+        with pytest.raises(ChainError):
+            read_chain(path, "test", KEY.public, head)
+    with pytest.raises(ChainError):
+        read_chain(path, "test", Key.generate().public)
+
+
+def test_a_torn_line_is_cut_off_and_the_chain_goes_on(tmp_path) -> None:
+    RoundChain(tmp_path, "test", KEY)
+    with (tmp_path / "rounds.jsonl").open("ab") as file:
+        file.write(b'{"actor":"torn')
+    chain = RoundChain(tmp_path, "test", KEY)
+    chain.append(ROUND, "round/0", {})
+    assert len(read_chain(tmp_path / "rounds.jsonl", "test", KEY.public)) == 2
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def hold(state: OuterState) -> tuple[Holding, bytes]:
+    data = encode_state(state)
+    rounds = tuple(part.round for part in state.fragments)
+    return Holding(hash=state.hash, size=len(data), digest=hashlib.sha256(data).hexdigest(), rounds=rounds), data
+
+
+def test_the_state_that_most_peers_hold_is_chosen_and_a_liar_is_passed_over() -> None:
+    clock, state = Clock(), make_state()
+    newer = close_next(state, 0).state
+    search = Rebuild(PLAN, 4, clock)
+    (good, data), (lie, _) = hold(newer), hold(close_next(newer, 1).state)
+    assert search.take_holding("d", lie).status == "waiting"
+    for peer in ("c", "b"):
+        assert search.take_holding(peer, good).status == "waiting", "not all have been heard"
+    search.take_holding("a", good)
+    answers = {peer: search.take_holding(peer, good).status for peer in "abc"}
+    assert answers == {"a": "wanted", "b": "waiting", "c": "waiting"}
+    with pytest.raises(AuthError):
+        search.find_parcel("b", good.hash)
+    parcel = search.find_parcel("a", good.hash)
+    parcel.put_chunk(0, b"\0" * len(data))
+    assert search.open_state(parcel) is None, "what it sent is not what it said"
+    assert search.take_holding("b", good).status == "wanted"
+    clock.now_s += STALL_S + 0.1
+    assert search.take_holding("c", good).status == "wanted", "b stands still"
+    parcel = search.find_parcel("c", good.hash)
+    parcel.put_chunk(0, data)
+    found = search.open_state(parcel)
+    assert found is not None and found.hash == newer.hash and search.list_holders() == ["a", "b", "c"]
+
+
+def test_half_of_the_peers_decide_after_the_window_and_the_state_with_more_rounds_wins() -> None:
+    clock, state = Clock(), make_state()
+    newer = close_next(state, 0).state
+    search = Rebuild(PLAN, 2, clock)
+    search.take_holding("a", hold(state)[0])
+    assert search.take_holding("b", hold(newer)[0]).status == "waiting"
+    clock.now_s = 2 * WINDOW_S
+    assert search.take_holding("b", hold(newer)[0]).status == "wanted"
+    assert search.take_holding("a", hold(state)[0]).status == "waiting"
+
+
+def test_a_state_of_another_size_is_not_looked_at() -> None:
+    search = Rebuild(PLAN, 1, Clock())
+    holding, _ = hold(make_state())
+    with pytest.raises(AuthError):
+        search.take_holding("a", holding.model_copy(update={"size": 10**12}))

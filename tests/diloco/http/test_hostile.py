@@ -1,0 +1,281 @@
+"""One of four peers does what it should not: each thing is refused, or bounded in what it does to the mean."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fleet import QUICK
+
+from shoal.diloco.codecs import find_codec
+from shoal.diloco.http.client import ReducerClient, fetch_card
+from shoal.diloco.http.messages import TalkError, make_offer
+from shoal.diloco.http.service import ReducerConfig, Service, open_reducer
+from shoal.diloco.plan import Plan, Rules
+from shoal.diloco.round import RoundKey, Update
+from shoal.diloco.state import OuterState, start_state
+from shoal.keys import Key
+from shoal.swarm.asking import RefusedError
+from shoal.swarm.link import Link, parse_place
+
+SIZE = 300
+TRUTH = np.linspace(-1.0, 1.0, SIZE, dtype=np.float32)
+PLAN = Plan("test", (SIZE,), Rules(interval=5, codec="fp32"))
+
+
+@dataclass
+class Stand:
+    """A reducer and four peers of it, the last of whom is hostile."""
+
+    service: Service
+    clients: list[ReducerClient]
+    keys: list[Key]
+    state: OuterState
+
+    @property
+    def evil(self) -> ReducerClient:
+        return self.clients[-1]
+
+    @property
+    def round_key(self) -> RoundKey:
+        return self.service.desk.reducer.rounds[0].key
+
+    def make_update(self, client: ReducerClient, values: np.ndarray, **changes: object) -> Update:
+        payload = values.astype("<f4").tobytes()
+        made = Update(self.round_key, client.peer, 100, 5, payload, "fp32")
+        return replace(made, **changes)  # type: ignore[arg-type]
+
+    async def close_round(self, key: RoundKey | None = None) -> tuple[np.ndarray, tuple[str, ...]]:
+        """Have the honest ones deliver, each a little off the truth; the mean, and who is in it."""
+        key = key or self.round_key
+        for number, client in enumerate(self.clients[:3]):
+            values = TRUTH * np.float32(0.99 + 0.01 * number)
+            await deliver(client, self.make_update(client, values, key=key))
+        outcome = await self.clients[0].fetch_outcome(key)
+        assert outcome is not None
+        return find_codec("fp32").decode(outcome.payload, SIZE), outcome.peers
+
+
+async def deliver(client: ReducerClient, update: Update) -> None:
+    offer = make_offer(update)
+    answer = await client.offer(offer)
+    if answer.status == "open":
+        await client.send_update(offer, update.payload, answer.missing)
+
+
+@asynccontextmanager
+async def open_stand(folder: Path, plan: Plan = PLAN, **changes: object) -> AsyncIterator[Stand]:
+    config = ReducerConfig(port=0, start_peers=4, patience=QUICK).model_copy(update=changes)
+    initial = start_state((np.zeros(SIZE, dtype=np.float32),))
+    async with open_reducer(config, folder, plan, initial=initial) as service:
+        running = asyncio.create_task(service.run())
+        keys = sorted((Key.generate() for _ in range(4)), key=lambda key: key.public)
+        clients = [ReducerClient(parse_place(service.url), key, plan, service.public) for key in keys]
+        try:
+            for client in clients:
+                await client.join()
+            yield Stand(service, clients, keys, await clients[0].fetch_state())
+            assert not running.done(), "no peer ends the reducer"
+        finally:
+            for client in clients:
+                client.close()
+            running.cancel()
+
+
+def run_stand(folder: Path, work: Callable[[Stand], Awaitable[None]], **changes: object) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(20), open_stand(folder, **changes) as stand:  # type: ignore[arg-type]
+            await work(stand)
+
+    asyncio.run(run())
+
+
+def assert_refused(error: pytest.ExceptionInfo[RefusedError], code: str) -> None:
+    assert error.value.refusal.code == code
+
+
+def assert_without_evil(stand: Stand, mean: np.ndarray, peers: tuple[str, ...]) -> None:
+    assert stand.evil.peer not in peers and len(peers) == 3
+    np.testing.assert_allclose(mean, TRUTH, atol=0.02)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_numbers_that_are_not_finite_are_refused_and_the_round_goes_on_without_them(tmp_path, bad) -> None:
+    async def work(stand: Stand) -> None:
+        values = TRUTH.copy()
+        values[SIZE // 2] = bad
+        with pytest.raises(RefusedError) as error:
+            await deliver(stand.evil, stand.make_update(stand.evil, values))
+        assert_refused(error, "refused")
+        assert_without_evil(stand, *await stand.close_round())
+
+    run_stand(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    "values", [np.full(SIZE, 1e30), -5.0 * TRUTH, -1.0 * TRUTH], ids=["1e30", "times -5", "sign flipped"]
+)
+def test_a_wild_update_moves_the_mean_no_further_than_the_honest_ones_lie_apart(tmp_path, values) -> None:
+    async def work(stand: Stand) -> None:
+        await deliver(stand.evil, stand.make_update(stand.evil, values))
+        mean, peers = await stand.close_round()
+        assert len(peers) == 4
+        assert np.all(np.abs(mean - TRUTH) <= 0.0101 * np.abs(TRUTH) + 1e-6)
+
+    run_stand(tmp_path, work)
+
+
+def test_a_claim_of_a_billion_tokens_weighs_at_most_twice_the_others(tmp_path) -> None:
+    async def work(stand: Stand) -> None:
+        await deliver(stand.evil, stand.make_update(stand.evil, 2 * TRUTH, tokens=10**9))
+        mean, peers = await stand.close_round()
+        assert len(peers) == 4
+        share = 2 / 5
+        np.testing.assert_allclose(mean, (1 - share) * TRUTH + share * 2 * TRUTH, rtol=0.02)
+
+    plain = replace(PLAN, rules=Rules.model_validate({"codec": "fp32", "guard": {"mode": "mean"}}))
+    run_stand(tmp_path, work, plan=plain)
+
+
+def test_a_stale_round_is_refused(tmp_path) -> None:
+    async def work(stand: Stand) -> None:
+        old = stand.round_key
+        assert_without_evil(stand, *await stand.close_round())
+        with pytest.raises(RefusedError) as error:
+            await deliver(stand.evil, stand.make_update(stand.evil, TRUTH, key=old))
+        assert_refused(error, "stale")
+        with pytest.raises(RefusedError) as error:
+            await deliver(stand.evil, stand.make_update(stand.evil, TRUTH, key=replace(old, round=7)))
+        assert_refused(error, "stale")
+
+    run_stand(tmp_path, work)
+
+
+def test_an_update_from_another_base_or_for_another_fragment_is_refused(tmp_path) -> None:
+    async def work(stand: Stand) -> None:
+        for changes, code in (({"base": "ab" * 32}, "wrong_base"), ({"fragment": 3}, "not_found")):
+            key = replace(stand.round_key, **changes)
+            with pytest.raises(RefusedError) as error:
+                await deliver(stand.evil, stand.make_update(stand.evil, TRUTH, key=key))
+            assert_refused(error, code)
+        assert_without_evil(stand, *await stand.close_round())
+
+    run_stand(tmp_path, work)
+
+
+def test_a_truncated_or_swollen_update_is_refused_before_anything_is_kept_for_it(tmp_path) -> None:
+    async def work(stand: Stand) -> None:
+        for values in (TRUTH[:-1], np.zeros(1 << 20)):
+            with pytest.raises(RefusedError) as error:
+                await deliver(stand.evil, stand.make_update(stand.evil, values))
+            assert_refused(error, "length")
+        assert not stand.service.desk.reducer.rounds[0].incoming
+        update = stand.make_update(stand.evil, TRUTH)
+        offer = make_offer(update)
+        await stand.evil.offer(offer)
+        with pytest.raises(RefusedError) as error:
+            await stand.evil.send_update(offer, update.payload[:-4], [(0, 1)])
+        assert_refused(error, "length")
+        assert_without_evil(stand, *await stand.close_round())
+
+    run_stand(tmp_path, work)
+
+
+def test_other_bytes_than_were_offered_are_refused(tmp_path) -> None:
+    async def work(stand: Stand) -> None:
+        offer = make_offer(stand.make_update(stand.evil, TRUTH))
+        await stand.evil.offer(offer)
+        with pytest.raises(RefusedError) as error:
+            await stand.evil.send_update(offer, (-TRUTH).tobytes(), [(0, 1)])
+        assert_refused(error, "digest")
+        assert (await stand.evil.offer(offer)).missing == ((0, 1),), "it may still send what it offered"
+
+    run_stand(tmp_path, work)
+
+
+def test_one_peer_counts_once_and_cannot_change_its_mind(tmp_path) -> None:
+    async def work(stand: Stand) -> None:
+        update = stand.make_update(stand.evil, TRUTH)
+        await deliver(stand.evil, update)
+        assert (await stand.evil.offer(make_offer(update))).status == "delivered", "the same again is no matter"
+        with pytest.raises(RefusedError) as error:
+            await deliver(stand.evil, stand.make_update(stand.evil, -TRUTH))
+        assert_refused(error, "second")
+        _, peers = await stand.close_round()
+        assert sorted(peers) == sorted(client.peer for client in stand.clients)
+
+    run_stand(tmp_path, work)
+
+
+def test_a_request_heard_before_and_an_offer_of_another_peer_are_refused(tmp_path) -> None:
+    async def work(stand: Stand) -> None:
+        place, honest = parse_place(stand.service.url), stand.clients[0]
+        from shoal.diloco.http.messages import sign_message
+        from shoal.swarm.client_auth import RequestSigner
+        from shoal.swarm.tags import Tag
+
+        document = sign_message(stand.keys[0], Tag.UPDATE, make_offer(stand.make_update(honest, TRUTH)))
+        signer = RequestSigner(stand.keys[0], "test", stand.service.public)
+        headers = signer.sign_request("POST", "/v1/diloco/offers", document)
+        link = Link(place)
+        answers = [await link.ask("POST", "/v1/diloco/offers", headers, document, 4096) for _ in range(2)]
+        assert [answer.status for answer in answers] == [200, 401] and b"replay" in answers[1].body
+        signer = RequestSigner(stand.keys[-1], "test", stand.service.public)
+        headers = signer.sign_request("POST", "/v1/diloco/offers", document)
+        stolen = await link.ask("POST", "/v1/diloco/offers", headers, document, 4096)
+        link.close()
+        assert stolen.status == 403 and b"other_peer" in stolen.body
+
+    run_stand(tmp_path, work)
+
+
+def test_nothing_unsigned_and_nobody_unknown_is_heard(tmp_path) -> None:
+    async def work(stand: Stand) -> None:
+        link = Link(parse_place(stand.service.url))
+        for method, path in (
+            ("POST", "offers"),
+            ("GET", "state"),
+            ("POST", "join"),
+            ("PUT", f"updates/0/0/{'a' * 64}/0"),
+        ):
+            answer = await link.ask(method, f"/v1/diloco/{path}", [], b"", 4096)
+            assert answer.status == 401 and b"unsigned" in answer.body
+        link.close()
+        stranger = ReducerClient(parse_place(stand.service.url), Key.generate(), PLAN, stand.service.public)
+        with pytest.raises(RefusedError) as error:
+            await stranger.fetch_state()
+        assert_refused(error, "unknown_node")
+        stranger.close()
+
+    run_stand(tmp_path, work)
+
+
+def test_a_run_that_names_its_peers_takes_no_other(tmp_path) -> None:
+    async def work() -> None:
+        key, other = Key.generate(), Key.generate()
+        config = ReducerConfig(port=0, peers=(key.public,))
+        initial = start_state((np.zeros(SIZE, dtype=np.float32),))
+        async with open_reducer(config, tmp_path, PLAN, initial=initial) as service:
+            place = parse_place(service.url)
+            invited, stranger = (ReducerClient(place, who, PLAN, service.public) for who in (key, other))
+            assert (await invited.join()).is_member
+            with pytest.raises(RefusedError) as error:
+                await stranger.join()
+            assert_refused(error, "not_invited")
+            invited.close()
+            stranger.close()
+
+    asyncio.run(work())
+
+
+def test_another_reducers_plan_and_outcomes_are_not_taken(tmp_path) -> None:
+    async def work(stand: Stand) -> None:
+        place = parse_place(stand.service.url)
+        assert (await fetch_card(place, stand.service.public))[1] == PLAN
+        with pytest.raises(TalkError):
+            await fetch_card(place, Key.generate().public)
+
+    run_stand(tmp_path, work)
