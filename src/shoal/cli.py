@@ -17,11 +17,8 @@ from typing import TYPE_CHECKING
 from shoal import __version__
 from shoal.commands.broadcast_flags import add_commands as add_broadcast
 from shoal.commands.canary import add_commands as add_canary
-<<<<<<< HEAD
-from shoal.commands.filter import add_filter
-=======
 from shoal.commands.diloco import add_commands as add_diloco
->>>>>>> diloco
+from shoal.commands.filter import add_filter
 from shoal.commands.launch import add_commands as add_launch
 from shoal.commands.ledger_flags import add_commands as add_ledger
 from shoal.commands.redteam import add_commands as add_redteam

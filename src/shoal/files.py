@@ -16,11 +16,7 @@ import os
 import re
 import shutil
 import uuid
-<<<<<<< HEAD
 from collections.abc import Iterable, Iterator
-=======
-from collections.abc import Iterator, Sequence
->>>>>>> diloco
 from pathlib import Path
 
 from shoal.errors import ConfigError
@@ -133,18 +129,11 @@ def append_line(path: Path, text: str) -> None:
     append_lines(path, [text])
 
 
-<<<<<<< HEAD
 def append_lines(path: Path, texts: Iterable[str]) -> None:
     """Append lines and fsync once, or nothing; a kill may leave some of them."""
     lines = [f"{text}\n" for text in texts]
     assert not any("\n" in line[:-1] for line in lines), "a line holds no line break"
     data = memoryview("".join(lines).encode())
-=======
-def append_lines(path: Path, texts: Sequence[str]) -> None:
-    """The same for several lines, with one fsync; a kill may leave the first of them."""
-    assert not any("\n" in text for text in texts), "a line holds no line break"
-    data = memoryview("".join(f"{text}\n" for text in texts).encode())
->>>>>>> diloco
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     size = os.fstat(descriptor).st_size
     try:
