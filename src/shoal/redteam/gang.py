@@ -25,6 +25,8 @@ from shoal.worker.intake import WorkLimits
 from shoal.worker.loop import Worker
 
 LOOK_S = 1.0
+START_S = 300.0
+"""how long there may be nothing to do before an attempt's time begins"""
 FAREWELL_S = 20.0
 """how long its workers have to return their leases"""
 _OPEN = (SubmissionState.COMMITTED, SubmissionState.RECEIVED)
@@ -38,6 +40,8 @@ class Gang:
         self._trial, self._url, self._folder, self._limits, self._slots = trial, url, folder, limits, slots
         self._work_limits = WorkLimits(memory_mb=memory_mb)
         self._judged: dict[str, SubmissionState] = {}
+        self._seen = False
+        """something was handed in"""
         self._spared: set[str] = set()
         """handed in before the attack had what it needs"""
         self.owners: list[str] = []
@@ -80,14 +84,16 @@ class Gang:
             await session.keep(worker.run())
 
     async def _watch(self, first: Session, author: Author, tasks: Sequence["asyncio.Task[None]"]) -> tuple[str, str]:
-        deadline = time.monotonic() + self._limits.seconds
-        while time.monotonic() < deadline:
+        entered = begun = time.monotonic()
+        while time.monotonic() < begun + self._limits.seconds:
             for task in tasks:
                 if task.done() and (ended := _read_end(task)) and task is tasks[0]:
                     return ended
             if word := _ENDS.get(first.answer.standing):
                 return word, ""
             await self._look(first, is_honest=is_honest_yet(author))
+            if not self._seen and time.monotonic() < entered + START_S:
+                begun = time.monotonic()  # a swarm that is still starting has nothing to hand out
             if len(self._judged.keys() - self._spared) >= self._limits.submissions:
                 return "judged", f"{len(self._judged)} submissions"
             await asyncio.sleep(LOOK_S)
@@ -97,6 +103,7 @@ class Gang:
         """What became of the first one's submissions; a coordinator that is away is asked again."""
         for path in sorted((self._place(1) / "receipts").glob("s*.json")):
             name = str(json.loads(path.read_bytes())["body"]["submission"])
+            self._seen = True
             if is_honest:
                 self._spared.add(name)
             if name in self._judged:

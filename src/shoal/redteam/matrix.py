@@ -247,17 +247,19 @@ class _Judge:
         others = self._tally.find_pieces(attempt.owners[1:])
         match attempt.attack:
             case "stale" | "previous":  # with the first version that it holds there is no other
-                # Who loaded two versions before its first lease cheats from that one on.
-                first = [piece for piece in pieces if piece.version == pieces[0].version]
-                honest = {piece.submission for piece in first if not _is_found(piece, self._liars)}
+                first = {piece.submission for piece in pieces if piece.version == pieces[0].version}
             case "own_old":
-                honest = {piece.submission for piece in pieces[:1]}
+                return pieces[1:]
             case "copy_all" | "copy_one" | "copy_encoded":  # nothing leaks before somebody has written something
-                begin = min((int(piece.submission[1:]) for piece in others), default=math.inf)
-                honest = {piece.submission for piece in pieces if int(piece.submission[1:]) < begin}
+                begin = min((int(piece.submission[1:]) for piece in others), default=None)
+                if begin is None:
+                    return []
+                first = {piece.submission for piece in pieces if int(piece.submission[1:]) < begin}
             case _:
                 return pieces
-        return [piece for piece in pieces if piece.submission not in honest]
+        # What was rejected among the first was none of these: two versions were loaded before the first lease was had,
+        # or what leaked was handed in before who leaked it had done so.
+        return [piece for piece in pieces if piece.submission not in first or _is_found(piece, self._liars)]
 
     def _find_deserved(self, attempt: Attempt, pieces: Sequence[Piece]) -> int:
         """What honest work of the same size earned on the average; where all that is accepted is honest work, exactly
