@@ -15,7 +15,8 @@ from shoal.launch.part import Part
 from shoal.launch.prepare import Prepared
 from shoal.redteam.crew import ATTEMPTS, Attempt, parse_trials
 from shoal.redteam.field import PLAN, QUICK, WORKERS, Field, Plan, _goes_on, list_field, load_field, make_plan
-from shoal.redteam.matrix import Rate, build_matrix
+from shoal.redteam.matrix import build_matrix
+from shoal.redteam.rate import Rate
 from shoal.redteam.registry import ATTACKS, Fate
 from shoal.redteam.report import collect_figures, format_matrix, measure_cost
 from shoal.redteam.tally import Piece, Purse, Tally, Word

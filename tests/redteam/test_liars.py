@@ -19,7 +19,7 @@ from shoal.submission.jail import Jail
 from shoal.swarm.asking import UnreachableError
 from shoal.swarm.judging import _check_verdict
 from shoal.swarm.messages import Job, SignedVerdict, Verdict, VerdictStatement
-from shoal.swarm.state.queue import _is_sure
+from shoal.swarm.rules.trust import is_sure
 from shoal.toploc.calibration import Calibration
 from shoal.validator.opinion import Opinion
 
@@ -88,7 +88,7 @@ def check_form(opinion: Opinion, job: Job) -> None:
     tokens = sum(entry.tokens for entry in job.manifest.rollouts)
     row: Any = SimpleNamespace(first=job.first, count=job.count, tokens=tokens)
     _check_verdict(row, VerdictStatement.model_validate_json(statement.model_dump_json()))
-    assert _is_sure(statement.model_dump(mode="json"))
+    assert is_sure(statement.model_dump(mode="json")["findings"], accepts=statement.verdict is Verdict.ACCEPTED)
 
 
 def test_honest_validators_tell_the_cases_apart(cases: dict[str, Any]) -> None:

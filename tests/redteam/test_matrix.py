@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from shoal.redteam.crew import Attempt
-from shoal.redteam.matrix import COLUMNS, Matrix, Rate, build_matrix, find_column
+from shoal.redteam.matrix import COLUMNS, Matrix, build_matrix, find_column
+from shoal.redteam.rate import Rate
 from shoal.redteam.registry import ATTACKS, Fate
 from shoal.redteam.tally import Piece, Purse, Tally, Word
 from shoal.swarm.messages import Standing, SubmissionState, Verdict
@@ -144,6 +145,12 @@ def test_what_is_allowed_earns_no_more_than_honest_work_of_its_size(attack: str)
     pieces = [make_piece(10, CHEAT, GOOD)]  # two groups were leased to it, for which honest work earns 10
     assert not find_fault(attack, pieces, credit=10)
     assert "honest work of its size 10" in find_fault(attack, pieces, credit=13)
+    assert find_fault(attack, []) == "it tried nothing"
+
+
+def test_what_is_not_to_be_told_from_honest_work_was_handed_in_at_least() -> None:
+    assert not find_fault("noise", [make_piece(10, CHEAT, GOOD)], credit=10)
+    assert find_fault("noise", []) == "it tried nothing"
 
 
 def test_an_attempt_that_broke_is_none() -> None:
@@ -167,7 +174,18 @@ def test_an_honest_worker_that_is_rejected_or_limited_shows() -> None:
     matrix = build_matrix(tally, [], honest={WORKER: "worker-1"}, liars={})
     assert matrix.honest.alarms == 1 and matrix.honest.punished == ("worker-1",)
     assert matrix.honest.ratios["worker-1"] == pytest.approx(2 / 3)
-    assert matrix.faults == ["worker-1: honest, and punished"]
+    assert matrix.faults == [
+        "worker-1: honest, and punished",
+        "worker-1: honest, and paid 66.7% of what its work deserves",
+    ]
+
+
+def test_an_honest_worker_that_was_made_poorer_was_punished_whatever_its_standing_is_now() -> None:
+    tally, purse = make_tally([]), Purse()
+    tally.purses[WORKER] = purse
+    for amount in (20, -5):
+        purse.add(amount)
+    assert build_matrix(tally, [], honest={WORKER: "worker-1"}, liars={}).faults == ["worker-1: honest, and punished"]
 
 
 def test_every_check_has_a_column() -> None:

@@ -1,7 +1,10 @@
 """What a validator says of honest work, and of work that is not."""
 
+import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from shoal.swarm.messages import RolloutEntry, Verdict
 from shoal.tasks.base import score_text
 from shoal.tasks.verify.base import mark_near
 from shoal.validator import meaning
+from shoal.validator.judge import Judge
 from shoal.validator.opinion import Opinion
 
 
@@ -144,3 +148,33 @@ def test_a_file_that_is_none_is_a_matter_of_form(hand_in) -> None:
     opinion = case.opinion()
     assert opinion.verdict is Verdict.FORM and failed(opinion) == {"form"}
     assert opinion.state(case.job).findings
+
+
+def test_what_is_late_is_computed_to_its_end_before_anything_else_is(
+    hand_in, court: tuple[asyncio.Runner, Judge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread cannot be ended: two that replay at once would be late both."""
+    (runner, judge), case, ends = court, hand_in(), threading.Event()
+    compute, begun = judge._judge_read, list[bool]()
+
+    def compute_slowly(*args: Any) -> list[Opinion]:
+        begun.append(ends.is_set())
+        assert ends.wait(60.0)
+        return compute(*args)
+
+    monkeypatch.setattr(judge, "_judge_read", compute_slowly)
+
+    async def go() -> Opinion:
+        late = asyncio.create_task(judge.judge(case.job, case.path, case.policy))
+        while not begun:
+            await asyncio.sleep(0.01)
+        late.cancel()
+        finishing = asyncio.create_task(judge.finish())
+        next_one = asyncio.create_task(judge.judge(case.job, case.path, case.policy))
+        done, _ = await asyncio.wait((finishing, next_one), timeout=0.2)
+        assert not done
+        ends.set()
+        await finishing
+        return await next_one
+
+    assert runner.run(go()).verdict is Verdict.ACCEPTED and begun == [False, True]

@@ -80,6 +80,12 @@ class FakeJudge:
 
     def __init__(self) -> None:
         self.shown: list[list[str]] = []
+        self.is_done = asyncio.Event()
+        """what it began is at its end, be it late"""
+        self.is_done.set()
+
+    async def finish(self) -> None:
+        await self.is_done.wait()
 
     async def judge_all(self, files: Sequence[tuple[Job, Path]], policy: Any) -> list[Opinion]:
         assert [path.read_text() for _, path in files] == [job.submission for job, _ in files]
@@ -124,7 +130,7 @@ def run_loop(
 def test_it_ends_while_a_claim_is_waiting(tmp_path: Path, cause: str) -> None:
     async def go() -> FakeSession:
         session = FakeSession()
-        validator = Validator(session, None, None, tmp_path)  # type: ignore[arg-type]
+        validator = Validator(session, FakeJudge(), None, tmp_path)  # type: ignore[arg-type]
         running = asyncio.create_task(validator.run())
         await session.idle.wait()
         if cause == "stopping":
@@ -158,7 +164,7 @@ def test_who_is_limited_waits_and_judges_again(tmp_path: Path, monkeypatch: pyte
 
 def test_who_is_banned_ends(tmp_path: Path) -> None:
     session = FakeSession(AuthError(403, "banned", "not any more"))
-    validator = Validator(session, None, None, tmp_path)  # type: ignore[arg-type]
+    validator = Validator(session, FakeJudge(), None, tmp_path)  # type: ignore[arg-type]
     with pytest.raises(SessionError, match="no more jobs: not any more"):
         asyncio.run(validator.run())
 
@@ -222,6 +228,52 @@ def test_its_pace_is_told_and_decides_how_much_it_claims(tmp_path: Path) -> None
     assert metrics["verdicts_done"] == 2 and metrics["rollouts_done"] == 4
     assert metrics["tokens_per_s"] >= metrics["rollouts_per_s"] > 0
     assert "tokens/s" in validator.describe()
+
+
+def test_who_is_late_finishes_first_and_then_claims_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or what nobody waits for would make the next ones late too, five times in a row, and that limits a validator."""
+    monkeypatch.setattr(loop, "_PAUSE_S", 0.05)
+    late = [make_job(f"s{number}", deadline_ms=0) for number in range(MAX_JOBS)]
+    session, judge = FakeSession(make_answer(make_job("s99")), make_answer(*late)), FakeJudge()
+    claim, judge_all = session._claim_jobs, judge.judge_all
+
+    async def claim_jobs(*, wait_s: int, most: int) -> ClaimAnswer:
+        claims.append((most, judge.is_done.is_set()))
+        return await claim(wait_s=wait_s, most=most)
+
+    async def judge_slowly(files: Sequence[tuple[Job, Path]], policy: Any) -> list[Opinion]:
+        if len(files) == 1:
+            return await judge_all(files, policy)
+        judge.is_done.clear()
+        asyncio.get_running_loop().call_later(0.5, judge.is_done.set)  # the thread goes on
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    async def go() -> None:
+        running = asyncio.create_task(validator.run())
+        async with asyncio.timeout(PATIENCE_S):
+            await session.idle.wait()
+            session.stopping.set()
+            await running
+
+    claims: list[tuple[int, bool]] = []
+    monkeypatch.setattr(session.client, "claim_jobs", claim_jobs)
+    monkeypatch.setattr(judge, "judge_all", judge_slowly)
+    validator = Validator(session, judge, FakeShelf(have_all), tmp_path)  # type: ignore[arg-type]
+    asyncio.run(go())
+    assert claims == [(1, True), (MAX_JOBS, True), (1, True)]
+    assert [said.submission for said in session.said] == ["s99"]
+
+
+def test_after_a_late_judgement_trust_in_the_pace_grows_again() -> None:
+    pace, quick = Pace(), Stint(jobs=1, rollouts=10, tokens=200, seconds=0.1)
+    pace.add(quick)
+    pace.note_late()
+    found = []
+    for _ in range(5):
+        found.append(pace.choose_most(120))
+        pace.add(quick)
+    assert found == [1, 2, 4, MAX_JOBS, MAX_JOBS]
 
 
 @pytest.mark.parametrize(("seconds", "most"), [(100.0, 1), (10.0, 3), (1.0, MAX_JOBS)])

@@ -1,6 +1,7 @@
 """Several submissions judged at once: each gets the numbers that it gets alone, to the last bit."""
 
 import shutil
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from shoal.redteam.attacks.int8 import Int8Author
 from shoal.swarm.messages import Verdict
 from shoal.swarm.params import MILLION
 from shoal.toploc.check import Batch, Report, check_batches
+from shoal.toploc.chunks import ChunkStats
+from shoal.toploc.sequence import Stream
 from shoal.validator import proof
 from shoal.validator.meaning import Meaning
 from shoal.validator.proof import Case, check_proofs
@@ -84,3 +87,27 @@ def test_reports_are_the_same_to_the_bit(stack, court, policies, calibration, re
 
 def test_nothing_to_check_is_no_mistake(policies, calibration) -> None:
     assert check_proofs([], policies[0].model, calibration, eos_id=policies[0].eos_id, seeded=True) == []
+
+
+def test_small_faults_in_every_rollout_are_found_though_each_alone_would_pass(
+    hand_in, calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rollouts of a submission are evidence together: who stays below every threshold everywhere is found by it."""
+    case, real = hand_in(), check_batches
+    alone: list[bool] = []
+
+    def blur(models, batches, *args, **changes) -> list[list[Report]]:
+        (reports,) = real(models, batches, *args, **changes)
+        alone.extend(finding.failed for report in reports for finding in report.findings)
+        return [[replace(report, chunks=tuple(map(raise_drift, report.chunks))) for report in 4 * reports]]
+
+    def raise_drift(chunk: ChunkStats) -> ChunkStats:
+        levels = calibration.bets[chunk.is_full][Stream.LOGPROB].levels
+        return replace(chunk, logprob_mean=2.0 * max(level.value for level in levels))
+
+    monkeypatch.setattr(proof, "check_batches", blur)
+    opinion = case.opinion()
+    assert alone and not any(alone)
+    assert opinion.verdict is Verdict.HARD
+    (found,) = [finding for finding in opinion.findings if not finding.passed]
+    assert found.check == "sequence" and found.where.startswith("all of it")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.redteam.crew import Attempt
+from shoal.redteam.rate import Rate
 from shoal.redteam.registry import ATTACKS, Fate
 from shoal.redteam.tally import Piece, Tally
 from shoal.swarm.messages import Standing, SubmissionState, Verdict
@@ -23,7 +24,8 @@ MOST_PIECES = 3
 SLACK = 1.25
 """times the pay of honest work of the same size that what is not caught may earn: tasks differ in length, and an
 attempt is a few of them"""
-Z95 = 1.96
+TOLERANCE = 0.05
+"""by which what an honest worker is paid may differ from what its work deserves"""
 COLUMNS = {
     "form": ("form", "reader", "crash", "file"),
     "lease": ("manifest", "groups", "task", "request"),
@@ -43,26 +45,6 @@ COLUMNS = {
 _REJECTED = (SubmissionState.FORM, SubmissionState.SOFT, SubmissionState.HARD)
 _DECIDED = (*_REJECTED, SubmissionState.ACCEPTED)
 _MILD = {Fate.SOFT: SubmissionState.SOFT, Fate.FORM: SubmissionState.FORM}
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """A share of trials, with the interval in which it lies with 95 % confidence (Wilson's)."""
-
-    hits: int
-    trials: int
-
-    @property
-    def value(self) -> float:
-        return self.hits / self.trials if self.trials else math.nan
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        if not self.trials:
-            return 0.0, 1.0
-        n, p, zz = self.trials, self.value, Z95 * Z95
-        middle, half = p + zz / (2 * n), Z95 * math.sqrt(p * (1 - p) / n + zz / (4 * n * n))
-        return max(0.0, (middle - half) / (1 + zz / n)), min(1.0, (middle + half) / (1 + zz / n))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +157,11 @@ class Matrix:
             f"{outcome.attempt.name}: {outcome.fault}" for row in self.rows for outcome in row.outcomes if outcome.fault
         ]
         told += [f"{name}: honest, and punished" for name in self.honest.punished]
+        told += [
+            f"{name}: honest, and paid {ratio:.1%} of what its work deserves"
+            for name, ratio in self.honest.ratios.items()
+            if abs(ratio - 1.0) > TOLERANCE
+        ]
         return told if self.holds else [*told, f"the ledger is broken: {self.ledger}"]
 
 
@@ -287,8 +274,8 @@ def _find_fault(outcome: Outcome, tally: Tally, owners: Sequence[str]) -> str:
         Fate.SOFT: lambda: _check_mild(outcome, fate, tally, owners),
         Fate.FORM: lambda: _check_mild(outcome, fate, tally, owners),
         Fate.REFUSED: lambda: _check_refused(outcome),
-        Fate.FRUITLESS: lambda: _check_gain(outcome),
-        Fate.BOUNDED: lambda: _check_gain(outcome),
+        Fate.FRUITLESS: lambda: _check_allowed(outcome),
+        Fate.BOUNDED: lambda: _check_allowed(outcome),
     }
     return faults[fate]()
 
@@ -319,6 +306,11 @@ def _check_refused(outcome: Outcome) -> str:
     if not outcome.attempt.trials:
         return "it tried nothing"
     return _check_gain(outcome)
+
+
+def _check_allowed(outcome: Outcome) -> str:
+    """Who had no lease and handed nothing in has gained nothing, and shown nothing."""
+    return _check_gain(outcome) if outcome.deserved else "it tried nothing"
 
 
 def _check_gain(outcome: Outcome) -> str:
@@ -374,16 +366,22 @@ def _sum_honest(tally: Tally, honest: Mapping[str, str], liars: Collection[str])
     pieces = [piece for piece in tally.find_pieces(honest) if piece.state in (*_DECIDED, SubmissionState.INCONCLUSIVE)]
     paid = sum(piece.paid for piece in pieces)
     groups = sum(piece.groups for piece in pieces if piece.state is SubmissionState.ACCEPTED)
-    bad = {Standing.BANNED, Standing.LIMITED}
     return Honest(
         workers=len(honest),
         pieces=len(pieces),
         rollouts=tally.group_size * sum(piece.groups for piece in pieces),
         alarms=sum(_is_found(piece, liars) for piece in pieces),
-        punished=tuple(name for owner, name in honest.items() if tally.standings.get(owner) in bad),
+        punished=tuple(name for owner, name in honest.items() if _is_punished(tally, owner)),
         ratios={name: _compare_pay(pieces, owner, tally.price) for owner, name in honest.items()},
         pay=paid / groups if groups else 0.0,
     )
+
+
+def _is_punished(tally: Tally, owner: str) -> bool:
+    """Whether an owner is banned or limited now, or ever had more credit than it has."""
+    purse = tally.purses.get(owner)
+    is_poorer = purse is not None and purse.now < purse.peak
+    return is_poorer or tally.standings.get(owner) in (Standing.BANNED, Standing.LIMITED)
 
 
 def _compare_pay(pieces: Sequence[Piece], owner: str, price: int) -> float:

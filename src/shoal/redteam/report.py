@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from shoal.console import format_time
 from shoal.files import write_atomic
 from shoal.redteam.field import Field
-from shoal.redteam.matrix import MOST_PIECES, Matrix, Rate, Row, build_matrix
+from shoal.redteam.matrix import MOST_PIECES, Matrix, Row, build_matrix
+from shoal.redteam.rate import Rate
 from shoal.redteam.registry import Fate
 from shoal.redteam.tally import read_tally
 

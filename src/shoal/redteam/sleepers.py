@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, quantiles
 
-from shoal.redteam.matrix import Rate
 from shoal.redteam.offline import Scribe
 from shoal.redteam.power import Ground, check_work, list_changed, make_order
+from shoal.redteam.rate import Rate
 from shoal.redteam.registry import make_authors
 from shoal.swarm.messages import Job, Manifest, RolloutEntry, Standing
 from shoal.swarm.params import RunParams, count_drawn

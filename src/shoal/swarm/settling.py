@@ -23,7 +23,7 @@ from shoal.swarm.state.credit import find_appeal, find_loss, list_bonds
 from shoal.swarm.state.leases import LeaseRow, find_lease
 from shoal.swarm.state.nodes import OwnerRow, find_ban, find_node, find_owner
 from shoal.swarm.state.queue import VerdictRow
-from shoal.swarm.state.submissions import SubmissionRow, list_duplicates
+from shoal.swarm.state.submissions import SubmissionRow
 from shoal.swarm.turn import Turn
 from shoal.swarm.watching import end_watch
 
@@ -50,7 +50,6 @@ class Finding:
 
 def settle_submission(turn: Turn, submission: SubmissionRow, finding: Finding) -> None:
     """Record the outcome with all its consequences."""
-    finding = _check_duplicates(turn, submission, finding)
     owner = find_owner(turn.connection, submission.owner)
     assert owner is not None, "a submission has an owner"
     assert owner.standing != Standing.BANNED, "the work of a banned owner is void"
@@ -110,17 +109,6 @@ def burn_credit(turn: Turn, submission: SubmissionRow, owner: str, purses: Seque
 def name_conviction(submission: str) -> str:
     """The reason of a ban by verdict, by which an appeal finds it."""
     return f"hard verdict on {submission}"
-
-
-def _check_duplicates(turn: Turn, submission: SubmissionRow, finding: Finding) -> Finding:
-    """Refuse rollouts that an accepted submission had before."""
-    if finding.state is not SubmissionState.ACCEPTED:
-        return finding
-    for row in list_duplicates(turn.connection, submission.submission):
-        if row.rival_state == SubmissionState.ACCEPTED:
-            because = f"rollout {row.place} has the tokens of one in {row.rival}, which was handed in before"
-            return Finding(SubmissionState.SOFT, because, finding.votes, finding.round, spared=finding.spared)
-    return finding
 
 
 def _describe_outcome(

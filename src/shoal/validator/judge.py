@@ -43,6 +43,8 @@ class Judge:
 
     def __init__(self, recipe: Recipe, calibration: Calibration, jail: Jail) -> None:
         self._recipe, self._calibration, self._jail = recipe, calibration, jail
+        self._work: asyncio.Task[list[Opinion]] | None = None
+        """what is computed; it goes on if nobody waits for it any more, for a thread cannot be ended"""
 
     async def judge(self, job: Job, path: Path, policy: Policy) -> Opinion:
         """What is to be said of the file at `path`; `policy` is that of the job's version."""
@@ -51,7 +53,16 @@ class Judge:
     async def judge_all(self, files: Sequence[tuple[Job, Path]], policy: Policy) -> list[Opinion]:
         """The same of several files, whose jobs are of one version; each as it would be alone."""
         read = await asyncio.gather(*(self._read(job, path, policy) for job, path in files))
-        return await asyncio.to_thread(self._judge_read, [job for job, _ in files], read, policy)
+        await self.finish()
+        jobs = [job for job, _ in files]
+        self._work = asyncio.create_task(asyncio.to_thread(self._judge_read, jobs, read, policy))
+        return await asyncio.shield(self._work)
+
+    async def finish(self) -> None:
+        """Wait for what is still computed though its time was over: two at once would be late both."""
+        if self._work is not None:
+            await asyncio.shield(self._work)
+            self._work = None
 
     async def _read(self, job: Job, path: Path, policy: Policy) -> Contents | Opinion:
         try:

@@ -2,7 +2,7 @@
 
 Invariants:
 - nothing more is claimed before all that was claimed is settled. A claim that cannot be finished in its time is left,
-  and somebody else gets it;
+  and somebody else gets it; what is computed for it comes to its end first, and then one job is claimed alone;
 - files are removed once their verdict is heard; nothing of a file is kept;
 - a file that cannot be judged here (no reader, a version that no relay has any more) gets an inconclusive verdict:
   somebody else may know more. Relays that are away are no such reason: they are waited for until the claim ends, and
@@ -128,8 +128,12 @@ class Validator:
             async with asyncio.timeout(max(left_s, _PAUSE_S)):
                 await self._judge_jobs(jobs)
         except TimeoutError:
+            self._pace.note_late()
             names = ", ".join(job.submission for job in jobs)
             self._session.note(f"{names}: not judged in {left_s:.0f} s; left to others")
+            await self._session.waits.insist(  # or it would make the next ones late too
+                "replay", self._judge.finish, for_whom="this machine", timeout_s=self._session.params.claim_s
+            )
         finally:
             for job in jobs:
                 self._locate(job).unlink(missing_ok=True)

@@ -9,6 +9,8 @@ RECENT = 32
 """judgements that count"""
 PATIENCE = 4
 """what is claimed at once takes at most one part in so many of a claim's time"""
+GROWTH = 2
+"""times as much may be claimed after each judgement that was in time, once one was not"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +31,24 @@ class Pace:
 
     def __init__(self) -> None:
         self._stints: deque[Stint] = deque(maxlen=RECENT)
+        self._most = MAX_JOBS
         self.rollouts = self.tokens = 0
         """replayed since the start"""
 
     def add(self, stint: Stint) -> None:
         """Count one more judgement."""
         self._stints.append(stint)
+        self._most = min(MAX_JOBS, GROWTH * self._most)
         self.rollouts += stint.rollouts
         self.tokens += stint.tokens
+
+    def note_late(self) -> None:
+        """What was claimed was not judged in time: one job is claimed next, whatever the pace was.
+
+        Jobs differ: a newcomer's is replayed in full, a trusted owner's in part. Who had many of the cheap kind would
+        claim as many of the dear one again and again, and be limited for what it let lapse.
+        """
+        self._most = 1
 
     @property
     def rollouts_per_s(self) -> float:
@@ -49,7 +61,7 @@ class Pace:
     def choose_most(self, claim_s: float) -> int:
         """Jobs to claim at once: as many as can be judged well before their claims end, one until that is known."""
         per_s = self._rate(sum(stint.jobs for stint in self._stints))
-        return max(1, min(MAX_JOBS, int(per_s * claim_s / PATIENCE)))
+        return max(1, min(self._most, int(per_s * claim_s / PATIENCE)))
 
     def describe(self) -> str:
         """In words; empty before the first judgement."""

@@ -199,7 +199,7 @@ def test_copied_rollouts_are_not_paid_and_the_first_is_not_punished(both_world):
     world.judge("judge-a")
     job = world.take("judge-a")
     assert (job.submission, job.duplicates) == (theirs, (1,))
-    world.post("judge-a", world.describe_verdict(job))
+    world.post("judge-a", world.describe_verdict(job, Verdict.SOFT))
     assert (state_of(world, mine), state_of(world, theirs)) == (SubmissionState.ACCEPTED, SubmissionState.SOFT)
     assert (world.balance("stake", "ann"), world.balance("stake", "bob")) == (2000, 0)
 
@@ -286,3 +286,17 @@ def test_a_file_with_the_same_rollout_twice_is_for_validators_to_judge(world):
     assert state_of(world, twice) == SubmissionState.ACCEPTED
     copy = world.submit("w2", world.lease("w2"), rollouts=(first, first))
     assert [row.rival for row in world.query(list_duplicates, copy)] == [twice, twice]
+
+
+def test_what_is_equal_by_chance_is_paid_and_blames_nobody(world):
+    """A sure model writes the same long answer to many tasks: who saw how likely it is has the last word."""
+    lease = world.lease("w1")
+    first = world.make_manifest(lease).rollouts[0]
+    world.submit("w1", lease, rollouts=(first, first))
+    world.judge("judge-a")
+    again = world.submit("w2", world.lease("w2"), rollouts=(first, first))
+    job = world.take("judge-a")
+    assert job.duplicates == (0, 1)
+    world.post("judge-a", world.describe_verdict(job))
+    assert state_of(world, again) == SubmissionState.ACCEPTED
+    assert world.balance("stake", "bob") == 2000

@@ -44,7 +44,7 @@ def test_one_copied_sample_in_another_file_is_found(world):
     copied = world.submit("w2", mine, salt="own", rollouts=rollouts)
     job = world.take("judge-a")
     assert job.duplicates == (1,)
-    world.post("judge-a", world.describe_verdict(job))
+    world.post("judge-a", world.describe_verdict(job, Verdict.SOFT))
     assert state_of(world, copied) == SubmissionState.SOFT
     assert (world.balance("stake", "ann"), world.balance("stake", "bob")) == (2000, 0)
 
@@ -54,7 +54,9 @@ def test_own_old_work_with_other_metadata_is_not_paid_again(world):
     world.submit("w1", lease)
     world.judge("judge-a")
     again = world.submit("w1", world.lease("w1"), salt="other bytes", rollouts=world.make_manifest(lease).rollouts)
-    world.judge("judge-a")
+    job = world.take("judge-a")
+    assert job.duplicates == (0, 1), "all of it is looked at"
+    world.post("judge-a", world.describe_verdict(job, Verdict.SOFT))
     assert state_of(world, again) == SubmissionState.SOFT
     assert world.balance("mint", "") == -2000
 

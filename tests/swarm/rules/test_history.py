@@ -85,6 +85,13 @@ def test_a_bet_on_drift_pays_what_its_odds_say():
         assert own / UNIT == pytest.approx(wanted, rel=1e-6)
 
 
+def test_what_was_lost_to_the_last_bit_is_not_won_back():
+    """Full chunks and short ones bet on one level in turn: after many that are not above it nothing is left to bet."""
+    evidence = Evidence()
+    evidence.weigh_drift([DriftLevel(0, 100_000, 1000, 0), DriftLevel(0, 100_000, 60, 60)])
+    assert evidence.wealth[Stream.DRIFT][: len(FRACTIONS)] == [0] * len(FRACTIONS) and evidence.peak < MILLION
+
+
 def test_all_money_that_is_ever_staked_makes_one():
     staked = 0
     for number in range(1, 1 << 17):

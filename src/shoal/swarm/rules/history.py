@@ -191,7 +191,7 @@ def _bet_chunks(held: int, fraction: tuple[int, int], counted: DriftLevel) -> in
     for odds, times in ((hit, counted.above), (miss, counted.chunks - counted.above)):
         power, shift = _raise_odds(odds, times)
         held, exponent = held * power, exponent + shift
-    if held.bit_length() + exponent > _MOST.bit_length():  # before it is written out: a validator says how many
+    if held and held.bit_length() + exponent > _MOST.bit_length():  # before it is written out: they may be many
         return _MOST
     return min(held << exponent if exponent > 0 else held >> -exponent, _MOST)
 

@@ -10,7 +10,8 @@ an equal part. It holds where leases are granted, over what an owner holds, has 
 signal; no work is thrown away.
 
 The bound yields: if for `share_wait_s` nobody else took what a step lacks, nobody else wants it, or is able, and a run
-must not wait for who does not come. So a step is delayed by so much at most.
+must not wait for who does not come. Who never had work accepted does not count there, or an identity, which costs
+seconds, would bring a step another wait; others that take leases and do nothing have to rest (rules/width.py).
 
 An owner is an identity. Who makes many of them has as many parts, and then what bounds it is what identities cost: the
 work of joining, leases on probation, full checks of newcomers, a bond that each has to earn.

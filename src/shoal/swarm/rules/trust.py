@@ -22,7 +22,9 @@ Who is wrong about more than one in fifteen of either kind gains points on avera
 about one kind is limited by the second graded verdict of that kind and banned by the third.
 """
 
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from typing import Any
 
 RIGHT, WRONG = -1, 14
 LIMITED_AT, BANNED_AT = 20, 40
@@ -46,6 +48,16 @@ def next_score(score: int, *, right: bool) -> int:
 def undo_score(score: int, *, right: bool) -> int:
     """The score without a grade that turned out to be mistaken."""
     return max(0, score - (RIGHT if right else WRONG))
+
+
+def is_sure(findings: Sequence[Mapping[str, Any]], *, accepts: bool) -> bool:
+    """Whether the numbers of a verdict, as an event has them, are plain: all if it accepts, else one that failed."""
+    plain = [
+        is_plain(float(found["statistic"]), float(found["threshold"]), passed=accepts)
+        for found in findings
+        if accepts or not found["passed"]
+    ]
+    return all(plain) if accepts else any(plain)
 
 
 def is_plain(statistic: float, threshold: float, *, passed: bool) -> bool:

@@ -107,7 +107,8 @@ _COUNT_SHARE = Sql(
 )
 _NEXT_OWNER = Sql("SELECT owner FROM lease WHERE step = :step AND owner > :after ORDER BY owner LIMIT 1")
 _LAST_OTHER = Sql(
-    "SELECT granted_ms FROM lease WHERE step = :step AND owner <> :owner ORDER BY granted_ms DESC LIMIT 1"
+    "SELECT l.granted_ms FROM lease l JOIN owner o ON o.owner = l.owner AND o.accepted > 0 "
+    "WHERE l.step = :step AND l.owner <> :owner ORDER BY l.granted_ms DESC LIMIT 1"
 )
 _INSERT = insert_into(LEASE)
 _END = Sql("UPDATE lease SET state = :state, ended_ms = :time_ms WHERE lease = :lease AND state = :old")
@@ -201,7 +202,7 @@ def list_owners(connection: Connection, step: int, most: int) -> list[str]:
 
 
 def last_other(connection: Connection, step: int, owner: str) -> int:
-    """When somebody else last got a lease of a step; 0 for never."""
+    """When somebody else last got a lease of a step, of those whose work was ever accepted; 0 for never."""
     return fetch_number(connection, _LAST_OTHER, step=step, owner=owner)
 
 

@@ -19,7 +19,7 @@ from shoal.swarm.db import INT64, define_table
 from shoal.swarm.event import Event, Kind
 from shoal.swarm.messages import Verdict
 from shoal.swarm.rules.outcome import CRASH_CHECK
-from shoal.swarm.rules.trust import is_plain
+from shoal.swarm.rules.trust import is_sure
 from shoal.swarm.state.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
 
 JOB = define_table(
@@ -331,7 +331,7 @@ def add_verdict(event: Event, connection: Connection) -> None:
     row |= {"crashed": int(crashed and content["verdict"] == "inconclusive"), "paid": 0}
     row |= {
         "signals": "".join(str(int(group["signal"])) for group in content["groups"]),
-        "sure": int(_is_sure(content)),
+        "sure": int(is_sure(content["findings"], accepts=content["verdict"] == Verdict.ACCEPTED)),
     }
     state = fetch_row(connection, _SELECT_SUBMISSION, str, submission=content["submission"])
     _INSERT_VERDICT.run(connection, {**row, "state": state})
@@ -379,17 +379,6 @@ def unblock_jobs(event: Event, connection: Connection) -> None:
 def shift_claims(event: Event, connection: Connection) -> None:
     """coordinator.up"""
     _SHIFT.run(connection, {"shift_ms": event.content["shift_ms"]})
-
-
-def _is_sure(content: dict[str, Any]) -> bool:
-    """Whether the numbers of a verdict are far from their thresholds: all if it accepts, else one that failed."""
-    accepts = content["verdict"] == Verdict.ACCEPTED
-    plain = [
-        is_plain(float(found["statistic"]), float(found["threshold"]), passed=accepts)
-        for found in content["findings"]
-        if accepts or not found["passed"]
-    ]
-    return all(plain) if accepts else any(plain)
 
 
 def _list_judges(connection: Connection, owner: str) -> Iterator[str]:
