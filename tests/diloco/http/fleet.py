@@ -186,8 +186,9 @@ def run_peer(order: Order) -> None:
     model = _Point(order.plan.sizes[0])
     target = torch.randn(order.plan.sizes[0], generator=torch.Generator().manual_seed(order.seed))
     inner = _make_descent(model.weight, 0.05)
-    habits = Habits(wait_s=order.wait_s, delay=order.delay)
+    habits = Habits(wait_s=PATIENCE_S, delay=order.delay)  # the others may still be starting
     peer = Peer(key.public, order.plan, map_model(model), inner, averager, habits=habits)
+    peer.habits = replace(habits, wait_s=order.wait_s)
     averager.hold_state = lambda: peer.state
     write(began=peer.state.fragments[0].round, position=peer.state.step, hash=peer.state.hash)
     steps = 0
