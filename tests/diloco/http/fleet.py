@@ -48,6 +48,8 @@ class Order:
     out: str
     plan: Plan
     rounds: int = 4
+    stay: int = 0
+    """leaves after so many rounds, if not 0"""
     step_s: float = 0.002
     delay: int = 0
     wait_s: float = 20.0
@@ -191,8 +193,8 @@ def run_peer(order: Order) -> None:
     peer.habits = replace(habits, wait_s=order.wait_s)
     averager.hold_state = lambda: peer.state
     write(began=peer.state.fragments[0].round, position=peer.state.step, hash=peer.state.hash)
-    steps = 0
-    while peer.state.fragments[0].round < order.rounds:
+    steps, last = 0, peer.state.fragments[0].round + order.stay if order.stay else order.rounds
+    while peer.state.fragments[0].round < last:
         time.sleep(order.step_s)
         (model.weight - target).square().sum().backward()
         report = peer.step(tokens=8)
