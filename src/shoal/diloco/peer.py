@@ -290,12 +290,12 @@ class Peer:
         self._span = max(1, round((self._due - self._begun) * self._pace))
 
     def _slow_down(self) -> None:
-        """Take half as many steps: all that a round without this peer says of its speed is that it was too late.
+        """Take a quarter of the steps: all that a round without this peer says of its speed is that it was too late.
 
         Once an outcome names it, the measured pace is set.
         """
         if self.plan.rules.dynamic:
-            self._pace = max(self._pace / 2, 1 / self.plan.rules.interval)
+            self._pace = max(self._pace / 4, 1 / self.plan.rules.interval)
             self._span = max(1, round((self._due - self._begun) * self._pace))
 
     def _catch_up(self, fragment: int, pending: _Pending, error: Exception) -> RoundReport | None:

@@ -48,6 +48,8 @@ class Order:
     out: str
     plan: Plan
     rounds: int = 4
+    stay: int = 0
+    """leaves after so many rounds, if not 0"""
     step_s: float = 0.002
     delay: int = 0
     wait_s: float = 20.0
@@ -186,12 +188,13 @@ def run_peer(order: Order) -> None:
     model = _Point(order.plan.sizes[0])
     target = torch.randn(order.plan.sizes[0], generator=torch.Generator().manual_seed(order.seed))
     inner = _make_descent(model.weight, 0.05)
-    habits = Habits(wait_s=order.wait_s, delay=order.delay)
+    habits = Habits(wait_s=PATIENCE_S, delay=order.delay)  # the others may still be starting
     peer = Peer(key.public, order.plan, map_model(model), inner, averager, habits=habits)
+    peer.habits = replace(habits, wait_s=order.wait_s)
     averager.hold_state = lambda: peer.state
     write(began=peer.state.fragments[0].round, position=peer.state.step, hash=peer.state.hash)
-    steps = 0
-    while peer.state.fragments[0].round < order.rounds:
+    steps, last = 0, peer.state.fragments[0].round + order.stay if order.stay else order.rounds
+    while peer.state.fragments[0].round < last:
         time.sleep(order.step_s)
         (model.weight - target).square().sum().backward()
         report = peer.step(tokens=8)

@@ -4,7 +4,7 @@ import signal
 import time
 from itertools import pairwise
 
-from fleet import SIZE, Cut, Fleet
+from fleet import QUICK, SIZE, Cut, Fleet
 
 from shoal.diloco.http.chain import REBUILT, ROUND, read_chain
 from shoal.diloco.plan import Plan, Rules
@@ -50,7 +50,7 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_costs_the_others_less_than_a_
 
 
 def test_a_peer_that_hangs_in_a_transfer_costs_the_grace_and_is_evicted_after_two_misses(fleet) -> None:
-    reducer = fleet.start_reducer(4)
+    reducer = fleet.start_reducer(4, patience=QUICK.model_copy(update={"grace_s": 2.0}))
     fleet.start_peer("stuck", reducer, stuck=True)
     start_crew(fleet, reducer, rounds=5)
     fleet.wait_for(lambda: fleet.read_lines("stuck"), "nothing was sent")
@@ -60,18 +60,18 @@ def test_a_peer_that_hangs_in_a_transfer_costs_the_grace_and_is_evicted_after_tw
     assert len({end["hash"] for end in ends}) == 1 and all(end["steps"] == 100 for end in ends)
     times = [report["time_s"] for report in fleet.read_reports("a")]
     gaps = [after - before for before, after in pairwise(times)]
-    assert gaps[0] >= 1.0, "the grace was given a second time"
-    assert all(gap < 1.0 for gap in gaps[1:]), "and then no more"
+    assert gaps[0] >= 2.0, "the grace was given a second time"
+    assert all(gap < 2.0 for gap in gaps[1:]), "and then no more"
 
 
 def test_the_others_are_hardly_idle_beside_a_peer_at_a_fifth_of_their_speed(fleet) -> None:
     fleet.plan = Plan("test", (SIZE,), Rules(interval=40, codec="fp32"))
     reducer = fleet.start_reducer(4)
-    start_crew(fleet, reducer, rounds=8, step_s=0.02, delay=10)
-    fleet.start_peer("slow", reducer, rounds=8, step_s=0.1, seed=9)
+    start_crew(fleet, reducer, rounds=12, step_s=0.02, delay=20)
+    fleet.start_peer("slow", reducer, rounds=12, step_s=0.1, seed=9)
     for name in NAMES:
         fleet.join(name)
-        first, *_, last = fleet.read_reports(name)[3:]  # at first nobody knows who is slow
+        first, *_, last = fleet.read_reports(name)[6:]  # at first nobody knows who is slow
         waited_s, compute_s = last["waited_s"] - first["waited_s"], last["compute_s"] - first["compute_s"]
         assert waited_s <= 0.1 * (waited_s + compute_s), f"{waited_s:.2f} s idle, {compute_s:.2f} s busy"
     slow = fleet.find_public("slow")[:8]
@@ -80,20 +80,19 @@ def test_the_others_are_hardly_idle_beside_a_peer_at_a_fifth_of_their_speed(flee
 
 
 def test_a_late_peer_gets_the_state_and_counts_from_the_next_round_and_a_leaver_is_not_waited_for(fleet) -> None:
-    reducer = fleet.start_reducer(2)
-    start_crew(fleet, reducer, ("a", "b"), rounds=8, step_s=0.01)
+    reducer = fleet.start_reducer(2, patience=QUICK.model_copy(update={"grace_s": 5.0}))
+    start_crew(fleet, reducer, ("a", "b"), rounds=10_000, step_s=0.01)
     fleet.wait_for(lambda: len(fleet.read_reports("a")) >= 2, "no rounds")
-    fleet.start_peer("late", reducer, rounds=6, step_s=0.01, seed=5)  # it leaves before the others
-    for name in ("late", "a", "b"):
-        fleet.join(name)
+    fleet.start_peer("late", reducer, stay=3, step_s=0.01, seed=5)
+    fleet.join("late")
     began = fleet.read_lines("late")[0]
-    assert began["began"] >= 2 and began["position"] == 20 * began["began"]
-    late = fleet.find_public("late")[:8]
-    counted = [report["round"] for report in fleet.read_reports("a") if late in report["peers"]]
-    assert counted == list(range(began["began"], 6)), "from the first round after it came to its last"
+    first, end = began["began"], began["began"] + 3
+    assert first >= 2 and began["position"] == 20 * first
+    fleet.wait_for(lambda: len(fleet.read_reports("a")) >= end + 2, "the others waited for the leaver")
+    late, reports = fleet.find_public("late")[:8], fleet.read_reports("a")
+    assert [report["round"] for report in reports if late in report["peers"]] == list(range(first, end))
     assert_agree(fleet, ("a", "b", "late"))
-    times = [report["time_s"] for report in fleet.read_reports("a")]
-    assert times[-1] - times[-2] < 1.0, "the round after it left did not wait"
+    assert reports[end]["time_s"] - reports[end - 1]["time_s"] < 4.0, "the round after it left did not wait"
 
 
 def test_a_peer_cut_off_for_a_round_trains_on_and_comes_back_to_the_same_state(fleet) -> None:

@@ -87,7 +87,7 @@ class HttpAverager:
     def submit(self, update: Update) -> None:
         """As `Averager.submit`."""
         key = update.key
-        if self.rounds and self.rounds[key.fragment] > key.round + 1:
+        if self._is_behind(key):
             raise StaleRoundError(key, "the others are further")
         if key in self._parcels:
             return
@@ -181,7 +181,14 @@ class HttpAverager:
             failure = StaleRoundError(key, str(error)) if is_stale else RefusedUpdateError(key, error.refusal.text)
             parcel.done.set_exception(failure)
             return
+        if parcel.update.peer not in outcome.peers and self._is_behind(key):
+            # One outcome at a time a slow peer would never catch up with the others.
+            parcel.done.set_exception(StaleRoundError(key, "the others are more than one round further"))
+            return
         parcel.done.set_result(outcome)
+
+    def _is_behind(self, key: RoundKey) -> bool:
+        return bool(self.rounds) and self.rounds[key.fragment] > key.round + 1
 
     async def _exchange(self, parcel: _Parcel) -> Outcome:
         update, client = parcel.update, self._client

@@ -205,8 +205,11 @@ class Desk:
         return data
 
     def may_fetch(self, peer: str) -> bool:
-        """Whether this peer can start from the state as it is: not before it is a member."""
-        return peer in self.reducer.state.members
+        """Whether this peer can start from the state as it is: a newcomer not before it is a member.
+
+        Who was evicted is none until it delivers again, and can deliver only from the newest state.
+        """
+        return peer in self.reducer.state.members or self.reducer.roll.is_evicted(peer)
 
     async def offer_state(self, peer: str) -> bytes:
         """The head of the newest state, signed, ready for download."""
