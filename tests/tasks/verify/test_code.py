@@ -176,7 +176,9 @@ def test_a_plain_value_crosses_as_it_is(value):
     assert [other for other in VALUES if match_values(encode_value(value), encode_value(other))] == [value]
 
 
-@pytest.mark.parametrize("value", [object(), print, range(3), [object()], {1: object()}], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", [object(), print, range(3), [object()], {1: object()}], ids=lambda one: type(one).__name__
+)
 def test_nothing_but_plain_values_crosses(value):
     with pytest.raises(WireError):
         encode_value(value)
