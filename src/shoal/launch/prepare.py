@@ -28,8 +28,8 @@ from shoal.node.session import Role
 from shoal.recipe import Recipe, dump_recipe
 from shoal.rundir import RESUMABLE
 from shoal.swarm.params import RunParams, dump_params, turn_dial
+from shoal.swarm.stakes import describe_dial, list_warnings
 from shoal.toml import dump_toml, read_toml
-from shoal.validator.stakes import describe_dial, list_warnings
 
 Note = Callable[[str], None]
 FREE = frozenset(
