@@ -23,8 +23,8 @@ from shoal.errors import ConfigError, DiskError
 from shoal.swarm.closed import await_room
 from shoal.swarm.hosts import is_loopback
 from shoal.swarm.service import Service, ServiceConfig, list_differences, open_service
+from shoal.swarm.stakes import describe_dial, list_warnings
 from shoal.swarm.writer import WriterStoppedError
-from shoal.validator.stakes import describe_dial, list_warnings
 
 Say = Callable[[str], None]
 

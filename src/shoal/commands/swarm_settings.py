@@ -16,8 +16,8 @@ from shoal.keys import check_public
 from shoal.runname import check_run
 from shoal.schema import explain_errors
 from shoal.swarm.params import RunParams, turn_dial
+from shoal.swarm.rules.dial import ValidationConfig
 from shoal.toml import read_toml
-from shoal.validator.dial import ValidationConfig
 
 if TYPE_CHECKING:
     from shoal.swarm.service import ServiceConfig

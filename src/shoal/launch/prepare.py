@@ -29,10 +29,10 @@ from shoal.recipe import Recipe, SetTerms, dump_recipe, stamp_family
 from shoal.rundir import RESUMABLE
 from shoal.swarm.papers import MAX_TASKS_BYTES
 from shoal.swarm.params import RunParams, dump_params, turn_dial
+from shoal.swarm.stakes import describe_dial, list_warnings
 from shoal.tasks.sets import SetFamily
 from shoal.tasks.source import open_family, read_set
 from shoal.toml import dump_toml, read_toml
-from shoal.validator.stakes import describe_dial, list_warnings
 
 Note = Callable[[str], None]
 FREE = frozenset(

@@ -16,10 +16,10 @@ from shoal.config import Count, RunConfig, Settings, build_config
 from shoal.errors import ConfigError
 from shoal.keys import check_public
 from shoal.redteam.registry import list_cheats
+from shoal.swarm.rules.dial import ValidationConfig, check_guarantee
 from shoal.tasks.source import check_swarm
 from shoal.toml import read_toml
 from shoal.units import parse_rate
-from shoal.validator.dial import ValidationConfig, check_guarantee
 
 Cheats = Annotated[list[str], Field(json_schema_extra={"allowed": 'a list of attacks, such as ["int8", "stale"]'})]
 Addresses = Annotated[list[str], Field(max_length=8, json_schema_extra={"allowed": "a list of up to 8 addresses"})]

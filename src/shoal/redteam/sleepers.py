@@ -21,9 +21,9 @@ from shoal.redteam.rate import Rate
 from shoal.redteam.registry import make_authors
 from shoal.swarm.messages import Job, Manifest, RolloutEntry, Standing
 from shoal.swarm.params import RunParams, count_drawn
+from shoal.swarm.rules.dial import Guarantee, count_submissions, detect_cheat, hasten
 from shoal.toploc.calibration import Calibration
 from shoal.toploc.check import Report, weigh_reports
-from shoal.validator.dial import Guarantee, count_submissions, detect_cheat, hasten
 from shoal.validator.proof import draw_positions
 from shoal.worker.author import Author
 

@@ -19,7 +19,7 @@ from shoal.swarm.messages import (
     VerdictRecord,
     VerdictStatement,
 )
-from shoal.swarm.opinions import CONVICTIONS, Doubt, count_opinions, needs_second_opinion, refuse_vain
+from shoal.swarm.opinions import CONVICTIONS, Doubt, count_opinions, list_forsaken, needs_second_opinion, refuse_vain
 from shoal.swarm.postings import TREASURY, move_credit, name_account
 from shoal.swarm.queueing import holds_claim
 from shoal.swarm.refusal import AuthError
@@ -72,13 +72,18 @@ def expire_opinions(turn: Turn) -> bool:
     """Decide what nobody judges any more; whether there may be more."""
     params = turn.params
     before_ms = turn.now_ms - 1000 * params.opinion_s
-    jobs = list_waiting(turn.connection, before_ms, params.max_claims, MAX_AT_ONCE)
+    late = list_waiting(turn.connection, before_ms, params.max_claims, MAX_AT_ONCE)
+    _end_waits(turn, late, "nobody gave another opinion in time")
+    forsaken = list_forsaken(turn, MAX_AT_ONCE)
+    _end_waits(turn, forsaken, "nobody was there to give another opinion")
+    return MAX_AT_ONCE in (len(late), len(forsaken))
+
+
+def _end_waits(turn: Turn, jobs: Sequence[JobRow], because: str) -> None:
     for waiting in jobs:
         submission, job = _find_job(turn, waiting.submission)
         if job.state == "queued":  # not ended by a conviction a moment ago
-            because = "nobody gave another opinion in time"
             _settle(turn, submission, job, _end_votes(submission, job, _list_votes(turn, job), because))
-    return len(jobs) == MAX_AT_ONCE
 
 
 def open_appeal(turn: Turn, *, signed: SignedAppeal) -> AppealAnswer:

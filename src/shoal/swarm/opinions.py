@@ -14,7 +14,7 @@ Each owner judges a submission once, appeals included, and nobody its own work. 
 appeal of a rejection one more than judged it, and one of a conviction two more. Where nobody can be asked, nothing is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from shoal.swarm.callers import require_validator
@@ -22,9 +22,10 @@ from shoal.swarm.messages import Standing, SubmissionState, Verdict
 from shoal.swarm.params import MILLION
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.state.history import is_watched
+from shoal.swarm.state.judges import find_judge
 from shoal.swarm.state.nodes import OwnerRow, find_node, find_owner, list_named
-from shoal.swarm.state.queue import list_verdicts
-from shoal.swarm.state.submissions import SubmissionRow
+from shoal.swarm.state.queue import JobRow, list_unheard, list_verdicts
+from shoal.swarm.state.submissions import SubmissionRow, find_submission
 from shoal.swarm.turn import Turn
 
 CONVICTIONS = 2
@@ -55,6 +56,27 @@ def needs_second_opinion(turn: Turn, submission: SubmissionRow, verdict: Verdict
 def count_opinions(turn: Turn, submission: SubmissionRow) -> int:
     """Owners of validators that could still judge a submission."""
     return len(set(_list_able(turn)) - set(_list_heard(turn, submission)))
+
+
+def list_forsaken(turn: Turn, most: int) -> list[JobRow]:
+    """Jobs on which nobody is there to give another opinion.
+
+    Who has a claim judges it within `claim_s`. So of who could have been asked for that long and said nothing since, of
+    this or of anything else, nothing is to be expected. One that has much to do is heard of, and waited for.
+    """
+    jobs = list_unheard(turn.connection, turn.now_ms - 1000 * turn.params.claim_s, most)
+    if not jobs:
+        return []
+    heard = {owner: find_judge(turn.connection, owner).heard_ms for owner in set(_list_able(turn))}
+    return [job for job in jobs if not _is_awaited(turn, job, heard)]
+
+
+def _is_awaited(turn: Turn, job: JobRow, heard: Mapping[str, int]) -> bool:
+    """Whether somebody who could judge a job has given a verdict since it waits."""
+    submission = find_submission(turn.connection, job.submission)
+    assert submission is not None, "a job has a submission"
+    spent = set(_list_heard(turn, submission))
+    return any(heard_ms > job.since_ms for owner, heard_ms in heard.items() if owner not in spent)
 
 
 def refuse_vain(turn: Turn, submission: SubmissionRow) -> None:

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from shoal.config import Settings
 from shoal.errors import ConfigError
 from shoal.swarm.messages import MAX_ROLLOUTS, Digest, Standing
-from shoal.validator.dial import (
+from shoal.swarm.rules.dial import (
     MAX_SUBMISSIONS,
     Guarantee,
     ValidationConfig,

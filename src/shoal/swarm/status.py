@@ -10,6 +10,7 @@ from shoal.swarm.mirror import MAX_TOLD, Mirror
 from shoal.swarm.params import RunParams
 from shoal.swarm.rules.batch import is_exhausted
 from shoal.swarm.rules.deadline import progress_time
+from shoal.swarm.stakes import describe_dial
 from shoal.swarm.state.canaries import CanaryRow, last_caught, list_missed
 from shoal.swarm.state.history import count_watched, list_watched
 from shoal.swarm.state.leases import LeaseRow, list_oldest
@@ -23,7 +24,6 @@ from shoal.swarm.state.submissions import count_awaited
 from shoal.swarm.turn import Setting
 from shoal.swarm.waits import Wait, WaitBook
 from shoal.swarm.watching import describe_watch
-from shoal.validator.stakes import describe_dial
 
 _MAX_SKEW_MS = 5000
 _MAX_COUNTED = 1000

@@ -112,10 +112,31 @@ def test_if_nobody_gives_a_second_opinion_the_first_one_stands(doubting):
     doubting.judge("judge-a")
     rejected = hand_in(doubting, "w2")
     doubting.judge("judge-a", Verdict.SOFT)
-    doubting.wait(doubting.params.opinion_s)
+    doubting.wait(doubting.params.claim_s)
     assert [state_of(doubting, name) for name in (accepted, rejected)] == ["accepted", "rejected_soft"]
+    assert "nobody was there to give another opinion" in doubting.coordinator.explain(accepted)
     assert doubting.balance("stake", "ann") == 2000, "with the numbers of who accepted it"
     assert judge_of(doubting, "judge-a").graded == 0
+
+
+def test_who_has_much_to_do_is_waited_for(doubting):
+    submission = hand_in(doubting)
+    doubting.judge("judge-a")
+    other = hand_in(doubting, "w2")
+    doubting.wait(doubting.params.claim_s - 1)
+    job = next(job for job in (doubting.take("judge-b"),) if job.submission in (submission, other))
+    doubting.post("judge-b", doubting.describe_verdict(job))
+    left = submission if job.submission == other else other
+    doubting.wait(1)
+    assert state_of(doubting, left) == SubmissionState.RECEIVED, "judge-b was heard of since it waits"
+
+
+def test_what_one_convicts_is_unpaid_and_nobody_is_banned_where_nobody_else_is_there(doubting):
+    submission = hand_in(doubting)
+    doubting.judge("judge-a", Verdict.HARD)
+    doubting.wait(doubting.params.claim_s)
+    assert state_of(doubting, submission) == SubmissionState.SOFT
+    assert standing_of(doubting, "ann") == Standing.PROBATION
 
 
 def test_who_is_asked_looks_at_the_rollouts_that_the_first_one_looked_at(make_world):

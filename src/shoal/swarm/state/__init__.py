@@ -55,7 +55,7 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     Kind.SUB_COMMIT: (submissions.add_submission,),
     Kind.SUB_RECEIPT: (submissions.receive_submission, spans.deliver_span, steps.note_delivery, queue.queue_job),
     Kind.VAL_CLAIM: (queue.claim_job,),
-    Kind.VAL_VERDICT: (queue.add_verdict, nodes.end_lapses),
+    Kind.VAL_VERDICT: (queue.add_verdict, nodes.end_lapses, judges.hear_judge),
     Kind.VAL_LAPSE: (nodes.count_lapse, queue.lapse_claim),
     Kind.VAL_DOUBT: (judges.add_doubt,),
     Kind.VAL_GRADE: (judges.add_grades,),

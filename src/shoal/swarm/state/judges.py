@@ -11,6 +11,7 @@ from sqlalchemy import Column, Connection, Text
 from shoal.swarm.db import INT64, define_table
 from shoal.swarm.event import Event
 from shoal.swarm.rules.trust import Side
+from shoal.swarm.state.nodes import find_node
 from shoal.swarm.state.sql import Sql, fetch_row, fetch_rows, insert_into, list_columns
 
 DOUBT = define_table(
@@ -27,6 +28,7 @@ JUDGE = define_table(
     Column("bad", INT64, nullable=False),
     Column("graded", INT64, nullable=False),
     Column("wrong", INT64, nullable=False),
+    Column("heard_ms", INT64, nullable=False),
 )
 GRADE = define_table(
     "grade",
@@ -59,6 +61,8 @@ class JudgeRow(NamedTuple):
     """score on work that was bad"""
     graded: int
     wrong: int
+    heard_ms: int
+    """when it last gave a verdict"""
 
 
 class GradeRow(NamedTuple):
@@ -85,9 +89,13 @@ _SET_GRADE = Sql(
     "ON CONFLICT (submission, owner) DO UPDATE SET side = excluded.side, correct = excluded.correct"
 )
 _SET_JUDGE = Sql(
-    "INSERT INTO judge (owner, good, bad, graded, wrong) VALUES (:owner, :good, :bad, :graded, :wrong) "
+    "INSERT INTO judge (owner, good, bad, graded, wrong, heard_ms) VALUES (:owner, :good, :bad, :graded, :wrong, 0) "
     "ON CONFLICT (owner) DO UPDATE SET good = excluded.good, bad = excluded.bad, graded = excluded.graded, "
     "wrong = excluded.wrong"
+)
+_HEAR_JUDGE = Sql(
+    "INSERT INTO judge (owner, good, bad, graded, wrong, heard_ms) VALUES (:owner, 0, 0, 0, 0, :heard_ms) "
+    "ON CONFLICT (owner) DO UPDATE SET heard_ms = excluded.heard_ms"
 )
 _FORGIVE = Sql("UPDATE judge SET good = 0, bad = 0 WHERE owner = :owner")
 
@@ -113,7 +121,7 @@ def list_draws(connection: Connection) -> list[DrawRow]:
 
 def find_judge(connection: Connection, owner: str) -> JudgeRow:
     """The record of an owner of validators, an empty one if it has none."""
-    return fetch_row(connection, _SELECT_JUDGE, JudgeRow, owner=owner) or JudgeRow(owner, 0, 0, 0, 0)
+    return fetch_row(connection, _SELECT_JUDGE, JudgeRow, owner=owner) or JudgeRow(owner, 0, 0, 0, 0, 0)
 
 
 def list_wrong(connection: Connection, most: int) -> list[JudgeRow]:
@@ -124,6 +132,14 @@ def list_wrong(connection: Connection, most: int) -> list[JudgeRow]:
 def find_grade(connection: Connection, submission: str, owner: str) -> GradeRow | None:
     """What the verdict of an owner on a submission turned out to be; None if that is not known."""
     return fetch_row(connection, _SELECT_GRADE, GradeRow, submission=submission, owner=owner)
+
+
+def hear_judge(event: Event, connection: Connection) -> None:
+    """val.verdict"""
+    node = find_node(connection, event.actor)
+    if node is None:
+        raise ValueError("a verdict of a node that never joined")
+    _HEAR_JUDGE.run(connection, {"owner": node.owner, "heard_ms": event.time_ms})
 
 
 def add_doubt(event: Event, connection: Connection) -> None:

@@ -161,6 +161,10 @@ _SELECT_TIRED = Sql(
     "(SELECT count(*) FROM lapse l WHERE l.submission = job.submission) > 1) ORDER BY claims, submission LIMIT :most"
 )
 _SELECT_DOUBTED = Sql(f"{_JOBS} WHERE {_DOUBTED} AND since_ms <= :before_ms ORDER BY since_ms, submission LIMIT :most")
+_SELECT_UNHEARD = Sql(
+    f"{_JOBS} WHERE {_DOUBTED} AND appeal = 0 AND claims = 0 AND since_ms <= :before_ms "
+    "ORDER BY since_ms, submission LIMIT :most"
+)
 _SELECT_VERDICTS = Sql(f"{_VERDICTS} WHERE submission = :submission ORDER BY round")
 _COUNT_QUEUED = Sql("SELECT count(*) FROM job WHERE state = 'queued'")
 _COUNT_SOME = Sql("SELECT count(*) FROM (SELECT 1 FROM job WHERE state = 'queued' LIMIT :most) AS jobs")
@@ -271,6 +275,11 @@ def list_waiting(connection: Connection, before_ms: int, max_claims: int, most: 
     tired = fetch_rows(connection, _SELECT_TIRED, JobRow, **values, max_claims=max_claims)
     doubted = fetch_rows(connection, _SELECT_DOUBTED, JobRow, **values)
     return list(dict.fromkeys(tired + doubted))[:most]
+
+
+def list_unheard(connection: Connection, before_ms: int, most: int) -> list[JobRow]:
+    """Jobs on which another opinion could be given since `before_ms`, and nobody tried; appeals aside."""
+    return fetch_rows(connection, _SELECT_UNHEARD, JobRow, before_ms=before_ms, most=most)
 
 
 def list_verdicts(connection: Connection, submission: str) -> list[VerdictRow]:

@@ -26,6 +26,7 @@ def upgrade() -> None:
         sa.Column("bad", _INT64, nullable=False),
         sa.Column("graded", _INT64, nullable=False),
         sa.Column("wrong", _INT64, nullable=False),
+        sa.Column("heard_ms", _INT64, nullable=False),
         sqlite_strict=True,
     )
     op.create_table(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal.errors import ConfigError
 from shoal.swarm.messages import Standing
 from shoal.swarm.params import MILLION, RunParams, count_drawn, turn_dial
-from shoal.validator.dial import (
+from shoal.swarm.rules.dial import (
     Guarantee,
     ValidationConfig,
     catch_owner,
@@ -20,7 +20,7 @@ from shoal.validator.dial import (
     hasten,
     keeps_promise,
 )
-from shoal.validator.stakes import (
+from shoal.swarm.stakes import (
     STANDINGS,
     count_burned,
     describe_dial,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shoal.swarm.messages import Standing
 from shoal.swarm.params import MILLION, RunParams, count_drawn
-from shoal.validator.dial import count_submissions, detect_cheat, show_share
+from shoal.swarm.rules.dial import count_submissions, detect_cheat, show_share
 
 STANDINGS = (Standing.PROBATION, Standing.GOOD, Standing.TRUSTED)
 NAMES = {Standing.PROBATION: "new", Standing.GOOD: "good", Standing.TRUSTED: "trusted"}
