@@ -21,10 +21,11 @@ demo: $(VENV)/.dev  ## run a whole swarm, which learns, and say where the report
 	@$(BIN)/shoal demo
 
 # Types take a minute of one core where nothing is cached, so they are checked beside the tests. Both are shown, the
-# types last, and either fails it.
+# types last, and either fails it. Tests of whole swarms wait as much as they compute: one process more than there are
+# cores has no core idle.
 test: style  ## check style and types and run all tests
 	@$(BIN)/mypy >$(VENV)/types.log 2>&1 & types=$$!; trap 'kill $$types; exit 130' INT TERM; \
-	$(BIN)/python -m pytest -q -n auto --dist=loadfile --no-loadscope-reorder; tests=$$?; \
+	$(BIN)/python -m pytest -q -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist=loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$types; typed=$$?; echo; cat $(VENV)/types.log; [ $$tests -eq 0 ] && [ $$typed -eq 0 ]
 
 lint: style  ## check style and types
