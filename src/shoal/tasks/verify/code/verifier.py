@@ -12,6 +12,7 @@ Invariants:
 import os
 import platform
 import signal
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,7 +21,7 @@ from shoal.box.warden import BoxError, Cell, EndedError, Pool, Report, Warden
 from shoal.rollout import Score
 from shoal.tasks.base import MAX_COMPLETION_CHARS, quote_text
 from shoal.tasks.verify.answers import drop_thoughts, find_block
-from shoal.tasks.verify.base import MARGIN, Attempt, Info, give_up, mark_near
+from shoal.tasks.verify.base import MARGIN, Attempt, Info, give_up, mark_near, score_safely
 from shoal.tasks.verify.code.compare import match_output, match_values
 from shoal.tasks.verify.code.tests import CallTests, JudgeTests, ScriptTests, Tests, read_tests
 
@@ -30,6 +31,8 @@ MAX_OUTPUT_BYTES = 1 << 20
 MAX_CALLS = 10_000
 _WORKS = "shoal.box.code"
 _MEMORY_MARGIN = 2
+_ALL_CASES = 3
+"""times the wall-clock limit, for all runs of a program together: each has a box and limits of its own"""
 _MOST_BOXES = 4
 _PASSED = Score(1.0, "all tests passed")
 
@@ -76,7 +79,7 @@ class CodeVerifier:
 
     def score_many(self, attempts: Sequence[Attempt]) -> list[Score]:
         with ThreadPoolExecutor(max_workers=self._pool.size) as threads:
-            return list(threads.map(lambda one: self.score(one.info, one.prompt, one.completion), attempts))
+            return list(threads.map(lambda one: score_safely(self, one.info, one.prompt, one.completion), attempts))
 
     def close(self) -> None:
         self._pool.close()
@@ -98,13 +101,15 @@ class CodeVerifier:
             return self._settle(score, cell.finish(), ended=ended)
 
     def _run_scripts(self, warden: Warden, tests: ScriptTests, source: str) -> Score:
-        score = _PASSED
+        score, started, most_s = _PASSED, time.monotonic(), _ALL_CASES * self.limits.wall_s
         for number, (given, wanted) in enumerate(tests.cases):
+            if time.monotonic() - started > most_s:
+                return give_up(f"more than {most_s:g} s for all cases")
             one = self._run_script(warden, source, given, wanted)
             if one.value == 0.0:
                 return Score(0.0, f"{one.reason} (case {number})")
             score = one if one is not _PASSED else score  # near a limit once is near a limit
-        return score
+        return mark_near(score) if time.monotonic() - started > most_s / MARGIN else score
 
     def _run_script(self, warden: Warden, source: str, given: str, wanted: str) -> Score:
         with warden.open_cell("script", {"source": source, "stdin": given}, self.limits) as cell:
