@@ -69,3 +69,10 @@ def test_the_hour_is_the_same_on_every_machine(boxes):
     source = "import os, time\ndef f(x): return [time.localtime(0).tm_hour, os.environ.get('TZ')]"
     info = {"test_cases": [{"type": "function_call", "fn_name": "f", "input": [1], "output": [0, "UTC0"]}]}
     assert boxes.score(info, "", f"```python\n{source}\n```").value == 1.0
+
+
+def test_boxes_that_score_differently_have_different_stamps(boxes, bare_boxes):
+    source = "def f(x):\n  with open('a', 'w') as file: return file.write('12')"
+    info = {"test_cases": [{"type": "function_call", "fn_name": "f", "input": [1], "output": 2}]}
+    values = {one.score(info, "", f"```python\n{source}\n```").value for one in (boxes, bare_boxes)}
+    assert len({boxes.stamp, bare_boxes.stamp}) == len(values)

@@ -32,7 +32,7 @@ class MathVerifier(Cheap):
     """Equality of final answers; it holds a pool of boxes once it has needed one."""
 
     name = "math"
-    version = 1
+    version = 2
 
     def __init__(self, *, size: int = 1, limits: Limits = LIMITS) -> None:
         self.limits = limits
