@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.box.warden import BoxError, Warden
-from shoal.tasks.verify.base import Attempt, is_firm
+from shoal.tasks.verify.base import GAVE_UP, Attempt, is_firm
 from shoal.tasks.verify.code.compare import match_values
 
 WORKS = "shoal.box.code"
@@ -76,3 +76,8 @@ def test_boxes_that_score_differently_have_different_stamps(boxes, bare_boxes):
     info = {"test_cases": [{"type": "function_call", "fn_name": "f", "input": [1], "output": 2}]}
     values = {one.score(info, "", f"```python\n{source}\n```").value for one in (boxes, bare_boxes)}
     assert len({boxes.stamp, bare_boxes.stamp}) == len(values)
+
+
+def test_tests_that_are_killed_have_not_failed(boxes):
+    info = {"test": "while True: pass", "entry_point": "f"}
+    assert boxes.score(info, "", "```python\ndef f(x): return x\n```").reason.startswith(GAVE_UP)

@@ -34,6 +34,7 @@ _MEMORY_MARGIN = 2
 _ALL_CASES = 3
 """times the wall-clock limit, for all runs of a program together: each has a box and limits of its own"""
 _MOST_BOXES = 4
+_TEST_FAILED = "a test failed"
 _PASSED = Score(1.0, "all tests passed")
 
 
@@ -133,7 +134,7 @@ class CodeVerifier:
             judge.open_cell("judge", job, self.limits) as bench,
         ):
             score, ended = _try(lambda: _hear_judge(bench, cell))
-            judged = self._settle(score, bench.finish(), ended=False)
+            judged = self._settle(score, bench.finish(), ended=score.reason == _TEST_FAILED)
             return self._settle(judged, cell.finish(), ended=ended)
 
     def _settle(self, score: Score, report: Report, *, ended: bool) -> Score:
@@ -198,7 +199,7 @@ def _hear_judge(bench: Cell, cell: Cell) -> None:
         try:
             message = bench.receive()
         except EndedError:
-            raise _FailureError("a test failed") from None
+            raise _FailureError(_TEST_FAILED) from None
         match message:
             case {"passed": True}:
                 return
