@@ -111,6 +111,9 @@ RIGHT = [
     (r"\log 100 + \sqrt2", r"2+\sqrt{2}"),
     ("x_1+x_2", "x_2+x_1"),
     (r"3!\sqrt2", r"6\sqrt2"),
+    (r"2\sqrt{3}", "2\u221a3"),
+    ("12 square feet", "12 ft\u00b2"),
+    ("x^2+1", "x\u00b2 + 1"),
     ("A", "(A)"),
     ("Monday", r"\text{Monday}"),
 ]

@@ -1,4 +1,4 @@
-"""Where a completion's answer stands: after its thoughts, in the last of its code blocks."""
+"""Where a completion's answer stands: after its thoughts, in the last of its code blocks, and how deep it may go."""
 
 import re
 from typing import Any
@@ -16,13 +16,16 @@ def drop_thoughts(completion: str) -> str:
     return "" if _OPEN in after else after
 
 
-def find_block(text: str) -> str | None:
-    """The contents of the last fenced block that is closed; None without one."""
+def find_block(text: str, *languages: str) -> str | None:
+    """The contents of the last fenced block that is closed, of those that name one of the languages if any does: what
+    a program prints is often shown after it. None without a block."""
     fences = list(_FENCE.finditer(text))
-    if len(fences) < 2:
-        return None
     # Fences come in pairs from the start: a last one without a partner opened a block that never ended.
-    opening, closing = fences[(len(fences) // 2) * 2 - 2 :][:2]
+    pairs = list(zip(fences[::2], fences[1::2], strict=False))
+    named = [pair for pair in pairs if pair[0].group(1).strip().lower() in languages]
+    if not pairs:
+        return None
+    opening, closing = (named or pairs)[-1]
     return text[opening.end() + 1 : closing.start()]
 
 

@@ -43,7 +43,14 @@ def _match_tagged(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
 def _match_pairs(found: Any, wanted: Any) -> bool:
     if not isinstance(found, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in found):
         return False
+    if all(isinstance(key, str) for key, _ in wanted):
+        found = [[_write_key(key), value] for key, value in found]
     return match_values(sorted(found, key=_spell_key), sorted(wanted, key=_spell_key))
+
+
+def _write_key(key: Any) -> Any:
+    """A whole number as a key is as good as its text, for keys of JSON are texts."""
+    return str(key) if isinstance(key, int) and not isinstance(key, bool) else key
 
 
 def _spell(value: Any) -> str:

@@ -34,6 +34,7 @@ _MEMORY_MARGIN = 2
 _ALL_CASES = 3
 """times the wall-clock limit, for all runs of a program together: each has a box and limits of its own"""
 _MOST_BOXES = 4
+_LANGUAGES = ("python", "python3", "py")
 _TEST_FAILED = "a test failed"
 _PASSED = Score(1.0, "all tests passed")
 
@@ -151,7 +152,7 @@ class CodeVerifier:
 def find_source(completion: str, prefix: str) -> str:
     """The program of a completion: its last fenced block, or all of it, after what the task puts before it."""
     text = drop_thoughts(completion)
-    block = find_block(text)
+    block = find_block(text, *_LANGUAGES)
     return prefix + ("\n" if prefix and block is not None else "") + (text if block is None else block)
 
 

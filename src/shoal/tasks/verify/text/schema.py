@@ -47,7 +47,7 @@ class SchemaVerifier(Cheap):
         if len(completion) > MAX_COMPLETION_CHARS:
             return Score(0.0, "too long")
         text = drop_thoughts(completion)
-        block = find_block(text)
+        block = find_block(text, "json")
         try:
             value = json.loads(
                 text if block is None else block,
