@@ -81,3 +81,8 @@ def test_boxes_that_score_differently_have_different_stamps(boxes, bare_boxes):
 def test_tests_that_are_killed_have_not_failed(boxes):
     info = {"test": "while True: pass", "entry_point": "f"}
     assert boxes.score(info, "", "```python\ndef f(x): return x\n```").reason.startswith(GAVE_UP)
+
+
+def test_a_candidate_is_not_told_how_it_was_started(boxes):
+    info = {"test_cases": [{"type": "function_call", "fn_name": "f", "input": [1], "output": ["candidate"]}]}
+    assert boxes.score(info, "", "```python\nimport sys\ndef f(x): return sys.orig_argv\n```").value == 1.0
