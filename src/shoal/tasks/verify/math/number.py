@@ -71,7 +71,7 @@ def read_number(text: str) -> Number | None:
         return None
     parts = match.groupdict()
     value = _read_value(parts)
-    unit = _read_unit(parts["unit"] or "", _MONEY.get(parts["money"] or "", ""))
+    unit = read_unit(parts["unit"] or "", _MONEY.get(parts["money"] or "", ""))
     if unit is None and text[match.start("unit") - 1] == " ":  # 6 eggs, but not 6xyz
         unit = _read_noun(parts["unit"] or "", _MONEY.get(parts["money"] or "", ""))
     if value is None or unit is None or (parts["sign"] and parts["inner"]):
@@ -95,7 +95,7 @@ def _read_value(parts: dict[str, str | None]) -> Fraction | None:
     return Fraction(top, low) + int(whole or 0)
 
 
-def _read_unit(text: str, money: str) -> str | None:
+def read_unit(text: str, money: str) -> str | None:
     """The unit's own name, empty without one, None for a word that is no unit."""
     words = text.lower().replace("{", "").replace("}", "").replace(" ", "  ").strip()
     if not words:
