@@ -354,3 +354,12 @@ def test_a_line_that_is_more_than_a_box_is_an_answer_of_its_own(judge, line):
 def test_long_answers_beside_the_last_are_neither_read_nor_kept(judge):
     text = "\\boxed{42" + " " * 600 + "+ 1} \\boxed{42}"
     assert judge.score({"answer": "42"}, "", text).value == 0.0
+
+
+def test_a_machine_without_boxes_refuses_tasks_that_need_one(monkeypatch):
+    monkeypatch.setattr("shoal.box.warden.sys.platform", "darwin")
+    verifier = MathVerifier()
+    verifier.check_info({"answer": "72"})
+    verifier.check_info({"answer": "Monday"})
+    with pytest.raises(ConfigError, match="boxes need Linux"):
+        verifier.check_info({"answer": r"2\sqrt{3}"})
