@@ -361,5 +361,6 @@ def test_a_machine_without_boxes_refuses_tasks_that_need_one(monkeypatch):
     verifier = MathVerifier()
     verifier.check_info({"answer": "72"})
     verifier.check_info({"answer": "Monday"})
+    verifier.check_info({"answer": "(B)"})
     with pytest.raises(ConfigError, match="boxes need Linux"):
         verifier.check_info({"answer": r"2\sqrt{3}"})

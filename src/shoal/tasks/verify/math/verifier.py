@@ -47,7 +47,7 @@ class MathVerifier(Cheap):
         if not isinstance(gold, str) or not gold.strip() or len(gold) > MAX_ANSWER_CHARS:
             raise ConfigError(f"info of a math task: needs {_KEY}, a text of 1 to {MAX_ANSWER_CHARS} characters")
         reading = read_answer(gold)
-        if reading.number is None and reading.tree is not None:
+        if reading.number is None and reading.tree is not None and reading.tree[0] != "symbol":
             self._start_box()  # who cannot work it out would give 0 to right answers, and be held to it
 
     def score(self, info: Info, prompt: str, completion: str) -> Score:
