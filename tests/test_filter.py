@@ -18,6 +18,7 @@ from shoal.filter import FilterPlan, FilterReport, Progress, run_filter
 from shoal.policy.model import load_policy, save_policy
 from shoal.tasks.sets import open_set
 from shoal.tasks.sort import Sort
+from shoal.tasks.verify.family import FamilyVerifier
 
 PLACE = "family:sort:24"
 
@@ -94,6 +95,13 @@ def test_a_work_file_of_something_else_is_refused(make_plan) -> None:
             run_filter(make_plan(**changes))
     make_plan().work.write_text("nonsense\n")
     with pytest.raises(ConfigError, match="is no work file"):
+        run_filter(make_plan())
+
+
+def test_scores_of_another_verifier_are_not_mixed_in(make_plan, monkeypatch) -> None:
+    run_filter(make_plan())
+    monkeypatch.setattr(FamilyVerifier, "version", FamilyVerifier.version + 1)
+    with pytest.raises(ConfigError, match="begun with another verifiers"):
         run_filter(make_plan())
 
 

@@ -14,7 +14,8 @@ from shoal.config import LengthConfig
 from shoal.errors import ConfigError
 from shoal.recipe import MAX_RECIPE_BYTES, Recipe, RecipeError, SetTerms, dump_recipe, hash_recipe, load_recipe
 from shoal.tasks import train_task
-from shoal.tasks.sets import open_set
+from shoal.tasks.sets import TaskRecord, TaskSet, open_set
+from shoal.tasks.verify.registry import open_verifier
 
 BASE: dict[str, Any] = {
     "family": "sort",
@@ -255,6 +256,15 @@ def test_a_recipe_takes_the_task_set_that_it_names_and_no_other():
     brought = back.bring_set(tasks.data)
     assert train_task(brought.open_family(), 3).id in {record.id for record in tasks.records}
     assert dump_recipe(brought) == dump_recipe(recipe)
+
+
+def test_tasks_of_a_stranger_are_checked_before_they_are_used():
+    rules = {"instruction_id_list": ["punctuation:no_comma"] * 1000, "kwargs": [{}] * 1000}
+    record = TaskRecord(id="a", source="s", task_type="text_rules", prompt="?", info=rules)
+    tasks, verifiers = TaskSet([record]), {"text_rules": open_verifier("text_rules").stamp}
+    recipe = Recipe(**BASE | {"family": "set", "set": SetTerms(hash=tasks.hash), "verifiers": verifiers})
+    with pytest.raises(ConfigError, match="task a: info of a rules task"):
+        recipe.bring_set(tasks.data)
 
 
 def test_a_verifier_of_another_version_is_named():

@@ -5,7 +5,7 @@
 Invariants:
 - the rollouts of a task follow from (seed, task id, weights) alone: not from order, slots, or where a kill fell;
 - a line of the work file is of a task that is done; killed at any point, the same command goes on with the others, and
-  the result is the same, bit for bit. A work file of another model, set or k is refused, never mixed in;
+  the result is the same, bit for bit. A work file of another model, set, k or verifier is refused, never mixed in;
 - nothing is taken away: every task keeps its place and gets a pass rate. What is trained on is said by `tasks.filter`;
 - tasks whose prompts leave no room in the model's context get no rate, and are counted.
 """
@@ -120,7 +120,7 @@ def run_filter(plan: FilterPlan, tell: Tell = lambda _: None) -> FilterReport:
     family = SetFamily(tasks, SetFilter(), {})
     family.check_tasks()
     policy, weights = _open_model(plan)
-    done = open_work(plan, tasks, weights)
+    done = open_work(plan, family, weights)
     waiting, skipped = _list_waiting(plan, family, policy, done)
     engine = TorchEngine(policy.model, eos_id=policy.eos_id, slots=plan.slots)
     started, tokens = time.perf_counter(), 0
@@ -136,15 +136,16 @@ def run_filter(plan: FilterPlan, tell: Tell = lambda _: None) -> FilterReport:
     return _finish(plan, tasks, done, skipped)
 
 
-def open_work(plan: FilterPlan, tasks: TaskSet, weights: str) -> dict[str, dict[str, Any]]:
+def open_work(plan: FilterPlan, family: SetFamily, weights: str) -> dict[str, dict[str, Any]]:
     """The tasks that an earlier process finished; ConfigError if it measured something else."""
     head = {
-        "tasks": tasks.hash,
+        "tasks": family.tasks.hash,
         "weights": weights,
         "k": plan.k,
         "max_tokens": plan.max_tokens,
         "temperature": plan.temperature,
         "seed": plan.seed,
+        "verifiers": family.stamp_verifiers(),
     }
     repair_jsonl(plan.work)
     if not plan.work.exists() or not plan.work.stat().st_size:

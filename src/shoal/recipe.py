@@ -117,7 +117,9 @@ class Recipe(Settings):
         """The same recipe with its task set at hand; ConfigError if these are not its bytes."""
         tasks = TaskSet.from_bytes(data, self.set.hash, name="the task set of the recipe")
         brought = self.model_copy()
-        brought._family = brought._aim(build_set_family(tasks, self.set.filter, self.set.weights))
+        family = build_set_family(tasks, self.set.filter, self.set.weights)
+        brought._family = brought._aim(family)
+        family.check_tasks()  # the bytes are a stranger's, and what a verifier takes is bounded by what it checks there
         return brought
 
     def _aim(self, family: Family) -> Family:

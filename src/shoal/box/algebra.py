@@ -18,7 +18,8 @@ import mpmath
 from shoal.box.wire import send_frame
 from shoal.box.zygote import Work
 
-DIGITS, AGREED = 120, 50
+DIGITS, AGREED, NOISE = 120, 50, 100
+"""significant digits of the work, those that must agree, and places beyond which a difference is but rounding"""
 NUM_POINTS = 6
 MAX_BITS = 20_000
 _MAX_FACTORIAL = 1000
@@ -75,8 +76,8 @@ def pick_value(name: str, number: int) -> Any:
 def _is_near(left: Any, right: Any) -> bool:
     if not (mpmath.isfinite(left) and mpmath.isfinite(right)):
         return False
-    size = max(mpmath.mpf(1), abs(left), abs(right))
-    return bool(abs(left - right) <= size * mpmath.mpf(10) ** -AGREED)
+    ten = mpmath.mpf(10)
+    return bool(abs(left - right) <= max(max(abs(left), abs(right)) * ten**-AGREED, ten**-NOISE))
 
 
 def _try_value(tree: Any, point: dict[str, Any]) -> Any:

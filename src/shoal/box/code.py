@@ -131,7 +131,7 @@ def _hide_program() -> None:
     """Look like any interpreter, and the same on every machine."""
     sys.path.clear()
     sys.meta_path[:] = sys.meta_path[:1]  # built-in modules; there is no file to find others in
-    sys.argv[:] = ["candidate"]
+    sys.argv[:] = sys.orig_argv[:] = ["candidate"]  # the second names folders of this machine
     for name in [name for name in sys.modules if name == _OWN or name.startswith(_OWN + ".")]:
         del sys.modules[name]
     sys.modules["__main__"] = type(sys)("__main__")

@@ -37,8 +37,8 @@ _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from shoal.box.zygote import run_zygote; "
     "run_zygote(int(sys.argv[1]), sys.argv[2], namespaces=sys.argv[4] == 'True')"
 )
-_ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-"""equal on every machine, the order of sets with it"""
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1", "TZ": "UTC0"}
+"""equal on every machine, the order of sets and the hour of the day with it"""
 _PIECE_BYTES = 1 << 16
 
 
@@ -78,6 +78,8 @@ class Cell:
             self._channel.sendall(pack_frame(message))
         except OSError:
             raise EndedError("it took no message") from None
+        except WireError as error:  # what one cell says may be longer when it is said to another
+            raise EndedError(str(error)) from None
 
     def receive(self) -> Any:
         """The next frame; EndedError if there is none."""
@@ -167,6 +169,7 @@ class Warden:
                 self.kill()
                 raise ConfigError(f"code that a model wrote cannot be run safely on this machine: {reason}")
             case _:
+                self.kill()
                 raise BoxError("a zygote said nothing that is known")
 
     @contextmanager
@@ -192,7 +195,8 @@ class Warden:
 
     def end_job(self, deadline: float, *, kill: bool) -> Report:
         """The report of the job; `kill` does not wait for its own end."""
-        assert self._control is not None
+        if self._control is None:  # whoever ends a cell asks twice if the first answer was that the zygote is gone
+            raise BoxError("a zygote is gone")
         if kill:
             try:
                 self._control.send(END)

@@ -210,3 +210,17 @@ def test_a_set_of_colliding_numbers_costs_no_more_than_another():
 )
 def test_outputs_are_compared_line_by_line(found, wanted, same):
     assert match_output(found, wanted) is same
+
+
+def test_keys_that_json_cannot_write_equal_their_texts():
+    wanted = encode_value({"1": "a", "2": "b"})
+    assert match_values(encode_value({2: "b", 1: "a"}), wanted)
+    assert not match_values(encode_value({1: "a", 2: "b", "2": "b"}), wanted)
+    assert not match_values(encode_value({True: "a", 2: "b"}), wanted)
+
+
+def test_what_a_program_prints_may_be_shown_after_it():
+    shown = "```python\nprint(3)\n```\nThis prints\n```\n3\n```\n"
+    assert find_source(shown, "") == "print(3)\n"
+    assert find_source(shown + "or rather\n```Python\nprint(4)\n```", "") == "print(4)\n"
+    assert find_source("```\nprint(1)\n```\n```\nprint(2)\n```\n```python\nprint(3)", "") == "print(2)\n"

@@ -82,6 +82,13 @@ RIGHT = [
     ("0.5", "50%"),
     ("5 cm", r"5\text{ cm}"),
     ("5", "5 cm"),
+    ("5", "5 apples"),
+    ("5 apples", "5"),
+    ("5 apples", r"5\text{ apples}"),
+    ("5", r"5 \text{ red marbles}"),
+    ("5", "5 apples in total"),
+    ("5", r"\$5 \text{ per day}"),
+    ("$5", "$5 every day"),
     ("5 cm", "5"),
     ("$5", "5 dollars"),
     ("5", r"\$5.00"),
@@ -104,6 +111,16 @@ RIGHT = [
     (r"\log 100 + \sqrt2", r"2+\sqrt{2}"),
     ("x_1+x_2", "x_2+x_1"),
     (r"3!\sqrt2", r"6\sqrt2"),
+    (r"2\sqrt{3}", "2\u221a3"),
+    (r"2\sqrt{3}", r"2\sqrt{3} \text{ units}"),
+    (r"3\pi \text{ cm}^2", r"3\pi"),
+    (r"3\pi \text{ cm}^2", r"3\pi \text{ square centimeters}"),
+    ("[0,100]", "[0, 100]"),
+    (r"\{100,200\}", r"\{200, 100\}"),
+    (r"\frac{1,000\pi}{3}", r"\frac{1000\pi}{3}"),
+    ("10^{-60}", "100^{-30}"),
+    ("12 square feet", "12 ft\u00b2"),
+    ("x^2+1", "x\u00b2 + 1"),
     ("A", "(A)"),
     ("Monday", r"\text{Monday}"),
 ]
@@ -113,6 +130,22 @@ WRONG = [
     ("5 cm", "5 kg"),
     ("5", "5 dozen"),
     ("5", "5 thousand"),
+    ("5", "5 apples or 6"),
+    ("5", "5 halves"),
+    ("5", "5 hundred apples"),
+    ("5", "5 times eggs"),
+    ("5 apples", "5 oranges"),
+    ("5 cm", "5 apples"),
+    ("6xyz", "6"),
+    ("5", "5 sqrt"),
+    ("5", "$5 million"),
+    ("(0,100)", "100"),
+    (r"3\pi \text{ cm}", r"3\pi \text{ kg}"),
+    (r"3\pi", r"3\pi \text{ thousand}"),
+    ("10^{-60}", "2^{-200}"),
+    ("5", "5 plus eggs"),
+    ("5", "5 if not six"),
+    ("5", "5 apples and six pears"),
     ("0.5", "0.5%"),
     ("1080", "1,08"),
     ("1080", "10,80"),
@@ -305,3 +338,29 @@ def test_no_text_makes_the_verifier_raise_or_take_long(judge):
 def test_info_without_an_answer_is_refused(judge, info):
     with pytest.raises(ConfigError):
         judge.check_info(info)
+
+
+@pytest.mark.parametrize("line", [r"#### \boxed{42}", r"#### $\boxed{42}$.", r"#### **\boxed{42}**"])
+def test_a_line_that_is_but_a_box_is_one_answer(judge, line):
+    assert judge.score({"answer": "42"}, "", f"6 * 7\n{line}").value == 1.0
+    assert judge.score({"answer": "42"}, "", f"6 * 7\n{line}\n#### 41").value == 0.0
+
+
+@pytest.mark.parametrize("line", [r"#### 41 \boxed{42}", r"#### \boxed{42} 41", r"#### \boxed{42}\boxed{41}"])
+def test_a_line_that_is_more_than_a_box_is_an_answer_of_its_own(judge, line):
+    assert [judge.score({"answer": gold}, "", line).value for gold in ("41", "42")] == [0.0, 0.0]
+
+
+def test_long_answers_beside_the_last_are_neither_read_nor_kept(judge):
+    text = "\\boxed{42" + " " * 600 + "+ 1} \\boxed{42}"
+    assert judge.score({"answer": "42"}, "", text).value == 0.0
+
+
+def test_a_machine_without_boxes_refuses_tasks_that_need_one(monkeypatch):
+    monkeypatch.setattr("shoal.box.warden.sys.platform", "darwin")
+    verifier = MathVerifier()
+    verifier.check_info({"answer": "72"})
+    verifier.check_info({"answer": "Monday"})
+    verifier.check_info({"answer": "(B)"})
+    with pytest.raises(ConfigError, match="boxes need Linux"):
+        verifier.check_info({"answer": r"2\sqrt{3}"})

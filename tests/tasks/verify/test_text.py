@@ -206,3 +206,18 @@ def test_a_check_that_would_take_long_is_refused_by_its_steps():
 def test_a_schema_that_is_not_understood_is_refused(schema):
     with pytest.raises(ConfigError):
         SchemaVerifier().check_info({"schema": schema})
+
+
+@pytest.mark.parametrize(("depth", "value"), [(60, 1.0), (66, 0.0), (900, 0.0), (30_000, 0.0)])
+def test_json_counts_as_deep_as_every_python_reads_it(depth, value):
+    text = "[" * depth + "]" * depth
+    assert SchemaVerifier().score({"schema": {"type": "array"}}, "", text).value == value
+    rule = {"instruction_id_list": ["detectable_format:json_format"], "kwargs": [{}]}
+    assert RulesVerifier().score(rule, "", text).value == value
+
+
+def test_long_lists_of_a_schema_are_steps_too():
+    schema = {"items": {"enum": [str(number) for number in range(20_000)]}}
+    assert SchemaVerifier().score({"schema": schema}, "", '["19999"]').value == 1.0
+    score = SchemaVerifier().score({"schema": schema}, "", '["19999", "19999", "19999"]')
+    assert (score.value, score.reason) == (0.0, "too many steps")

@@ -1,7 +1,11 @@
-"""Where a completion's answer stands: after its thoughts, in the last of its code blocks."""
+"""Where a completion's answer stands: after its thoughts, in the last of its code blocks, and how deep it may go."""
 
 import re
+from typing import Any
 
+MAX_NESTING = 64
+"""of JSON in a completion. How deep a parser goes depends on the Python that runs it, and on how deep it stands itself;
+all go as deep as this, and what is deeper is wrong whether it was parsed or not. Changing breaks: scores."""
 _OPEN, _CLOSE = "<think>", "</think>"
 _FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
 
@@ -12,11 +16,28 @@ def drop_thoughts(completion: str) -> str:
     return "" if _OPEN in after else after
 
 
-def find_block(text: str) -> str | None:
-    """The contents of the last fenced block that is closed; None without one."""
+def find_block(text: str, *languages: str) -> str | None:
+    """The contents of the last fenced block that is closed, of those that name one of the languages if any does: what
+    a program prints is often shown after it. None without a block."""
     fences = list(_FENCE.finditer(text))
-    if len(fences) < 2:
-        return None
     # Fences come in pairs from the start: a last one without a partner opened a block that never ended.
-    opening, closing = fences[(len(fences) // 2) * 2 - 2 :][:2]
+    pairs = list(zip(fences[::2], fences[1::2], strict=False))
+    named = [pair for pair in pairs if pair[0].group(1).strip().lower() in languages]
+    if not pairs:
+        return None
+    opening, closing = (named or pairs)[-1]
     return text[opening.end() + 1 : closing.start()]
+
+
+def is_deep(value: Any) -> bool:
+    """Whether a JSON value is nested deeper than `MAX_NESTING`."""
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [part for one in level for part in _list_parts(one)]
+        if not level:
+            return False
+    return True
+
+
+def _list_parts(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else []

@@ -12,6 +12,7 @@ Invariants:
 import os
 import platform
 import signal
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,7 +21,7 @@ from shoal.box.warden import BoxError, Cell, EndedError, Pool, Report, Warden
 from shoal.rollout import Score
 from shoal.tasks.base import MAX_COMPLETION_CHARS, quote_text
 from shoal.tasks.verify.answers import drop_thoughts, find_block
-from shoal.tasks.verify.base import MARGIN, Attempt, Info, give_up, mark_near
+from shoal.tasks.verify.base import MARGIN, Attempt, Info, give_up, mark_near, score_safely
 from shoal.tasks.verify.code.compare import match_output, match_values
 from shoal.tasks.verify.code.tests import CallTests, JudgeTests, ScriptTests, Tests, read_tests
 
@@ -30,7 +31,11 @@ MAX_OUTPUT_BYTES = 1 << 20
 MAX_CALLS = 10_000
 _WORKS = "shoal.box.code"
 _MEMORY_MARGIN = 2
+_ALL_CASES = 3
+"""times the wall-clock limit, for all runs of a program together: each has a box and limits of its own"""
 _MOST_BOXES = 4
+_LANGUAGES = ("python", "python3", "py")
+_TEST_FAILED = "a test failed"
 _PASSED = Score(1.0, "all tests passed")
 
 
@@ -42,7 +47,7 @@ class CodeVerifier:
     """Unit tests of Python; it holds a bounded pool of boxes."""
 
     name = "code"
-    version = 1
+    version = 2
     dear = True
 
     def __init__(self, *, size: int | None = None, limits: Limits = LIMITS, namespaces: bool = True) -> None:
@@ -57,7 +62,8 @@ class CodeVerifier:
 
     @property
     def stamp(self) -> str:
-        return f"{self.name}/{self.version} python-{'.'.join(platform.python_version_tuple()[:2])}"
+        # The walls are of it: code that writes a file can do so in one kind of box only.
+        return f"{self.name}/{self.version} python-{'.'.join(platform.python_version_tuple()[:2])} {self.walls}"
 
     def check_info(self, info: Info) -> None:
         read_tests(info)
@@ -76,7 +82,7 @@ class CodeVerifier:
 
     def score_many(self, attempts: Sequence[Attempt]) -> list[Score]:
         with ThreadPoolExecutor(max_workers=self._pool.size) as threads:
-            return list(threads.map(lambda one: self.score(one.info, one.prompt, one.completion), attempts))
+            return list(threads.map(lambda one: score_safely(self, one.info, one.prompt, one.completion), attempts))
 
     def close(self) -> None:
         self._pool.close()
@@ -98,13 +104,15 @@ class CodeVerifier:
             return self._settle(score, cell.finish(), ended=ended)
 
     def _run_scripts(self, warden: Warden, tests: ScriptTests, source: str) -> Score:
-        score = _PASSED
+        score, started, most_s = _PASSED, time.monotonic(), _ALL_CASES * self.limits.wall_s
         for number, (given, wanted) in enumerate(tests.cases):
+            if time.monotonic() - started > most_s:
+                return give_up(f"more than {most_s:g} s for all cases")
             one = self._run_script(warden, source, given, wanted)
             if one.value == 0.0:
                 return Score(0.0, f"{one.reason} (case {number})")
             score = one if one is not _PASSED else score  # near a limit once is near a limit
-        return score
+        return mark_near(score) if time.monotonic() - started > most_s / MARGIN else score
 
     def _run_script(self, warden: Warden, source: str, given: str, wanted: str) -> Score:
         with warden.open_cell("script", {"source": source, "stdin": given}, self.limits) as cell:
@@ -127,7 +135,7 @@ class CodeVerifier:
             judge.open_cell("judge", job, self.limits) as bench,
         ):
             score, ended = _try(lambda: _hear_judge(bench, cell))
-            judged = self._settle(score, bench.finish(), ended=False)
+            judged = self._settle(score, bench.finish(), ended=score.reason == _TEST_FAILED)
             return self._settle(judged, cell.finish(), ended=ended)
 
     def _settle(self, score: Score, report: Report, *, ended: bool) -> Score:
@@ -144,7 +152,7 @@ class CodeVerifier:
 def find_source(completion: str, prefix: str) -> str:
     """The program of a completion: its last fenced block, or all of it, after what the task puts before it."""
     text = drop_thoughts(completion)
-    block = find_block(text)
+    block = find_block(text, *_LANGUAGES)
     return prefix + ("\n" if prefix and block is not None else "") + (text if block is None else block)
 
 
@@ -192,7 +200,7 @@ def _hear_judge(bench: Cell, cell: Cell) -> None:
         try:
             message = bench.receive()
         except EndedError:
-            raise _FailureError("a test failed") from None
+            raise _FailureError(_TEST_FAILED) from None
         match message:
             case {"passed": True}:
                 return

@@ -14,12 +14,15 @@ from functools import lru_cache
 
 from shoal.tasks.verify.math.clean import clean_answer
 from shoal.tasks.verify.math.extract import MAX_ANSWER_CHARS
-from shoal.tasks.verify.math.number import Number, equal_numbers, read_number
+from shoal.tasks.verify.math.number import Number, equal_numbers, read_number, read_unit
 from shoal.tasks.verify.math.parse import ParseError, Tree, count_nodes, is_scalar, list_symbols, parse_answer
 
 MAX_PARTS = 16
 _NAMED = re.compile(
     r"(?P<name>[A-Za-z](?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))?)\s*(?:=|\\in(?![A-Za-z]))\s*(?P<rest>.*)", re.DOTALL
+)
+_MEASURED = re.compile(
+    r"(?P<rest>.*?\S) (?P<unit>(?:(?:square|sq|cubic) )?[A-Za-z]{2,24}(?: ?\^ ?\{?[23]\}?)?)", re.DOTALL
 )
 _SPARE_NODES = 32
 
@@ -36,6 +39,8 @@ class Reading:
     """the variable that it is said to be the value of"""
     number: Number | None
     tree: Tree | None
+    unit: str = ""
+    """of a tree that is no number"""
 
 
 @lru_cache(maxsize=4096)
@@ -45,7 +50,12 @@ def read_answer(raw: str) -> Reading:
     name = ""
     if (match := _NAMED.fullmatch(text)) and "=" not in match["rest"]:
         name, text = match["name"], match["rest"]
-    return Reading(text, name, read_number(text), _read_tree(text))
+    number, tree = read_number(text), _read_tree(text)
+    if number is None and tree is None and (measured := _MEASURED.fullmatch(text)):
+        unit = read_unit(measured["unit"], "")
+        if unit and (tree := _read_tree(measured["rest"])) is not None and is_scalar(tree):
+            return Reading(text, name, None, tree, unit)
+    return Reading(text, name, number, tree)
 
 
 def _read_tree(text: str) -> Tree | None:
@@ -73,7 +83,8 @@ def equal_answers(answer: Reading, gold: Reading, judge: Judge, *, about_percent
         return answer.number is not None and equal_numbers(answer.number, gold.number, about_percent=about_percent)
     if gold.tree is None:
         return _fold_text(answer.text) == _fold_text(gold.text) != ""
-    return answer.tree is not None and _equal_trees(answer.tree, gold.tree, judge)
+    is_same_unit = answer.unit == gold.unit or not (answer.unit and gold.unit)
+    return is_same_unit and answer.tree is not None and _equal_trees(answer.tree, gold.tree, judge)
 
 
 def _equal_trees(answer: Tree, gold: Tree, judge: Judge) -> bool:

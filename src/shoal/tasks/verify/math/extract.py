@@ -18,6 +18,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(\S.*)$", re.MULTILINE)
 _SENTENCE = re.compile(r"\banswer\b[*_\s]*(?:is|:|=)[*_:\s]*([^\n]+)", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.(?:\s|$)")
+_AROUND_BOX = "$*. \t\r"
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
@@ -31,7 +32,7 @@ class Refusal:
 def find_answer(completion: str, is_same: Callable[[str, str], bool]) -> str | Refusal:
     """The answer as it is written; `is_same` tells whether two ways of writing say the same."""
     text = drop_thoughts(completion)
-    found = _take(_find_boxes(text)) + _take(match.group(1) for match in _HASHES.finditer(text))
+    found = _take(_find_boxes(text)) + _take(_find_lines(text))
     if not found:
         found = _take(_find_sentences(text))
     if not found:
@@ -39,7 +40,7 @@ def find_answer(completion: str, is_same: Callable[[str, str], bool]) -> str | R
     if len(found) > MAX_ANSWERS:
         return Refusal("several answers")
     last = found[-1].strip()
-    if not last or len(last) > MAX_ANSWER_CHARS:
+    if not last or max(map(len, found)) > MAX_ANSWER_CHARS:
         return Refusal("an empty answer" if not last else "an answer that is too long")
     if any(other.strip() != last and not is_same(other, last) for other in found):
         return Refusal("several answers")
@@ -58,6 +59,15 @@ def _find_boxes(text: str) -> Iterator[str]:
             return
         yield text[match.end() : end]
         place = end
+
+
+def _find_lines(text: str) -> Iterator[str]:
+    """Of lines `#### x`; where x is but a box, that was found as one."""
+    for match in _HASHES.finditer(text):
+        line = match.group(1).strip(_AROUND_BOX)
+        opening = _BOX.match(line)
+        if opening is None or _find_close(line, opening.end()) != len(line) - 1:
+            yield match.group(1)
 
 
 def _find_close(text: str, start: int) -> int | None:

@@ -1,4 +1,5 @@
-"""Numbers as people write them: 1,080, -3.5, 2/3, \\frac{2}{3}, 2 1/2, 1.5*10^{3}, 50%, $7, 7 cm. Exact, as fractions.
+"""Numbers as people write them: 1,080, -3.5, 2/3, \\frac{2}{3}, 2 1/2, 1.5*10^{3}, 50%, $7, 7 cm, 7 apples. Exact, as
+fractions.
 
 What must be worked out (6*7, sqrt 16, 144/2 for 72) is no number here: an answer that is a number says the number.
 """
@@ -37,6 +38,17 @@ _UNITS = {
     )
     for name in group
 }
+_NOUN = re.compile(r"[a-z]{3,24}(?: (?:[a-z]{3,24}|in|of|a)){0,3}")
+_RATES = ("per ", "every ", "each ")
+_COUNTED = """
+one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty ninety
+zero hundred thousand million billion trillion dozen score gross grand half halve third fourth quarter fifth sixth
+seventh eighth ninth tenth hundredth thousandth millionth percent permille point plus minus time over mod modulo
+remainder squared cubed square cubic factorial root power and nor not but than less more least most about almost
+nearly around sin cos tan cot sec csc sqrt log exp abs arcsin arccos arctan inf infty infinity nan
+"""
+_NO_NOUNS = frozenset(_COUNTED.split())
+"""words that make another number of the one before them, or none"""
 _SQUARES = {"square": "^2", "sq": "^2", "cubic": "^3"}
 
 
@@ -59,7 +71,9 @@ def read_number(text: str) -> Number | None:
         return None
     parts = match.groupdict()
     value = _read_value(parts)
-    unit = _read_unit(parts["unit"] or "", _MONEY.get(parts["money"] or "", ""))
+    unit = read_unit(parts["unit"] or "", _MONEY.get(parts["money"] or "", ""))
+    if unit is None and text[match.start("unit") - 1] == " ":  # 6 eggs, but not 6xyz
+        unit = _read_noun(parts["unit"] or "", _MONEY.get(parts["money"] or "", ""))
     if value is None or unit is None or (parts["sign"] and parts["inner"]):
         return None
     is_quotient = parts["plain"] is None and parts["mantissa"] is None
@@ -81,7 +95,7 @@ def _read_value(parts: dict[str, str | None]) -> Fraction | None:
     return Fraction(top, low) + int(whole or 0)
 
 
-def _read_unit(text: str, money: str) -> str | None:
+def read_unit(text: str, money: str) -> str | None:
     """The unit's own name, empty without one, None for a word that is no unit."""
     words = text.lower().replace("{", "").replace("}", "").replace(" ", "  ").strip()
     if not words:
@@ -93,6 +107,16 @@ def _read_unit(text: str, money: str) -> str | None:
     if name is None or money not in ("", name) or (square and caret):
         return None
     return name + (square or (caret + power.strip()))
+
+
+def _read_noun(text: str, money: str) -> str | None:
+    """What is counted, in the singular; None for what may be more than a name. Of money only how often it is paid."""
+    words = text.lower().split()
+    singular = [word.removesuffix("s") for word in words]
+    noun = " ".join(singular)
+    if _NOUN.fullmatch(noun) is None or _NO_NOUNS.intersection(words + singular):
+        return None
+    return noun if not money else money if noun.startswith(_RATES) else None
 
 
 def _find_unit(name: str) -> str | None:

@@ -21,6 +21,7 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<number>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
     r"|(?P<word>\\?[A-Za-z]+)|(?P<sign>\\[{}]|[-+*/^!()\[\]{},|_]))"
 )
+_OPENING, _CLOSING = ("(", "[", "\\{"), (")", "]", "\\}")
 _MAX_DIGITS = 128
 
 Tree = list[Any]
@@ -58,15 +59,18 @@ def is_scalar(tree: Tree) -> bool:
 
 def _split_tokens(text: str) -> list[tuple[str, str]]:
     tokens: list[tuple[str, str]] = []
-    place = 0
+    place = depth = 0
     text = text.rstrip()
     while place < len(text):
         match = _TOKEN.match(text, place)
         if match is None or len(tokens) >= MAX_TOKENS:
             raise ParseError("a sign that is not known" if match is None else "too long")
-        place = match.end()
         kind = str(match.lastgroup)
         value = match.group(kind)
+        depth += (value in _OPENING) - (value in _CLOSING)
+        if kind == "number" and depth > 0:
+            value = value.partition(",")[0]  # in brackets a comma parts two numbers: [0,100]
+        place = match.start(kind) + len(value)
         tokens += _split_word(value) if kind == "word" else [(kind, value)]
     return tokens
 

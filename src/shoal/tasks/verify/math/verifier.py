@@ -32,7 +32,7 @@ class MathVerifier(Cheap):
     """Equality of final answers; it holds a pool of boxes once it has needed one."""
 
     name = "math"
-    version = 1
+    version = 2
 
     def __init__(self, *, size: int = 1, limits: Limits = LIMITS) -> None:
         self.limits = limits
@@ -46,6 +46,9 @@ class MathVerifier(Cheap):
         gold = info.get(_KEY)
         if not isinstance(gold, str) or not gold.strip() or len(gold) > MAX_ANSWER_CHARS:
             raise ConfigError(f"info of a math task: needs {_KEY}, a text of 1 to {MAX_ANSWER_CHARS} characters")
+        reading = read_answer(gold)
+        if reading.number is None and reading.tree is not None and reading.tree[0] != "symbol":
+            self._start_box()  # who cannot work it out would give 0 to right answers, and be held to it
 
     def score(self, info: Info, prompt: str, completion: str) -> Score:
         if len(completion) > MAX_COMPLETION_CHARS:
@@ -64,6 +67,13 @@ class MathVerifier(Cheap):
 
     def close(self) -> None:
         self._pool.close()
+
+    def _start_box(self) -> None:
+        try:
+            with self._pool.borrow(100 * self.limits.wall_s) as warden:
+                warden.start()
+        except BoxError as error:
+            raise ConfigError(f"answers that must be worked out cannot be compared here: {error}") from error
 
     def _judge_trees(self, left: Tree, right: Tree) -> bool:
         job = {"left": left, "right": right, "symbols": sorted(list_symbols(right))}

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shoal.tasks.verify.answers import is_deep
+
 _WORD = re.compile(r"\w+")
 _SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++(?=\s|$)")
 _PLACEHOLDER = re.compile(r"\[[^\[\]\n]+\]")
@@ -99,10 +101,9 @@ def has_sections(text: str, settings: Settings) -> bool:
 def is_json(text: str, settings: Settings) -> bool:
     body = text.strip().removeprefix("```json").removeprefix("```JSON").removeprefix("```").removesuffix("```")
     try:
-        json.loads(body)
+        return not is_deep(json.loads(body))
     except (ValueError, RecursionError):
         return False
-    return True
 
 
 def has_title(text: str, settings: Settings) -> bool:

@@ -23,7 +23,7 @@ class RulesVerifier(Cheap):
     """A useful part of IFEval."""
 
     name = "text_rules"
-    version = 1
+    version = 2
 
     @property
     def stamp(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from shoal.errors import ConfigError
 from shoal.rollout import Score
 from shoal.tasks.base import MAX_COMPLETION_CHARS
-from shoal.tasks.verify.answers import drop_thoughts, find_block
+from shoal.tasks.verify.answers import drop_thoughts, find_block, is_deep
 from shoal.tasks.verify.base import Cheap, Info
 
 MAX_SCHEMA_NODES = 512
@@ -23,6 +23,8 @@ _NOTES = ("title", "description", "$schema", "default", "examples")
 _LISTS, _SCHEMAS = ("allOf", "anyOf", "oneOf"), ("items", "not")
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_LOOKED_THROUGH = ("enum", "required")
+"""lists of any length that a value is held against"""
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
@@ -34,7 +36,7 @@ class SchemaVerifier(Cheap):
     """Answers in JSON."""
 
     name = "json_schema"
-    version = 1
+    version = 2
 
     def check_info(self, info: Info) -> None:
         if "schema" not in info:
@@ -45,7 +47,7 @@ class SchemaVerifier(Cheap):
         if len(completion) > MAX_COMPLETION_CHARS:
             return Score(0.0, "too long")
         text = drop_thoughts(completion)
-        block = find_block(text)
+        block = find_block(text, "json")
         try:
             value = json.loads(
                 text if block is None else block,
@@ -54,6 +56,8 @@ class SchemaVerifier(Cheap):
                 parse_float=_read_float,
                 object_pairs_hook=_read_object,
             )
+            if is_deep(value):
+                return Score(0.0, "nested too deep")
             is_right = _Checker().allows(info["schema"], value, MAX_DEPTH)
         except (ValueError, RecursionError) as error:
             return Score(0.0, f"not JSON: {type(error).__name__}")
@@ -69,7 +73,7 @@ class _Checker:
         self._left = MAX_STEPS
 
     def allows(self, schema: Any, value: Any, depth: int) -> bool:
-        self._left -= 1
+        self._left -= 1 if isinstance(schema, bool) else 1 + sum(len(schema.get(key, ())) for key in _LOOKED_THROUGH)
         if self._left < 0 or depth < 0:
             raise _StepsError
         if isinstance(schema, bool):
