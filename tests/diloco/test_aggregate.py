@@ -123,3 +123,14 @@ def test_the_sum_of_squares_is_right() -> None:
     for size in (0, 1, 2, 3, 7, 1000):
         vector = draw_vector(1)[:size]
         assert sum_squares(vector) == pytest.approx(float((vector.astype(np.float64) ** 2).sum()), rel=1e-12)
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8", "topk"])
+def test_a_mean_at_the_limit_of_the_codec_and_what_was_lost_before_are_not_too_much_together(codec: str) -> None:
+    """A round must close whatever its peers send."""
+    levels = {"int4": 7, "int8": 127, "topk": 1}[codec]
+    highest = np.full(SIZE, 65504.0 * levels)
+    updates = [make_update(name, highest, codec=codec) for name in "ab"]
+    lost = np.full(SIZE, 30000.0, dtype=np.float32)
+    found = aggregate_updates(KEY, updates, SIZE, codec, Guard(), lost)
+    assert found.peers == ("a", "b") and find_codec(codec).decode(found.payload, SIZE).max() == 65504.0 * levels

@@ -159,6 +159,45 @@ def make_moody(peer: Peer, *, on_submit: tuple[Exception, ...] = (), on_collect:
     peer.averager = Moody(peer.averager, list(on_submit), list(on_collect))
 
 
+class Forgetful(Moody):
+    """Forgets an update once it said what became of it, as engines over a network do; its state is away once."""
+
+    is_away = True
+
+    def __init__(self, inner: LocalAverager, on_collect: list[Exception]) -> None:
+        super().__init__(inner, [], on_collect)
+        self.held: set[RoundKey] = set()
+
+    def submit(self, update: Update) -> None:
+        self.held.add(update.key)
+        super().submit(update)
+
+    def collect(self, key: RoundKey, timeout_s: float) -> Outcome | None:
+        assert key in self.held, "only what was submitted can be collected"
+        if self.on_collect:
+            self.held.discard(key)
+        return super().collect(key, timeout_s)
+
+    def fetch_state(self, timeout_s: float) -> OuterState:
+        if self.is_away:
+            self.is_away = False
+            raise AveragerAwayError("died in this moment")
+        return super().fetch_state(timeout_s)
+
+
+@pytest.mark.parametrize("kind", [StaleRoundError, RefusedUpdateError, None])
+def test_an_averager_that_dies_after_its_answer_is_asked_again_and_ends_no_training(kind) -> None:
+    group = build_group(FAST)
+    crew = seat_crew(group, "ab")
+    peer, _ = crew[0]
+    key = group.plan.name_round(group.state, 0)
+    told = AveragerAwayError("no quorum") if kind is None else kind(key, "so it is")
+    assert isinstance(peer.averager, LocalAverager)
+    peer.averager = Forgetful(peer.averager, [told])
+    train_in_turn(crew, 11)
+    assert peer.state.fragments[0].round == 2 and peer.state.hash == group.state.hash
+
+
 def test_while_the_averager_is_away_inner_steps_go_on_and_none_is_lost() -> None:
     group = build_group(FAST)
     crew = seat_crew(group, "ab")
@@ -188,11 +227,29 @@ def test_a_peer_that_a_round_went_on_without_brings_its_steps_along(is_told: boo
     train_in_turn(crew[:1], 5)
     group._seats.add("b")
     (report,) = train_in_turn(crew[1:], 1, start=4)
-    assert report.peers == (() if is_told else ("a",)) and report.note
+    assert report.peers == (() if is_told else ("a",)) and report.note and not report.is_dropped
     assert late.state.hash == group.state.hash and late.position == 5
     moved = flat_weights(model) - group.state.fragments[0].theta
     assert float(walked @ moved / np.linalg.norm(walked) / np.linalg.norm(moved)) > 0.9
     assert late.tallies[0].steps == 5 and late.tallies[0].tokens == 40
+
+
+def test_what_was_sent_is_not_brought_again_nor_is_what_its_codec_had_lost_before() -> None:
+    group = build_group(FAST)
+    crew = seat_crew(group, "ab", delay=1)
+    peer, _ = crew[0]
+    train_in_turn(crew, 10)
+    make_moody(peer, on_collect=(StaleRoundError(group.plan.name_round(group.state, 0), "its outcome is gone"),))
+    (pending,) = peer._pending.values()
+    (report,) = [report for report in train_in_turn(crew, 1, start=10) if not report.peers]
+    assert peer.state.hash == group.state.hash and not report.is_dropped
+    assert peer.tallies[0].residual is pending.residual and peer.tallies[0].steps == 1
+
+
+def test_a_fragment_that_is_handed_in_is_not_the_next_to_take_its_turn() -> None:
+    group = build_group(Rules(interval=6, dynamic=False), 3)
+    assert group.plan.next_turn(group.state) == 0
+    assert group.plan.next_turn(group.state, {0}) == 1 and group.plan.next_turn(group.state, {0, 1, 2}) == 0
 
 
 def test_a_peer_two_rounds_late_starts_from_the_outer_weights() -> None:
@@ -204,7 +261,7 @@ def test_a_peer_two_rounds_late_starts_from_the_outer_weights() -> None:
     group._seats.add("b")
     (report,) = train_in_turn(crew[1:], 1, start=4)
     late, model = crew[1]
-    assert report.peers == () and late.position == 15 and late.tallies[0].steps == 0
+    assert report.peers == () and late.position == 15 and late.tallies[0].steps == 0 and report.is_dropped
     assert (flat_weights(model) == group.state.fragments[0].theta).all()
 
 
@@ -215,7 +272,7 @@ def test_a_refused_peer_goes_on_from_the_outer_weights() -> None:
     make_moody(peer, on_collect=(RefusedUpdateError(group.plan.name_round(group.state, 0), "not finite"),))
     reports = train_in_turn(crew, 5)
     refused = next(report for report in reports if not report.peers)
-    assert "not finite" in refused.note and peer.tallies[0].steps == 0
+    assert "not finite" in refused.note and peer.tallies[0].steps == 0 and refused.is_dropped
     assert (flat_weights(model) == peer.state.fragments[0].theta).all()
 
 
@@ -290,6 +347,9 @@ def test_slow_peers_take_fewer_steps() -> None:
     assert share_steps([*fast, update("liar", 50, 1)], 50) == (50,) * 4
     assert share_steps([update("a", 50, 1000), update("b", 50, 5000)], 50) == (50, 10)
     assert share_steps([*fast, update("x", 50, 0)], 50) == (50,) * 4
+    slow, *unmeasured = update("slow", 50, 5000), update("x", 50, 0), update("y", 0, 1000)
+    assert share_steps([*fast, slow, *unmeasured], 50) == (50, 50, 50, 10, 50, 50), "nobody else's measure is undone"
+    assert share_steps(unmeasured, 50) == (50, 50)
     assert share_steps([*fast, update("very slow", 1, 10**9)], 50) == (50, 50, 50, 1)
 
 

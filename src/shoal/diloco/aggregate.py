@@ -72,9 +72,17 @@ def aggregate_updates(
         return Aggregate(b"", (), tuple(refused), residual=residual)
     vectors, clipped = _clip_norms([vector for _, vector in sound], guard.clip)
     weights = _cap_weights([update.tokens for update, _ in sound], guard.clip)
-    payload, residual = encode_feedback(codec, _average_vectors(vectors, weights, guard.mode), residual)
+    payload, residual = _encode_mean(codec, _average_vectors(vectors, weights, guard.mode), residual)
     peers = tuple(update.peer for update, _ in sound)
     return Aggregate(payload, peers, tuple(refused), tuple(peers[i] for i in clipped), residual)
+
+
+def _encode_mean(codec: Codec, mean: np.ndarray, residual: np.ndarray | None) -> tuple[bytes, np.ndarray | None]:
+    """As `encode_feedback`; what was lost before is given up where the codec's limit leaves no room for it."""
+    try:
+        return encode_feedback(codec, mean, residual)
+    except CodecError:
+        return encode_feedback(codec, mean, None)  # a mean of what was decoded can always be encoded
 
 
 def _open_update(key: RoundKey, update: Update, size: int, codec: Codec, seen: set[str]) -> np.ndarray:

@@ -7,7 +7,8 @@
       peers/NAME/optimizer.safetensors    its inner optimizer, by parameter name
       state.json                    counters, and the hash of every other file; written last
 
-Only a settled peer can be saved: nothing on its way, no step since the last round.
+Whole comes back only a settled peer: nothing on its way, no step since the last round. Of another one the inner
+optimizer does; its steps that are in no round are made again.
 """
 
 import json
@@ -49,11 +50,13 @@ def save_crew(
         save_file(_name_arrays("residual", dict(residuals)), target / "reducer.safetensors")
         tallies = {}
         for name, member in crew.items():
-            assert _NAME.fullmatch(name) and member.peer.is_settled, "a settled peer with a name fit for a folder"
+            assert _NAME.fullmatch(name), "a name fit for a folder"
             _save_member(target / "peers" / name, member)
             tallies[name] = [[tally.tokens, tally.steps] for tally in member.peer.tallies]
         hashes = {p.relative_to(target).as_posix(): hash_file(p) for p in sorted(target.rglob("*")) if p.is_file()}
-        text = json.dumps({"step": state.step, "tallies": tallies, "sha256": hashes}, indent=2)
+        settled = sorted(name for name, member in crew.items() if member.peer.is_settled)
+        counters = {"step": state.step, "tallies": tallies, "settled": settled, "sha256": hashes}
+        text = json.dumps(counters, indent=2)
         (target / _STATE).write_text(f"{text}\n")
     return path
 
@@ -67,6 +70,11 @@ def load_outer(checkpoint: Path, sizes: tuple[int, ...]) -> tuple[OuterState, di
         raise ConfigError(f"{checkpoint / 'outer.bin'}: {error}; was the model changed?") from None
     found = load_file(checkpoint / "reducer.safetensors")
     return state, {index: found.get(f"residual.{index}") for index in range(len(sizes))}
+
+
+def was_settled(checkpoint: Path, name: str) -> bool:
+    """Whether a peer had nothing on its way when it was saved."""
+    return name in _read_counters(checkpoint)["settled"]
 
 
 def restore_member(checkpoint: Path, member: Member) -> None:

@@ -29,7 +29,7 @@ Invariants:
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -77,6 +77,8 @@ class RoundReport:
     waited_s: float
     note: str = ""
     """why this peer's own update was not in it"""
+    is_dropped: bool = False
+    """whether all steps that were in no round are given up: what they read is to be read again"""
 
 
 @dataclass(slots=True)
@@ -112,6 +114,9 @@ class _Pending:
     steps_since: int = 0
     waited_s: float = 0.0
     is_sent: bool = False
+    """whether it may be in a round"""
+    is_held: bool = False
+    """whether the averager has it in hand"""
 
 
 @dataclass
@@ -208,7 +213,7 @@ class Peer:
                 return self._start_over(str(error))
         report = None
         for fragment, pending in list(self._pending.items()):
-            if not pending.is_sent or pending.steps_since >= self.habits.delay:
+            if not pending.is_held or pending.steps_since >= self.habits.delay:
                 report = self._follow_up(fragment, pending) or report
         return report
 
@@ -236,7 +241,8 @@ class Peer:
         self.adopt_state(self.state)
         self.inner.state.clear()
         self.tallies = [Tally() for _ in self.plan.sizes]
-        return RoundReport(turn, part.round, (), part.hash, 0, 0, 0.0, f"started over from the outer weights: {reason}")
+        note = f"started over from the outer weights: {reason}"
+        return RoundReport(turn, part.round, (), part.hash, 0, 0, 0.0, note, is_dropped=True)
 
     def _follow_up(self, fragment: int, pending: _Pending) -> RoundReport | None:
         """Send, look for the outcome, apply it. An averager that is away is asked again after the next step."""
@@ -245,8 +251,11 @@ class Peer:
             outcome = self._exchange(pending)
             state = None if outcome is None else apply_outcome(self.plan, self.state, outcome)
         except AveragerAwayError:
+            pending.is_held = False
             return None
         except (StaleRoundError, RefusedUpdateError, StateMismatchError) as error:
+            # Told once, it is over for the averager; should the state not be at hand now, it is submitted anew.
+            pending.is_held = False
             return self._catch_up(fragment, pending, error)
         finally:
             pending.waited_s += time.perf_counter() - start
@@ -258,9 +267,9 @@ class Peer:
         return self._report(fragment, pending, outcome.peers, len(outcome.payload), note)
 
     def _exchange(self, pending: _Pending) -> Outcome | None:
-        if not pending.is_sent:
+        if not pending.is_held:
             self.averager.submit(pending.update)
-            pending.is_sent = True
+            pending.is_sent = pending.is_held = True
         if pending.steps_since < self.habits.delay:
             return None
         # The one planned wait; who is later than that is looked for after every step and never waited for.
@@ -307,26 +316,32 @@ class Peer:
         is_late = isinstance(error, StaleRoundError)
         if is_late and state.fragments[fragment].hash == self.state.fragments[fragment].hash:
             return None  # whoever answered knows less than the fetched state: ask again
+        kept = 0
         for index, part in enumerate(state.fragments):
-            if part.hash != self.state.fragments[index].hash or index == fragment:
-                self._move_fragment(index, part, keep=is_late)
+            is_same = part.hash == self.state.fragments[index].hash and index != fragment
+            kept += is_same or self._move_fragment(index, part, keep=is_late)
         self.state = state
         if is_late:
             self._slow_down()
-        self._begin_span(state.step, self.plan.next_turn(state))
-        return self._report(fragment, pending, (), 8 * sum(self.plan.sizes), str(error))
+        self._begin_span(state.step, self.plan.next_turn(state, self._pending))
+        report = self._report(fragment, pending, (), 8 * sum(self.plan.sizes), str(error))
+        return replace(report, is_dropped=not kept)
 
-    def _move_fragment(self, index: int, part: FragmentState, *, keep: bool) -> None:
+    def _move_fragment(self, index: int, part: FragmentState, *, keep: bool) -> bool:
+        """Go over to a fetched fragment; whether this peer's steps came along."""
         old, waiting = self.state.fragments[index], self._pending.pop(index, None)
         if not (keep and 0 <= part.round - old.round <= MAX_LAG):
             self.tallies[index] = Tally()
             self.fragments.write(index, part.theta)
-            return
+            return False
         # What was sent may be in the new weights, and is not brought a second time.
-        base = waiting.arrived if waiting is not None and waiting.is_sent else old.theta
-        if waiting is not None and not waiting.is_sent:
+        base = old.theta
+        if waiting is not None and waiting.is_sent:
+            base, self.tallies[index].residual = waiting.arrived, waiting.residual
+        elif waiting is not None:
             self.tallies[index].merge(waiting.tally)
         self.fragments.write(index, part.theta + (self.fragments.read(index) - base))
+        return True
 
     def _report(
         self, fragment: int, pending: _Pending, peers: tuple[str, ...], bytes_down: int, note: str

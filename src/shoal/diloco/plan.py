@@ -3,6 +3,7 @@
 Changing any of it during a run breaks the run: peers would hold other bits after the next round.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -64,6 +65,6 @@ class Plan:
         following = (number, fragment + 1) if fragment + 1 < len(self.sizes) else (number + 1, 0)
         return self.find_step(*following) - self.find_step(number, fragment)
 
-    def next_turn(self, state: OuterState) -> int:
-        """The fragment whose round is due next: the one that is furthest behind."""
-        return min(range(len(self.sizes)), key=lambda index: (state.fragments[index].round, index))
+    def next_turn(self, state: OuterState, handed_in: Collection[int] = ()) -> int:
+        """The fragment whose round is due next: the one that is furthest behind, with what is handed in already."""
+        return min(range(len(self.sizes)), key=lambda i: (state.fragments[i].round + (i in handed_in), i))

@@ -3,6 +3,7 @@
 Invariants:
 - `close_round` is pure: whoever holds the state, the updates and the residual gets the same outcome;
 - `apply_outcome` gives every peer the state that the outcome names, or raises, so a peer with other bits finds out;
+- outcomes of two fragments may be applied in either order, and lead to one state;
 - a peer moves only the data lanes that are its own, and only forwards.
 """
 
@@ -63,6 +64,7 @@ def close_round(
         members=tuple(sorted({*found.peers, *members})),
         lanes=settle_lanes(state, counted),
         steps=share_steps(counted, plan.span_steps(key.round, key.fragment)) if rules.dynamic else (),
+        number=1 + sum(part.round for part in state.fragments),
     )
     return Closed(outcome, _replace_part(state, part, outcome), found)
 
@@ -106,14 +108,15 @@ def share_steps(updates: Iterable[Update], span: int) -> tuple[int, ...]:
 
     H_i = H v_i / v with v the median speed, at most H and at least 1 (dynamic local updates, Liu et al., arXiv
     2401.09135, who divide by the fastest): nobody waits for a slow peer, and one peer's lie about its speed moves only
-    its own share. Who is nearly as fast as the middle takes them all.
+    its own share. Who is nearly as fast as the middle takes them all, and so does who measured nothing.
     """
     ordered = sorted(updates, key=lambda update: update.peer)
-    if not all(update.compute_ms > 0 and update.steps > 0 for update in ordered):
+    speeds = [update.steps / update.compute_ms if update.compute_ms > 0 else 0.0 for update in ordered]
+    measured = sorted(speed for speed in speeds if speed > 0)
+    if not measured:
         return (span,) * len(ordered)
-    speeds = [update.steps / update.compute_ms for update in ordered]
-    middle = sorted(speeds)[len(speeds) // 2]
-    return tuple(span if v >= NEARLY * middle else max(1, round(span * v / middle)) for v in speeds)
+    middle = measured[len(measured) // 2]
+    return tuple(span if not v or v >= NEARLY * middle else max(1, round(span * v / middle)) for v in speeds)
 
 
 def _step_fragment(plan: Plan, part: FragmentState, payload: bytes) -> FragmentState:
@@ -123,4 +126,7 @@ def _step_fragment(plan: Plan, part: FragmentState, payload: bytes) -> FragmentS
 
 def _replace_part(state: OuterState, part: FragmentState, outcome: Outcome) -> OuterState:
     parts = tuple(part if old.index == part.index else old for old in state.fragments)
-    return OuterState(parts, outcome.step, outcome.members, outcome.lanes)
+    if outcome.number < state.number:
+        # Two fragments' rounds may close in one order and be applied in another; the positions are those of the later.
+        return OuterState(parts, state.step, state.members, state.lanes, state.number)
+    return OuterState(parts, outcome.step, outcome.members, outcome.lanes, outcome.number)

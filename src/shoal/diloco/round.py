@@ -61,3 +61,5 @@ class Outcome:
     """sequences read so far of every data lane"""
     steps: tuple[int, ...] = ()
     """inner steps that each of `peers` should take until the next round, by its measured speed"""
+    number: int = 0
+    """rounds of all fragments that are over with this one: which of two outcomes closed later"""

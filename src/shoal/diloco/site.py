@@ -3,8 +3,8 @@
     RUN/config.toml  metrics.jsonl  site.key  checkpoints/step-N/  policy/ (at the end)
 
 A site that starts takes weights, momentum, schedule and data position from the run, and from its own disk what nobody
-else has: its inner optimizer, and, if no round has passed since, its weights and what its codec lost. While the reducer
-is away inner steps go on.
+else has: its inner optimizer, and, if no round has passed since and nothing was on its way, its weights and what its
+codec lost. While the reducer is away inner steps go on.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shoal.diloco.checkpoint import Member, load_outer, restore_member, save_crew
+from shoal.diloco.checkpoint import Member, load_outer, restore_member, save_crew, was_settled
 from shoal.diloco.data import LaneReader, find_alphabet, pack_sequences, read_texts
 from shoal.diloco.fragments import map_model
 from shoal.diloco.http.averager import HttpAverager
@@ -124,7 +124,10 @@ class Site:
 
     def _end_round(self, report: RoundReport, losses: list[float]) -> None:
         state, peer = self.peer.state, self.peer
-        self.reader.assign(state)
+        if report.is_dropped:
+            self.reader.rewind(state)
+        else:
+            self.reader.assign(state)
         busy = peer.compute_s / max(1e-9, peer.compute_s + peer.waited_s)
         metrics = {
             "train_loss": float(np.mean(losses)),
@@ -137,7 +140,7 @@ class Site:
         why = f" ({report.note})" if report.note else ""
         said = f"step {state.step}: train {metrics['train_loss']:.4f}, {len(report.peers)} peers, {busy:.0%} busy"
         self.note(f"{said}, state {report.state[:12]}{why}")
-        if peer.is_settled and sum(part.round for part in state.fragments) % self.config.save_every == 0:
+        if sum(part.round for part in state.fragments) % self.config.save_every == 0:
             save_crew(self.folder / "checkpoints", state, {}, {peer.name: self._member})
             prune_checkpoints(self.folder / "checkpoints", self.config.keep)
 
@@ -147,7 +150,7 @@ class Site:
             return
         saved, _ = load_outer(checkpoint, self.peer.plan.sizes)
         cut_metrics(self.folder / "metrics.jsonl", self.peer.state.step)
-        if saved.hash == self.peer.state.hash:
+        if saved.hash == self.peer.state.hash and was_settled(checkpoint, self.peer.name):
             restore_member(checkpoint, self._member)
         else:
             path = checkpoint / "peers" / self.peer.name / "optimizer.safetensors"

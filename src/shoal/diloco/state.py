@@ -59,6 +59,8 @@ class OuterState:
     """who reads the data, in order of id"""
     lanes: tuple[int, ...] = ()
     """sequences read so far of every data lane"""
+    number: int = 0
+    """of the outcome that the positions are from (`Outcome.number`); not in the hash, for it says nothing new"""
 
     @cached_property
     def hash(self) -> str:

@@ -1,18 +1,23 @@
 """What a reducer keeps: its state after a kill at any point, its chain, and the state it takes from its peers."""
 
+import asyncio
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from shoal.diloco.http.chain import ROUND, ChainError, RoundChain, read_chain
+from shoal.diloco.http.chain import REBUILT, ROUND, ChainError, RoundChain, read_chain
 from shoal.diloco.http.messages import Holding, encode_outcome
+from shoal.diloco.http.parcel import Parcel
 from shoal.diloco.http.rebuild import STALL_S, WINDOW_S, Rebuild
+from shoal.diloco.http.service import ReducerConfig, open_reducer
 from shoal.diloco.http.shelf import Shelf
 from shoal.diloco.plan import Plan, Rules
-from shoal.diloco.reduce import Closed, close_round
+from shoal.diloco.reduce import Closed, apply_outcome, close_round
 from shoal.diloco.round import Update
 from shoal.diloco.state import OuterState, encode_state, start_state
 from shoal.errors import ConfigError
@@ -27,19 +32,32 @@ def make_state() -> OuterState:
     return start_state(tuple(np.linspace(0.0, 1.0, size, dtype=np.float32) for size in PLAN.sizes))
 
 
-def close_next(state: OuterState, fragment: int) -> Closed:
+def close_next(state: OuterState, fragment: int, *members: str) -> Closed:
     from shoal.diloco.codecs import find_codec
 
     key = PLAN.name_round(state, fragment)
     values = np.full(PLAN.sizes[fragment], 0.1 * (key.round + 1), dtype=np.float32)
     update = Update(key, KEY.public, 10, 5, find_codec("int8").encode(values), "int8")
-    closed = close_round(PLAN, state, key, [update])
+    closed = close_round(PLAN, state, key, [update], members=members)
     assert isinstance(closed, Closed)
     return closed
 
 
 def open_shelf(folder: Path, every: int = 4) -> Shelf:
     return Shelf(folder, PLAN, KEY.public, keep=2, snapshot_every=every)
+
+
+def test_rounds_of_two_fragments_lead_to_one_state_in_whichever_order_they_are_applied() -> None:
+    plan, start = PLAN, make_state()
+    first = close_next(start, 1)
+    second = close_next(first.state, 0, "newcomer")
+    assert first.outcome.members != second.outcome.members
+    one, other = start, start
+    for outcome in (first.outcome, second.outcome):
+        one = apply_outcome(plan, one, outcome)
+    for outcome in (second.outcome, first.outcome):
+        other = apply_outcome(plan, other, outcome)
+    assert one.hash == other.hash == second.state.hash
 
 
 def test_a_shelf_gives_back_the_state_after_the_last_outcome_whenever_it_was_left(tmp_path) -> None:
@@ -154,6 +172,103 @@ def test_half_of_the_peers_decide_after_the_window_and_the_state_with_more_round
     clock.now_s = 2 * WINDOW_S
     assert search.take_holding("b", hold(newer)[0]).status == "wanted"
     assert search.take_holding("a", hold(state)[0]).status == "waiting"
+
+
+def test_the_first_to_speak_does_not_decide_where_no_number_of_peers_was_named() -> None:
+    clock, state = Clock(), make_state()
+    search = Rebuild(PLAN, 1, clock)
+    assert search.take_holding("liar", hold(close_next(state, 1).state)[0]).status == "waiting"
+    good, _ = hold(state)
+    for peer in "ab":
+        search.take_holding(peer, good)
+    clock.now_s = WINDOW_S
+    assert search.take_holding("a", good).status == "wanted"
+
+
+def test_a_chosen_state_that_nobody_holds_any_more_is_not_waited_for() -> None:
+    """As when the only peer applies the last outcome of the old reducer while the new one asks."""
+    clock, state = Clock(), make_state()
+    search = Rebuild(PLAN, 1, clock)
+    search.take_holding("a", hold(state)[0])
+    clock.now_s = WINDOW_S
+    assert search.take_holding("a", hold(state)[0]).status == "wanted"
+    newer, data = hold(close_next(state, 0).state)
+    assert search.take_holding("a", newer).status == "wanted"
+    parcel = search.find_parcel("a", newer.hash)
+    parcel.put_chunk(0, data)
+    assert search.open_state(parcel) is not None
+
+
+def test_a_state_that_its_holders_cannot_show_does_not_stand_in_the_way_of_the_others() -> None:
+    clock, state = Clock(), make_state()
+    search = Rebuild(PLAN, 3, clock)
+    (lie, data), (good, whole) = hold(close_next(state, 1).state), hold(state)
+    for peer, holding in (("x", lie), ("y", lie), ("a", good)):
+        search.take_holding(peer, holding)
+    for peer in "xy":
+        search.find_parcel(peer, lie.hash).put_chunk(0, b"\0" * len(data))
+        assert search._parcel is not None and search.open_state(search._parcel) is None
+    assert search.take_holding("x", lie).status == "waiting"
+    assert search.take_holding("a", good).status == "wanted"
+    parcel = search.find_parcel("a", good.hash)
+    parcel.put_chunk(0, whole)
+    assert search.open_state(parcel) is not None
+
+
+@pytest.mark.parametrize("changes", [{"members": ("nobody's key",)}, {"step": 1 << 60}, {"lanes": (1, 2)}])
+def test_a_state_that_no_outcome_could_go_on_from_is_not_taken(changes: dict[str, Any]) -> None:
+    clock = Clock()
+    search = Rebuild(PLAN, 1, clock)
+    holding, data = hold(replace(make_state(), **changes))
+    search.take_holding("a", holding)
+    clock.now_s = WINDOW_S
+    assert search.take_holding("a", holding).status == "wanted"
+    parcel = search.find_parcel("a", holding.hash)
+    parcel.put_chunk(0, data)
+    assert search.open_state(parcel) is None
+
+
+def test_a_last_chunk_that_comes_twice_makes_one_reducer(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with open_reducer(ReducerConfig(port=0), tmp_path, PLAN) as service:
+            desk, (holding, data) = service.desk, hold(make_state())
+            desk.search._window_s = 0.0
+            assert desk.search.take_holding(KEY.public, holding).status == "wanted"
+            parcel = desk.search.find_parcel(KEY.public, holding.hash)
+            parcel.put_chunk(0, data)
+            await asyncio.gather(desk.end_search(parcel), desk.end_search(parcel))
+            events = read_chain(tmp_path / "rounds.jsonl", "test", service.public)
+            assert [event.kind for event in events].count(REBUILT) == 1
+
+    asyncio.run(run())
+
+
+def test_a_holder_on_a_slow_line_is_not_passed_over_while_bytes_come_in() -> None:
+    clock = Clock()
+    search = Rebuild(PLAN, 2, clock)
+    holding, _ = hold(make_state())
+    for peer in "ab":
+        search.take_holding(peer, holding)
+    parcel = search.find_parcel("a", holding.hash)
+    for _ in range(5):
+        clock.now_s += 0.9 * STALL_S
+        search.note_progress()
+        assert search.take_holding("b", holding).status == "waiting"
+    assert search.find_parcel("a", holding.hash) is parcel
+
+
+def test_a_chunk_written_again_while_the_whole_is_hashed_is_not_handed_out(monkeypatch) -> None:
+    data = b"good" * 10
+    parcel = Parcel(len(data), hashlib.sha256(data).hexdigest())
+    parcel.put_chunk(0, data)
+
+    def hash_late(value: bytes) -> object:
+        found = hashlib.new("sha256", value)
+        parcel.put_chunk(0, b"evil" * 10)
+        return found
+
+    monkeypatch.setattr("shoal.diloco.http.parcel.hashlib.sha256", hash_late)
+    assert parcel.open() == data
 
 
 def test_a_state_of_another_size_is_not_looked_at() -> None:

@@ -3,6 +3,8 @@
 import signal
 import time
 from itertools import pairwise
+from statistics import median
+from typing import Any
 
 from fleet import QUICK, SIZE, Cut, Fleet
 
@@ -65,18 +67,36 @@ def test_a_peer_that_hangs_in_a_transfer_costs_the_grace_and_is_evicted_after_tw
 
 
 def test_the_others_are_hardly_idle_beside_a_peer_at_a_fifth_of_their_speed(fleet) -> None:
-    fleet.plan = Plan("test", (SIZE,), Rules(interval=40, codec="fp32"))
-    reducer = fleet.start_reducer(4)
-    start_crew(fleet, reducer, rounds=12, step_s=0.02, delay=20)
-    fleet.start_peer("slow", reducer, rounds=12, step_s=0.1, seed=9)
-    for name in NAMES:
+    """Held to 10 % is what its pace makes the others wait; what a busy machine adds is held to less than no pace costs.
+
+    The grace is longer than the slow peer would take for all steps: were it not for its pace, every round would be 80 %
+    waiting. The middle of all rounds counts, so that single late ones do not decide.
+    """
+    fleet.plan = Plan("test", (SIZE,), Rules(interval=80, codec="fp32"))
+    reducer = fleet.start_reducer(4, patience=QUICK.model_copy(update={"grace_s": 15.0}))
+    start_crew(fleet, reducer, rounds=8, step_s=0.01, delay=40)
+    fleet.start_peer("slow", reducer, rounds=8, step_s=0.05, delay=8, seed=9)
+    for name in (*NAMES, "slow"):
         fleet.join(name)
-        first, *_, last = fleet.read_reports(name)[6:]  # at first nobody knows who is slow
-        waited_s, compute_s = last["waited_s"] - first["waited_s"], last["compute_s"] - first["compute_s"]
-        assert waited_s <= 0.1 * (waited_s + compute_s), f"{waited_s:.2f} s idle, {compute_s:.2f} s busy"
-    slow = fleet.find_public("slow")[:8]
-    assert sum(slow in report["peers"] for report in fleet.read_reports("a")) >= 3, "its work counts"
+    spent, idle = {}, []
+    for name in (*NAMES, "slow"):
+        computed, waited = split_rounds(fleet.read_reports(name)[1:])  # in the first nobody knows who is slow
+        spent[name] = computed
+        idle += [] if name == "slow" else [b / (a + b) for a, b in zip(computed, waited, strict=True)]
+    longer = [1.0 - fast / slow for name in NAMES for fast, slow in zip(spent[name], spent["slow"], strict=True)]
+    assert len(longer) == len(idle) == 18
+    assert median(longer) <= 0.1, longer
+    assert median(idle) <= 0.5, idle
+    slow, reports = fleet.find_public("slow")[:8], fleet.read_reports("a")
+    assert all(slow in report["peers"] for report in reports), "its work counts"
+    assert fleet.read_end("slow")["steps"] < 0.8 * fleet.read_end("a")["steps"]
     assert_agree(fleet, (*NAMES, "slow"))
+
+
+def split_rounds(reports: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """Seconds of each round but the first that a peer computed, and that it waited."""
+    computed, waited = ([line[key] for line in reports] for key in ("compute_s", "waited_s"))
+    return [b - a for a, b in pairwise(computed)], [b - a for a, b in pairwise(waited)]
 
 
 def test_a_late_peer_gets_the_state_and_counts_from_the_next_round_and_a_leaver_is_not_waited_for(fleet) -> None:

@@ -11,8 +11,10 @@ import pytest
 from fleet import QUICK
 
 from shoal.diloco.codecs import find_codec
+from shoal.diloco.http.app import MAX_BODY_BYTES
+from shoal.diloco.http.averager import HttpAverager
 from shoal.diloco.http.client import ReducerClient, fetch_card
-from shoal.diloco.http.messages import TalkError, make_offer
+from shoal.diloco.http.messages import JoinAnswer, TalkError, make_offer, sign_message
 from shoal.diloco.http.service import ReducerConfig, Service, open_reducer
 from shoal.diloco.plan import Plan, Rules
 from shoal.diloco.round import RoundKey, Update
@@ -20,6 +22,8 @@ from shoal.diloco.state import OuterState, start_state
 from shoal.keys import Key
 from shoal.swarm.asking import RefusedError
 from shoal.swarm.link import Link, parse_place
+from shoal.swarm.refusal import AuthError
+from shoal.swarm.tags import Tag
 
 SIZE = 300
 TRUTH = np.linspace(-1.0, 1.0, SIZE, dtype=np.float32)
@@ -215,7 +219,6 @@ def test_a_request_heard_before_and_an_offer_of_another_peer_are_refused(tmp_pat
         place, honest = parse_place(stand.service.url), stand.clients[0]
         from shoal.diloco.http.messages import sign_message
         from shoal.swarm.client_auth import RequestSigner
-        from shoal.swarm.tags import Tag
 
         document = sign_message(stand.keys[0], Tag.UPDATE, make_offer(stand.make_update(honest, TRUTH)))
         signer = RequestSigner(stand.keys[0], "test", stand.service.public)
@@ -277,5 +280,43 @@ def test_another_reducers_plan_and_outcomes_are_not_taken(tmp_path) -> None:
         assert (await fetch_card(place, stand.service.public))[1] == PLAN
         with pytest.raises(TalkError):
             await fetch_card(place, Key.generate().public)
+
+    run_stand(tmp_path, work)
+
+
+def test_an_offer_too_long_for_the_chain_is_refused_and_the_round_closes(tmp_path) -> None:
+    async def work(stand: Stand) -> None:
+        update = stand.make_update(stand.evil, TRUTH)
+        short = len(sign_message(stand.keys[-1], Tag.UPDATE, make_offer(update)))
+        lanes = tuple((lane % 4, 10**15 + lane) for lane in range((MAX_BODY_BYTES - short) // 21))  # of 21 characters
+        update = replace(update, lanes=lanes)
+        with pytest.raises(RefusedError) as error:
+            await deliver(stand.evil, update)
+        assert_refused(error, "length")
+        await stand.evil.leave()
+        assert_without_evil(stand, *await stand.close_round())
+
+    run_stand(tmp_path, work, plan=replace(PLAN, num_lanes=4))
+
+
+@pytest.mark.parametrize("tries", [1, 3])
+def test_a_challenge_that_became_void_meanwhile_costs_a_peer_nothing_but_another(tmp_path, monkeypatch, tries) -> None:
+    """As after a restart of the reducer, or when crowds join."""
+    join, left = ReducerClient.join, [AuthError(401, "work", "the challenge has expired")] * tries
+
+    async def join_late(client: ReducerClient) -> JoinAnswer:
+        if left:
+            raise RefusedError(left.pop())
+        return await join(client)
+
+    async def work(stand: Stand) -> None:
+        monkeypatch.setattr(ReducerClient, "join", join_late)
+        averager = HttpAverager(PLAN, Key.generate(), [parse_place(stand.service.url)], stand.service.public)
+        try:
+            async with asyncio.timeout(10):
+                while averager.rounds != (0,):  # only the task that shows presence hears of rounds
+                    await asyncio.sleep(0.02)
+        finally:
+            await asyncio.to_thread(averager.close)
 
     run_stand(tmp_path, work)

@@ -93,7 +93,7 @@ def pick_scales(rows: np.ndarray, levels: int) -> np.ndarray:
     if wanted.size and wanted.max() > MAX_HALF:
         raise CodecError(f"an element above {MAX_HALF * levels:g}, beyond fp16 scales")
     scales = wanted.astype(HALF)
-    return np.where(scales < wanted, np.nextafter(scales, HALF.type(np.inf)), scales).astype(HALF)
+    return np.where(scales < wanted, np.nextafter(scales, HALF.type(MAX_HALF)), scales).astype(HALF)
 
 
 def quantize_rows(rows: np.ndarray, scales: np.ndarray, levels: int) -> np.ndarray:

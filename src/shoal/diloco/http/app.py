@@ -52,7 +52,7 @@ class Request:
         assert self.caller is not None, "only on routes that are signed"
         return self.caller.node
 
-    async def read_body(self) -> bytes:
+    async def read_body(self, note_piece: Callable[[], None] = lambda: None) -> bytes:
         """The body, whole and as it was signed; a connection that breaks in it is noted."""
         assert self.caller is not None, "open routes have no body"
         checker, pieces = self.caller.open_body(), []
@@ -64,6 +64,7 @@ class Request:
                 if piece := message.get("body", b""):
                     checker.feed(piece)
                     pieces.append(piece)
+                    note_piece()
                 if not message.get("more_body", False):
                     break
         except HttpError as error:
@@ -155,18 +156,21 @@ async def _hold(request: Request) -> bytes:
 
 async def _put_holding(request: Request) -> bytes:
     digest, index = request.parts
-    parcel = request.desk.search.find_parcel(request.peer, digest)
-    await _fill_chunk(request, parcel, int(index))
+    search = request.desk.search
+    parcel = search.find_parcel(request.peer, digest)
+    await _fill_chunk(request, parcel, int(index), search.note_progress)
     if parcel.is_whole:
         await request.desk.end_search(parcel)
     return b"{}"
 
 
-async def _fill_chunk(request: Request, parcel: Parcel, index: int) -> None:
+async def _fill_chunk(
+    request: Request, parcel: Parcel, index: int, note_piece: Callable[[], None] = lambda: None
+) -> None:
     assert request.caller is not None
     if request.caller.length != parcel.measure_chunk(index) or request.caller.length == 0:
         raise AuthError(422, "length", "a chunk of another length than it must have")
-    data = await request.read_body()
+    data = await request.read_body(note_piece)
     parcel.put_chunk(index, data)
 
 

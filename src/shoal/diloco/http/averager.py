@@ -35,7 +35,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0
 CLOSE_S = 2.0
 HOLD_PAUSE_S = 0.3
 _STALE = frozenset({"stale", "wrong_base", "not_found"})
-_AGAIN = frozenset({"unknown_node", "replay", "no_offer", "digest"})
+_AGAIN = frozenset({"unknown_node", "replay", "no_offer", "digest", "work"})
 """refusals after which the same thing may well be taken: the reducer was restarted, or something was lost"""
 
 T = TypeVar("T")
@@ -87,10 +87,10 @@ class HttpAverager:
     def submit(self, update: Update) -> None:
         """As `Averager.submit`."""
         key = update.key
-        if self._is_behind(key):
-            raise StaleRoundError(key, "the others are further")
         if key in self._parcels:
             return
+        if self._is_behind(key):
+            raise StaleRoundError(key, "the others are further")
         for old in [old for old in self._parcels if old.fragment == key.fragment]:
             del self._parcels[old]  # a fragment has one round at a time; the caller went on to this one
         parcel = self._parcels[key] = _Parcel(update)
@@ -252,6 +252,10 @@ class HttpAverager:
             return
         try:
             await self._client.join()
+        except RefusedError as refused:
+            if refused.refusal.code not in _AGAIN:
+                raise
+            self._note(str(refused))  # its challenge was of before a restart, or too old: the next try asks anew
         except _Failures as failure:
             self._note_trouble(failure)
 

@@ -63,6 +63,7 @@ class Desk:
         self.refusals = registry.add_counter("shoal_diloco_refused_total", "Requests refused, by code.", "code")
         self._key, self._gate, self._allowed = key, gate, allowed
         self._start, self._make_reducer = start, make_reducer
+        self._ending = asyncio.Lock()
         self._guests: set[str] = set()
         """who joined while there is no reducer"""
         self._strangers = Buckets(OPEN_RATE, OPEN_BURST, _MAX_TRACKED)
@@ -173,14 +174,16 @@ class Desk:
 
     async def end_search(self, parcel: Parcel) -> None:
         """All of a state is here: serve it if it is right."""
-        search = self.search
-        state = await asyncio.to_thread(search.open_state, parcel)
-        if state is None:
-            raise AuthError(422, "digest", "the state is not the one that was offered")
-        if self._start is search:
+        async with self._ending:  # a chunk that comes twice must not make two reducers of one folder
+            if not self.is_searching or not parcel.is_whole:
+                return
+            search = self.search
+            state = await asyncio.to_thread(search.open_state, parcel)
+            if state is None:
+                raise AuthError(422, "digest", "the state is not the one that was offered")
             self._start = reducer = await asyncio.to_thread(self._make_reducer, state, search)
-            for peer in self._guests:
-                reducer.admit_peer(peer)
+        for peer in self._guests:
+            reducer.admit_peer(peer)
 
     def check_round(self, fragment: int, number: int, base: str) -> None:
         """Refuse to wait for what will never be."""

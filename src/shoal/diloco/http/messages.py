@@ -99,6 +99,7 @@ class OutcomeHead(Message):
     members: Annotated[tuple[Digest, ...], Field(max_length=2 * MAX_PEERS)]
     lanes: Annotated[tuple[Number, ...], Field(max_length=MAX_LANES)]
     steps: Annotated[tuple[Number, ...], Field(max_length=MAX_PEERS)]
+    number: Number = 0
 
 
 class StateHead(Message):
@@ -222,6 +223,7 @@ def encode_outcome(key: Key, outcome: Outcome) -> bytes:
         members=outcome.members,
         lanes=outcome.lanes,
         steps=outcome.steps,
+        number=outcome.number,
     )
     document = sign_message(key, Tag.OUTCOME, head)
     return b"".join((_LENGTH.pack(len(document)), document, outcome.payload))
@@ -246,7 +248,8 @@ def join_outcome(head: OutcomeHead, payload: bytes) -> Outcome:
     if len(payload) != head.size or hashlib.sha256(payload).hexdigest() != head.digest:
         raise TalkError("the payload is not the one that the outcome names")
     named = RoundKey(head.run, head.round, head.fragment, head.base)
-    return Outcome(named, head.peers, payload, head.state, head.step, head.members, head.lanes, head.steps)
+    positions = head.step, head.members, head.lanes, head.steps, head.number
+    return Outcome(named, head.peers, payload, head.state, *positions)
 
 
 def count_payload(plan: Plan, fragment: int) -> int:

@@ -32,9 +32,10 @@ from shoal.diloco.http.shelf import Shelf
 from shoal.diloco.http.weight import cap_claims
 from shoal.diloco.plan import Plan
 from shoal.diloco.reduce import Closed, close_round
-from shoal.diloco.round import RoundKey, Update
+from shoal.diloco.round import MAX_TOKENS, RoundKey, Update
 from shoal.diloco.state import OuterState
 from shoal.keys import Key
+from shoal.swarm.event import EventError, encode_body
 from shoal.swarm.refusal import AuthError
 
 LOOK_S = 0.05
@@ -97,6 +98,7 @@ class Reducer:
                 raise AuthError(409, "second", "another update of this peer is in this round already")
             return OfferAnswer(status="delivered")
         self._check_offer(offer)
+        check_document(document)
         incoming = round_.incoming.get(peer)
         if incoming is None or incoming.offer != offer:
             size = count_payload(self.plan, offer.fragment)
@@ -288,6 +290,14 @@ class Reducer:
 def refuse_stale() -> AuthError:
     """What a peer hears that is too late, or too early."""
     return AuthError(410, "stale", "this round is not open; take its outcome, or fetch the state")
+
+
+def check_document(document: bytes) -> None:
+    """Refuse an offer that is too long for the chain, where it stands once its round is closed."""
+    try:
+        encode_body({"document": document.decode("ascii"), "weight": MAX_TOKENS})
+    except (EventError, UnicodeDecodeError):
+        raise AuthError(422, "length", "an offer longer than the chain takes, or not in ASCII") from None
 
 
 def name_subject(key: RoundKey) -> str:

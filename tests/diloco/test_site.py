@@ -1,0 +1,74 @@
+"""A site beside a real reducer: stopped in the middle of a run with overlap, it goes on with what it had on disk."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.diloco.test_train import SMALL
+
+from shoal.config import build_config
+from shoal.diloco.checkpoint import was_settled
+from shoal.diloco.http.service import ReducerConfig, open_reducer
+from shoal.diloco.plan import Plan
+from shoal.diloco.settings import DilocoConfig
+from shoal.diloco.site import Way, make_start, run_site
+from shoal.learner.checkpoint import find_newest
+from shoal.swarm.link import parse_place
+
+
+class _StopError(Exception):
+    pass
+
+
+@contextmanager
+def serve_run(config: DilocoConfig, folder: Path) -> Iterator[tuple[Plan, str, str]]:
+    """A reducer in a thread: plan, address and key."""
+    plan, initial = make_start(config)
+    loop, ready, found = asyncio.new_event_loop(), threading.Event(), []
+
+    async def serve() -> None:
+        async with open_reducer(ReducerConfig(port=0), folder, plan, initial=initial) as service:
+            found.append((service.url, service.public))
+            ready.set()
+            await service.run()
+
+    task = loop.create_task(serve())
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(asyncio.wait([task]))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        assert ready.wait(20), "the reducer does not start"
+        yield (plan, *found[0])
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join(10)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_site_that_was_stopped_goes_on_with_its_own_optimizer(tmp_path: Path, delay: int) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    config = build_config(DilocoConfig, {}, [f"data.source={book}", f"out={tmp_path / 'runs'}", *SMALL, "steps=24"])
+
+    def stop_early(text: str) -> None:
+        if text.startswith("step 12"):
+            raise _StopError
+
+    with serve_run(config, tmp_path / "reducer") as (plan, url, reducer):
+        way, said = Way([parse_place(url)], reducer, delay), []
+        with pytest.raises(_StopError):
+            run_site(config, plan, way, stop_early)
+        checkpoint = find_newest(tmp_path / "runs" / "diloco-site0" / "checkpoints")
+        assert checkpoint is not None and checkpoint.name == "step-000006", "of the round before"
+        (name,) = [path.name for path in (checkpoint / "peers").iterdir()]
+        assert was_settled(checkpoint, name) == (delay == 0), "steps of the overlap are in no round"
+        policy = run_site(config, plan, way, said.append)
+    assert "going on from step 12, with the optimizer of step 6" in said
+    assert (policy / "model.safetensors").exists()
