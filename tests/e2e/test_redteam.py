@@ -46,9 +46,19 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("redteam")
+
+
+@pytest.fixture(scope="module")
+def verified(folder: Path, matrix: Matrix) -> str:
+    """What was printed to the owner who checked its work again."""
+    return (folder / "verified").read_text()
+
+
+@pytest.fixture(scope="module")
+def matrix(folder: Path) -> Matrix:
     """What became of all attempts in one swarm."""
-    folder = tmp_path_factory.mktemp("redteam")
     root, log = folder / "tiny-seed0", folder / "printed"
     settings = [str(TINY), f"out={folder}", *SETTINGS]
     with closing(Warm(*SWARM, "shoal.redteam.gang", "shoal.redteam.script")) as warm:
@@ -56,12 +66,24 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
         swarm = warm.start("run", *settings, out=log, err=log)
         crew = warm.start("redteam", "crew", wait_url(root), *CREW, "--folder", folder / "crew", out=log, err=log)
         assert crew.wait() == 0, log.read_text()[-4000:]
+        verify_newest(warm, wait_url(root), root / "worker-1", folder / "verified")
         swarm.send_signal(signal.SIGINT)
         assert swarm.wait() == 130, log.read_text()[-4000:]
     honest = {Key.load(root / "worker-1" / "owner.key").public: "worker-1"}
     return build_matrix(
         read_tally(root / "coordinator" / "ledger.db"), read_attempts(folder / "crew"), honest=honest, liars={}
     )
+
+
+def verify_newest(warm: Warm, url: str, node: Path, said: Path) -> None:
+    """An owner runs the check of its newest decided submission again, while its weights are kept."""
+    names = sorted((path.stem for path in (node / "receipts").glob("s*.json")), key=lambda name: int(name[1:]))
+    for name in reversed(names[-8:]):
+        code = warm.start("verify", url, name, "--folder", node, out=said, err=said).wait()
+        if "undecided" not in said.read_text():
+            break
+        said.unlink()
+    said.write_text(f"{said.read_text()}\nexit code {code}\n")
 
 
 def wait_url(root: Path) -> str:
@@ -88,6 +110,11 @@ def test_an_attack_meets_its_fate(matrix: Matrix, name: str) -> None:
 def test_the_honest_worker_is_not_harmed(matrix: Matrix) -> None:
     assert matrix.honest.rollouts > 0 and not matrix.honest.alarms and not matrix.honest.punished
     assert matrix.honest.ratios == {"worker-1": 1.0}
+
+
+def test_the_same_evidence_gives_an_owner_the_same_numbers(verified: str) -> None:
+    assert verified.endswith("exit code 0\n"), verified
+    assert " equal" in verified and "DIFFERS" not in verified, verified
 
 
 def test_nothing_is_wrong_with_the_ledger(matrix: Matrix) -> None:
