@@ -22,6 +22,7 @@ from shoal.files import remove_dir, write_atomic
 from shoal.launch.evidence import collect_evidence
 from shoal.launch.glance import EVALS, METRICS
 from shoal.launch.layout import Layout
+from shoal.launch.meter import read_seconds
 from shoal.launch.part import Part, Process, read_last_line
 from shoal.launch.prepare import Prepared, prepare_swarm
 from shoal.launch.report import find_folders
@@ -38,7 +39,6 @@ LIMIT_S = 1800.0
 """after which a swarm is given up"""
 _LOOK_S = 0.5
 _NICED = ("worker-", "validator-")
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 Drive = Callable[[Prepared, Supervisor], Awaitable[None]]
 """what is done to a swarm while it runs; it need not end"""
@@ -186,19 +186,6 @@ def lower_priority(session: int) -> None:
     group = Path(f"/proc/{session}/autogroup")
     if group.exists():
         group.write_text(str(NICE))
-
-
-def read_seconds() -> dict[int, float]:
-    """CPU seconds by session: each part is one, with its children, those that ended too."""
-    seconds: dict[int, float] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended just now
-        session, ticks = int(fields[3]), sum(map(int, fields[11:15]))
-        seconds[session] = seconds.get(session, 0.0) + ticks / _TICKS
-    return seconds
 
 
 def evaluate_versions(prepared: Prepared) -> None:
