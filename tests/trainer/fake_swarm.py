@@ -84,6 +84,8 @@ class FakeSwarm:
         self.has_start = True
         """whether its trainers find v0 in the cache, or compute the warm-up first"""
         self.served_keep = 2
+        self.lost: dict[str, Exception] = {}
+        """submissions whose files cannot be had, and what is said of each"""
         self.batches = {step: self._make_batch(step) for step in range(1, config.steps + 1)}
         self.params = RunParams(
             steps=config.steps,
@@ -126,6 +128,8 @@ class FakeSwarm:
         return BatchAnswer(batch=batch, document=sign_document(self.key, Tag.BATCH, body).decode())
 
     async def fetch_blob(self, submission: str, blob: str, size: int, path: Path) -> None:
+        if submission in self.lost:
+            raise self.lost[submission]
         shutil.copyfile(self.folder / "blobs" / submission, path)
 
     # The origin
@@ -209,7 +213,6 @@ class Life:
             run=RUN,
             coordinator=swarm.key.public,
             async_level=swarm.async_level,
-            blob_max_bytes=1 << 24,
             expected=expected,
         )
         read = PlainReader(make_bounds(swarm.params, expected))

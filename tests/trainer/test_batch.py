@@ -15,7 +15,10 @@ from shoal.parquet import read_groups
 from shoal.report import read_metrics
 from shoal.rollout import Group, Score, VersionRange
 from shoal.submission.write import write_submission
+from shoal.swarm.asking import RefusedError
+from shoal.swarm.keepsakes import KeepError
 from shoal.swarm.messages import Batch, BatchEntry
+from shoal.swarm.refusal import AuthError
 from shoal.swarm.rules.batch import hash_batch
 from shoal.trainer.batch import TrainBatch
 from shoal.trainer.errors import TrainerError
@@ -126,16 +129,47 @@ def test_what_was_left_out_is_told_and_a_repeated_step_leaves_out_the_same(tmp_p
     known = json.loads(record.read_text())
     assert len(known["left_out"]) == 2
     record.write_text(json.dumps(known | {"left_out": {}}))
-    with pytest.raises(TrainerError, match="other groups of step 4 can be read than before"):
+    with pytest.raises(TrainerError, match="groups of step 4 were read before and cannot be now"):
         asyncio.run(_read_again(run, swarm))
 
 
-async def _read_again(run: Path, swarm: FakeSwarm) -> None:
+async def _read_again(run: Path, swarm: FakeSwarm, step: int = 4) -> TrainBatch:
     life = Life(make_config(run.parent), swarm)
     try:
-        await life.batches.read_batch(4)
+        return await life.batches.read_batch(step)
     finally:
         life.run.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeepError("other bytes than those of the submission"), RefusedError(AuthError(404, "not_found", "no such blob"))],
+)
+def test_a_file_that_is_lost_costs_its_own_groups_then_and_when_it_is_found(
+    tmp_path: Path, swarm: FakeSwarm, error: Exception
+) -> None:
+    name = swarm.batches[1].groups[0].submission
+    swarm.lost[name] = error
+    batch = read_first(make_config(tmp_path), swarm)
+    lost = {entry.index for entry in swarm.batches[1].groups if entry.submission == name}
+    assert batch.left_out.keys() == lost and len(batch.groups) == len(swarm.batches[1].groups) - len(lost)
+    swarm.lost.clear()
+    again = asyncio.run(_read_again(tmp_path / "tiny-seed0", swarm, 1))
+    assert again.left_out == batch.left_out
+    assert [group.index for group in again.groups] == [group.index for group in batch.groups]
+
+
+def test_a_coordinator_that_will_not_give_files_ends_the_trainer(tmp_path: Path, swarm: FakeSwarm) -> None:
+    swarm.lost[swarm.batches[1].groups[0].submission] = RefusedError(AuthError(403, "scope", "not a trainer"))
+    with pytest.raises(RefusedError, match="not a trainer"):
+        read_first(make_config(tmp_path), swarm)
+
+
+def test_parameters_that_changed_since_the_start_cost_no_group(tmp_path: Path, swarm: FakeSwarm) -> None:
+    """The operator may change how many groups a lease has, and how large a file may be, at any time."""
+    swarm.params = swarm.params.model_copy(update={"groups_per_lease": 1, "blob_max_bytes": 1})
+    assert max(entry.place for entry in swarm.batches[1].groups) == 1, "files of two groups"
+    assert read_first(make_config(tmp_path), swarm).left_out == {}
 
 
 def test_a_ledger_with_another_batch_than_before_ends_the_trainer(tmp_path: Path, swarm: FakeSwarm) -> None:

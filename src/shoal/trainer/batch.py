@@ -6,8 +6,8 @@ Invariants:
 - the batch is the coordinator's signed word: the hash is that of its entries, their order is that of their indices, and
   no version is older than the bound. A batch that is not so is a `TrainerError`, never trained;
 - a file is known by its hash and read under limits in another process; what it says is checked again here;
-- a group whose file cannot be read, or is not what its entry says, is left out alone. Which ones and why is on disk
-  before the step is trained, so that a repeated step leaves out the same.
+- a group whose file is lost, cannot be read, or is not what its entry says, is left out alone. Which ones and why is on
+  disk before the step is trained, and decides: a repeated step leaves out the same.
 
     <run>/batches/step-000012.json        {"step", "hash", "left_out": {"<index>": reason}, "document"}
     <run>/batches/files/step-000012/      files of a batch under way; removed when its version is written
@@ -24,12 +24,15 @@ from typing import Protocol
 from shoal.files import hash_file, write_atomic
 from shoal.node.waits import RoleWaits
 from shoal.rollout import Group
+from shoal.swarm.asking import RefusedError
+from shoal.swarm.keepsakes import KeepError
 from shoal.swarm.messages import Batch, BatchAnswer, BatchEntry
 from shoal.swarm.rules.age import is_allowed
 from shoal.swarm.rules.batch import hash_batch
 from shoal.swarm.tags import DocumentError, Tag, open_document
 from shoal.trainer.errors import TrainerError
 from shoal.trainer.pick import Expected, UnreadableError, pick_group
+from shoal.trainer.reading import MAX_FILE_BYTES
 
 BATCH_S, FETCH_S, READ_S = 600.0, 600.0, 600.0
 KEEP_BACK_S = 20
@@ -38,6 +41,8 @@ NUM_FETCHES = 8
 """files under way at once"""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
 """between two questions for a batch that is not there yet"""
+_LOST = frozenset({"not_found", "no_file"})
+"""codes of refusals that say that a file is gone"""
 
 
 class BatchClient(Protocol):
@@ -75,7 +80,6 @@ class RunTerms:
     run: str
     coordinator: str
     async_level: int
-    blob_max_bytes: int
     expected: Expected
 
 
@@ -101,7 +105,9 @@ class BatchReader:
         parts = await asyncio.gather(*(self._read_file(entry, batch, folder) for entry in names.values()))
         found = {index: result for part in parts for index, result in part.items()}
         left_out = self._settle_left_out(answer, batch, found)
-        groups = tuple(group for _, group in sorted(found.items()) if isinstance(group, Group))
+        groups = tuple(
+            group for index, group in sorted(found.items()) if isinstance(group, Group) and index not in left_out
+        )
         return TrainBatch(step=step, hash=batch.hash, groups=groups, left_out=left_out)
 
     async def find_hash(self, step: int) -> str:
@@ -137,8 +143,8 @@ class BatchReader:
         """The groups of a batch that are in one file, or what is wrong with each."""
         entries = [other for other in batch.groups if other.submission == entry.submission]
         async with self._slots:
-            path = await self._fetch(entry, folder)
             try:
+                path = await self._fetch(entry, folder)
                 groups = await self._waits.insist(
                     "reading", lambda: self._read(path), for_whom="the reader of files", timeout_s=READ_S, told=False
                 )
@@ -148,15 +154,22 @@ class BatchReader:
 
     async def _fetch(self, entry: BatchEntry, folder: Path) -> Path:
         path = folder / entry.blob
-        if not path.exists() or await asyncio.to_thread(hash_file, path) != entry.blob:
-            size = self._terms.blob_max_bytes
+        if path.exists() and await asyncio.to_thread(hash_file, path) == entry.blob:
+            return path
+        try:
             await self._waits.insist(
                 "file",
-                lambda: self._client.fetch_blob(entry.submission, entry.blob, size, path),
+                lambda: self._client.fetch_blob(entry.submission, entry.blob, MAX_FILE_BYTES, path),
                 for_whom=f"the file of {entry.submission}",
                 timeout_s=FETCH_S,
                 told=False,
             )
+        except RefusedError as error:
+            if error.refusal.code not in _LOST:
+                raise
+            raise UnreadableError(f"the coordinator lost its file: {error}") from None
+        except KeepError as error:
+            raise UnreadableError(str(error)) from None
         return path
 
     def _settle_left_out(
@@ -169,9 +182,10 @@ class BatchReader:
             known = json.loads(path.read_bytes())
             if known["hash"] != batch.hash:
                 raise TrainerError(f"{path}: the ledger has another batch for step {batch.step} than it had before")
-            if {int(index) for index in known["left_out"]} != bad.keys():
-                raise TrainerError(f"{path}: other groups of step {batch.step} can be read than before: {bad or 'all'}")
-            return bad
+            left_out = {int(index): str(reason) for index, reason in known["left_out"].items()}
+            if gone := {index: reason for index, reason in bad.items() if index not in left_out}:
+                raise TrainerError(f"{path}: groups of step {batch.step} were read before and cannot be now: {gone}")
+            return left_out
         record = {"step": batch.step, "hash": batch.hash, "left_out": bad, "document": answer.document}
         write_atomic(path, json.dumps(record).encode())
         return bad

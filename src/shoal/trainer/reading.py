@@ -8,8 +8,12 @@ from shoal.submission.bounds import Bounds, FormError
 from shoal.submission.jail import Jail, JailError
 from shoal.submission.read import read_submission
 from shoal.swarm.asking import UnreachableError
+from shoal.swarm.messages.base import MAX_ROLLOUTS
 from shoal.swarm.params import RunParams
 from shoal.trainer.pick import Expected, UnreadableError
+
+MAX_FILE_BYTES = 1 << 29
+"""of a file that the coordinator took in; a limit of this machine's, not of the run's"""
 
 
 class JailReader:
@@ -29,12 +33,16 @@ class JailReader:
 
 
 def make_bounds(params: RunParams, expected: Expected) -> Bounds:
-    """What one file of a run may hold."""
+    """What one file of a run may hold, at any time of it.
+
+    Nothing here follows from a parameter that the operator may change: files of before and after the change are trained
+    on, and a step that is repeated must find the same of them readable.
+    """
     return Bounds(
-        max_rollouts=params.groups_per_lease * params.group_size,
+        max_rollouts=MAX_ROLLOUTS,
         group_size=params.group_size,
         max_tokens=params.max_tokens,
         vocab_size=expected.vocab_size,
         max_prompt_tokens=expected.context,
-        file_bytes=params.blob_max_bytes,
+        file_bytes=MAX_FILE_BYTES,
     )

@@ -128,7 +128,6 @@ def build_trainer(
         run=descriptor.run,
         coordinator=descriptor.coordinator,
         async_level=params.async_level,
-        blob_max_bytes=params.blob_max_bytes,
         expected=expected,
     )
     batches = BatchReader(session.client, read, session.waits, path / "batches", terms)
