@@ -264,3 +264,23 @@ def test_the_command_works_in_a_shell() -> None:
     process = run_shell("train", "learner.lr=-3")
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == "shoal: learner.lr: must be greater than 0 and at most 1, got -3\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full here")
+def test_a_full_disk_behind_what_is_printed_is_a_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.run(
+            [sys.executable, "-m", "shoal", "tasks"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (process.returncode, process.stderr.count("\n")) == (1, 1)
+    assert process.stderr.startswith("shoal: what was to be printed cannot be written (")
+
+
+def test_a_sign_that_cannot_be_shown_costs_the_sign_alone() -> None:
+    done = run_shell("train", "out=\u2603", "--dry-run", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and 'out = "\\u2603"' in done.stdout

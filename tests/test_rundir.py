@@ -13,7 +13,7 @@ import pytest
 
 from shoal.config import RunConfig, flatten_config, load_config
 from shoal.errors import ConfigError
-from shoal.rundir import RESUMABLE, RunDir, find_conflict, is_started, run_path, store_config
+from shoal.rundir import RESUMABLE, RunDir, find_conflict, is_started, lock_dir, run_path, store_config
 
 
 @pytest.fixture
@@ -249,3 +249,8 @@ def test_metrics_that_are_not_text_are_refused_with_a_sentence(config: RunConfig
     with pytest.raises(ConfigError, match="line 1 is not a metrics line"):
         run.truncate_after(0)
     run.close()
+
+
+def test_a_name_that_no_folder_can_have_is_a_mistake_of_the_users(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be used as a folder"):
+        lock_dir(tmp_path / ("a" * 300))

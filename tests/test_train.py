@@ -43,3 +43,10 @@ def test_a_policy_may_be_named_through_the_latest_run(tmp_path: Path) -> None:
     run_training(load_config(TINY, [f"out={tmp_path}", "steps=0", "name=second", f"policy.path={tmp_path / folder}"]))
     second = load_config(tmp_path / "second-seed0" / "config.toml")
     assert second.policy.path == str((run / folder.removeprefix("latest/")).resolve())
+
+
+def test_the_run_of_a_swarm_is_not_gone_on_with_alone(tmp_path: Path) -> None:
+    """Its checkpoints would become those of a run without its ledger."""
+    (tmp_path / "tiny-seed0" / "versions").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="tiny-seed0: holds the run of a swarm"):
+        train(tmp_path)

@@ -6,6 +6,7 @@ Nothing here imports torch before a command needs it, so help and errors come at
 """
 
 import argparse
+import io
 import os
 import shutil
 import sys
@@ -26,6 +27,7 @@ from shoal.commands.roles import add_commands as add_roles
 from shoal.commands.swarm_flags import add_commands as add_swarm
 from shoal.commands.verify_flags import add_commands as add_verify
 from shoal.commands.work import add_commands as add_work
+from shoal.disk import is_full
 from shoal.errors import EXIT_MISTAKE, AwayError, ConfigError, DiskError
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ with anything else to do makes every operator wait for the other's time slice: 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read by the library when torch is imported, so set before
+    _spare_signs()
     try:
         try:
             return _run_command(argv)
@@ -80,9 +83,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nshoal: interrupted{interrupt}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at its end; give it something to flush to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_stdout()
         return EXIT_PIPE
+    except OSError as error:
+        if not is_full(error):
+            raise
+        print(f"shoal: what was to be printed cannot be written ({error.strerror})", file=sys.stderr)
+        _close_stdout()
+        return EXIT_DISK
+
+
+def _close_stdout() -> None:
+    """The interpreter flushes stdout once more at its end; give it something to flush to."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _spare_signs() -> None:
+    """Let a sign that a terminal or a log has no code for cost the sign, and not the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -45,6 +45,11 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, OSError | SafetensorError) and _find_errno(error) in _FULL
 
 
+def is_refused(error: OSError) -> bool:
+    """Whether it is the disk that refuses, for want of room or otherwise."""
+    return _find_errno(error) in _FULL | _CLOSED
+
+
 @contextmanager
 def spare_words() -> Iterator[None]:
     """Let a full disk behind a log cost the words that the block says, and not who says them."""

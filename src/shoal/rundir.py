@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from shoal.config import RunConfig, dump_config, flatten_config, load_config
-from shoal.disk import is_full, spare_words
+from shoal.disk import is_full, is_refused, spare_words
 from shoal.errors import ConfigError, DiskError
 from shoal.files import append_line, check_latest, link_latest, repair_jsonl, sweep_leftovers, write_atomic
 
@@ -83,6 +83,11 @@ def is_started(path: Path) -> bool:
     metrics, checkpoints = path / "metrics.jsonl", path / "checkpoints"
     has_metrics = metrics.exists() and metrics.stat().st_size > 0
     return has_metrics or (checkpoints.exists() and any(checkpoints.iterdir()))
+
+
+def is_swarms(path: Path) -> bool:
+    """Whether a run directory is that of a swarm's trainer, whose versions go out from there."""
+    return (path / "versions").exists()
 
 
 def store_config(config: RunConfig) -> Path:
@@ -230,8 +235,13 @@ def _start_afresh(path: Path, lock: int) -> int:
 def lock_dir(path: Path) -> int:
     """Create the directory if need be and lock it; the descriptor holds the lock."""
     while True:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            if is_refused(error):
+                raise  # by the disk, which is for `guard_disk` to say
+            raise ConfigError(f"{path}: cannot be used as a folder ({error.strerror})") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

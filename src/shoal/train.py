@@ -26,7 +26,7 @@ from shoal.policy.model import find_policy
 from shoal.report import describe_gain, write_report
 from shoal.resume import open_state, save_state
 from shoal.rollout import Group
-from shoal.rundir import RunDir
+from shoal.rundir import RunDir, is_swarms, run_path
 from shoal.runtime import fix_threads, tune_process
 from shoal.sampler import Drawn, Sampler
 from shoal.tasks.source import check_tasks, open_tasks, pin_tasks
@@ -37,6 +37,10 @@ from shoal.track import Tracker, open_tracker
 def run_training(config: RunConfig, *, fresh: bool = False) -> int:
     """Train to the last step, from the newest checkpoint if there is one."""
     config = settle_config(config)
+    if not fresh and is_swarms(path := run_path(config)):
+        raise ConfigError(
+            f"{path}: holds the run of a swarm, which `shoal run` goes on with; use --fresh, another name or seed"
+        )
     run = RunDir.open(config, fresh)
     with ExitStack() as stack:
         stack.callback(run.close)

@@ -144,3 +144,14 @@ def test_a_fresh_start_moves_the_old_one_aside(prepared: Prepared) -> None:
     assert old.settings.exists() and old.recipe.exists()
     with hold_swarm(prepared.layout, fresh=True):  # nothing was made: there is nothing to move
         assert not root.with_name(f"{root.name}.old-2").exists()
+
+
+def test_a_folder_with_a_run_of_shoal_train_is_left_alone(tmp_path: Path, load_tiny: Load) -> None:
+    config = load_tiny(tmp_path)
+    layout = Layout.of(config)
+    (layout.root / "checkpoints" / "step-000002").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds a run of `shoal train`; use --fresh"):
+        prepare_swarm(config, layout, lambda _: None)
+    with hold_swarm(layout, fresh=True):
+        assert [path.name for path in layout.root.iterdir()] == ["launch"]
+    assert (layout.root.with_name("tiny-seed0.old-1") / "checkpoints" / "step-000002").is_dir()

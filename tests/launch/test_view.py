@@ -1,11 +1,15 @@
 """What a person sees: the figures that matter, and nothing that a stranger could make a terminal do."""
 
+import asyncio
+import errno
 import io
 
 from rich.console import Console
 
-from shoal.launch.glance import Glance, name_nodes
-from shoal.launch.view import describe_line, draw_page
+from shoal.launch.glance import Glance, Watch, name_nodes
+from shoal.launch.prepare import Prepared
+from shoal.launch.supervise import Supervisor
+from shoal.launch.view import View, describe_line, draw_page
 from shoal.swarm.messages import LeaderLine, Standing, Status, WaitInfo
 
 NODE, OWNER, CHEAT = "ab12cd34" + "0" * 56, "1" * 64, "2" * 64
@@ -108,3 +112,27 @@ def test_a_low_terminal_gets_a_low_chart() -> None:
 def test_nodes_are_called_by_their_names_and_strangers_by_their_keys() -> None:
     text = "node ab12cd34 has l1; node ffffffff has l2; xnode ab12cd34"
     assert name_nodes(text, {NODE: "worker-1"}) == "worker-1 has l1; node ffffffff has l2; xnode ab12cd34"
+
+
+def test_a_full_disk_behind_the_log_of_a_swarm_costs_words_and_not_the_swarm() -> None:
+    class Full(io.StringIO):
+        encoding = "utf-8"  # type: ignore[assignment]
+
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    View(None, Full()).note("worker-1 ended")  # type: ignore[arg-type]
+
+
+def test_a_swarm_that_is_being_stopped_raises_no_alarm(prepared: Prepared) -> None:
+    async def look(supervisor: Supervisor) -> str:
+        watch = Watch(prepared, supervisor)
+        try:
+            return (await watch.look()).problem
+        finally:
+            watch.close()
+
+    supervisor = Supervisor([], prepared.layout.logs, {})
+    assert "the coordinator does not answer" in asyncio.run(look(supervisor))
+    supervisor.is_stopping = True
+    assert asyncio.run(look(supervisor)) == "all parts are being stopped, the coordinator last"

@@ -10,7 +10,7 @@ from shoal.recipe import Recipe
 from shoal.swarm.messages import HeartbeatAnswer, Lease, Standing
 from shoal.worker.intake import WorkLimits
 from shoal.worker.outbox import Outbox
-from shoal.worker.supply import Supply
+from shoal.worker.supply import MAX_HELD, Supply
 
 
 class FakeMill:
@@ -19,6 +19,9 @@ class FakeMill:
     def __init__(self) -> None:
         self.ordered: list[str] = []
         self.cancelled: list[str] = []
+
+    has_enough = is_starved = False
+    version = 0
 
     def order(self, order: object) -> None:
         self.ordered.append(order.lease)  # type: ignore[attr-defined]
@@ -90,3 +93,15 @@ def test_a_lease_that_came_back_is_held_like_any_other(
     supply._take(make_lease("l1"))
     supply.hear(answer("l1"))
     assert mill.cancelled == ["l1"]
+
+
+def test_a_coordinator_that_gives_leases_without_end_is_asked_for_no_more(
+    supply: Supply, make_lease: Callable[..., Lease]
+) -> None:
+    """Those that no version may write would be kept for ever."""
+    for number in range(3, MAX_HELD + 1):
+        assert not supply._has_enough()
+        supply._take(make_lease(f"l{number}"))
+    assert supply._has_enough() and len(supply.list_progress()) == MAX_HELD
+    supply.end("l7")
+    assert not supply._has_enough()

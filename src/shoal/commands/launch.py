@@ -121,4 +121,7 @@ def _print_settings(config: "LaunchConfig") -> int:
 
 
 def _note(text: str) -> None:
-    print(text, flush=True)
+    from shoal.disk import spare_words
+
+    with spare_words():
+        print(text, flush=True)

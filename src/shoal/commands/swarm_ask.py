@@ -11,6 +11,7 @@ from shoal.commands.swarm_call import Failures, Outcome, explain_failure, open_c
 from shoal.commands.swarm_words import describe_leaders, describe_status
 from shoal.console import clean_text, is_live
 from shoal.errors import ConfigError
+from shoal.swarm.link import GLANCE
 
 WATCH_S = 2.0
 _SUBMISSION = re.compile(r"s[0-9]{1,18}")
@@ -35,7 +36,7 @@ def run_leaderboard(args: argparse.Namespace) -> int:
 
 async def ask_status(where: str, authority: Path | None = None) -> Outcome:
     """The run at a glance, in words."""
-    async with open_client(where, authority) as client:
+    async with open_client(where, authority, deadlines=GLANCE) as client:
         status = await client.read_status()
     return Outcome(0, describe_status(status), status.model_dump(mode="json"))
 

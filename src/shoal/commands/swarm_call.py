@@ -21,7 +21,7 @@ from shoal.swarm.client import OpenClient
 from shoal.swarm.descriptor import MAX_DESCRIPTOR_BYTES, Descriptor, open_descriptor
 from shoal.swarm.head import ForkError
 from shoal.swarm.keepsakes import KeepError
-from shoal.swarm.link import Place, parse_place
+from shoal.swarm.link import Deadlines, Link, Place, parse_place
 from shoal.swarm.tags import DocumentError
 
 EXIT_REFUSED = 1
@@ -91,9 +91,12 @@ def find_place(source: str, authority: Path | None) -> Place:
 
 
 @asynccontextmanager
-async def open_client(source: str, authority: Path | None) -> AsyncIterator[OpenClient]:
+async def open_client(
+    source: str, authority: Path | None, *, deadlines: Deadlines | None = None
+) -> AsyncIterator[OpenClient]:
     """A client for what everybody may ask."""
-    client = OpenClient(find_place(source, authority), asker=Asker(QUICK))
+    place = find_place(source, authority)
+    client = OpenClient(place, link=Link(place, deadlines), asker=Asker(QUICK))
     try:
         yield client
     finally:

@@ -15,7 +15,7 @@ from shoal.launch.supervise import Supervisor
 from shoal.report import read_metrics
 from shoal.swarm.asking import Asker, Patience, RefusedError, UnreachableError
 from shoal.swarm.client import OpenClient
-from shoal.swarm.link import parse_place
+from shoal.swarm.link import GLANCE, Link, parse_place
 from shoal.swarm.messages import LeaderLine, Status
 
 METRICS, EVALS = "metrics.jsonl", "eval.jsonl"
@@ -60,7 +60,8 @@ class Watch:
 
     def __init__(self, prepared: Prepared, supervisor: Supervisor) -> None:
         self._prepared, self._supervisor = prepared, supervisor
-        self._client = OpenClient(parse_place(prepared.url), asker=Asker(_ONCE))
+        place = parse_place(prepared.url)
+        self._client = OpenClient(place, link=Link(place, GLANCE), asker=Asker(_ONCE))
         self._names = prepared.names
         self._begun = time.monotonic()
         self._status: Status | None = None
@@ -77,6 +78,8 @@ class Watch:
         except (UnreachableError, RefusedError) as error:
             silent_s = time.monotonic() - self._heard
             problem = f"the coordinator does not answer for {silent_s:.0f} s, all wait for it: {error}"
+        if self._supervisor.is_stopping:
+            problem = "all parts are being stopped, the coordinator last"
         now = time.monotonic()
         events = list(self._supervisor.events)[-_MAX_NEWS:]
         return Glance(

@@ -26,7 +26,7 @@ from shoal.launch.settings import LaunchConfig
 from shoal.node.identity import Identity, load_identity
 from shoal.node.session import Role
 from shoal.recipe import Recipe, SetTerms, dump_recipe, stamp_family
-from shoal.rundir import RESUMABLE
+from shoal.rundir import RESUMABLE, is_started
 from shoal.swarm.papers import MAX_TASKS_BYTES
 from shoal.swarm.params import RunParams, dump_params, turn_dial
 from shoal.swarm.stakes import describe_dial, list_warnings
@@ -109,6 +109,8 @@ class Prepared:
 
 def prepare_swarm(config: LaunchConfig, layout: Layout, note: Note) -> Prepared:
     """Make everything ready that is not. The caller holds the lock of the folder."""
+    if is_started(layout.root) and not layout.is_begun:
+        raise ConfigError(f"{layout.root}: holds a run of `shoal train`; use --fresh, another name or another seed")
     changed = list_changes(config, layout)
     if changed is None or (changed - FREE):
         if changed is not None and layout.is_begun:

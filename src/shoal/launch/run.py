@@ -24,7 +24,7 @@ from shoal.launch.settings import LaunchConfig
 from shoal.launch.supervise import Supervisor
 from shoal.launch.view import View
 from shoal.node.tasks import run_together
-from shoal.rundir import lock_dir
+from shoal.rundir import is_started, lock_dir
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 _SPIN_COUNT = "5000"
@@ -52,7 +52,7 @@ def hold_swarm(layout: Layout, *, fresh: bool = False) -> Iterator[None]:
     """While inside, nobody else prepares or runs this swarm; `fresh` moves what is there aside first."""
     lock = lock_dir(layout.launch)
     try:
-        if fresh and layout.settings.exists():
+        if fresh and (layout.settings.exists() or is_started(layout.root)):
             layout.root.rename(_find_free(layout.root))
             old, lock = lock, lock_dir(layout.launch)  # of the new folder, before that of the old one is given up
             os.close(old)

@@ -88,7 +88,8 @@ class Supervisor:
         self.states = {part.name: PartState(part) for part in parts}
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self._logs, self._environment, self.note = logs, dict(environment), note
-        self._is_stopping = False
+        self.is_stopping = False
+        """whether the parts are on their way down: what one says then is no alarm"""
 
     async def run(self, until: Callable[[], bool], stop: asyncio.Event) -> bool:
         """Look after the parts until all that end by themselves have and `until` holds, or until `stop` is set.
@@ -99,7 +100,7 @@ class Supervisor:
         try:
             finished = await self._wait_end(watches, until, stop)
         finally:
-            self._is_stopping = True
+            self.is_stopping = True
             await self._stop_all()
             for watch in watches:
                 watch.cancel()
@@ -136,10 +137,10 @@ class Supervisor:
     async def _watch(self, state: PartState) -> None:
         """Start a part, again and again, until it has finished or all is stopped."""
         pause_s = FIRST_PAUSE_S
-        while not (self._is_stopping or state.finished):
+        while not (self.is_stopping or state.finished):
             began = time.monotonic()
             await self._run_once(state)
-            if state.finished or self._is_stopping:
+            if state.finished or self.is_stopping:
                 if state.finished and state.last_code:
                     self._tell(state, f"ended for good: {read_last_line(self._logs, state.part.name)}")
                 continue

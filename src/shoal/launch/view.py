@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.console import clean_text, format_time, is_live
+from shoal.disk import spare_words
 from shoal.launch.curve import describe_marks, draw_chart
 from shoal.launch.glance import Glance, Watch
 from shoal.swarm.messages import LeaderLine
@@ -57,8 +58,9 @@ class View:
 
     def _write(self, text: str) -> None:
         encoding = self._stream.encoding or "utf-8"
-        self._stream.write(f"{clean_text(text)}\n".encode(encoding, "replace").decode(encoding))
-        self._stream.flush()
+        with spare_words():  # of a log on a full disk: it costs the words, and not the swarm
+            self._stream.write(f"{clean_text(text)}\n".encode(encoding, "replace").decode(encoding))
+            self._stream.flush()
 
 
 def describe_line(glance: Glance) -> str:

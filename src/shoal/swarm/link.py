@@ -69,6 +69,10 @@ class Deadlines:
     """bytes a second of a body, over a window"""
 
 
+GLANCE = Deadlines(connect_s=5.0, answer_s=5.0)
+"""of a question whose answer is at hand, for a person who waits: a server that is silent so long is as good as away"""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """An answer, read to its end."""

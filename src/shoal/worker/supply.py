@@ -2,7 +2,8 @@
 
 Invariants:
 - a lease is on disk before it is begun, and the key it is asked under before it is asked for;
-- there is one request at a time, and none while the engine is full and more is waiting, or waits for weights;
+- there is one request at a time, and none while the engine is full and more is waiting, or waits for weights, or
+  while `MAX_HELD` leases are held, of whatever kind: what a coordinator can make a worker keep has an end;
 - a lease whose work is written is the delivery's: heartbeats tell nothing more of it, and hear nothing. To the
   coordinator a lease is over once its manifest is there, and the file must not be dropped for that.
 """
@@ -24,8 +25,8 @@ POLL_S = 20
 """how long the coordinator may keep a request for a lease until it has one"""
 PAUSE_S = 1.0
 """between two looks whether more work is needed, if nothing happens"""
-MAX_TOLD = 64
-"""leases in one heartbeat"""
+MAX_HELD = 64
+"""leases at once, as many as a heartbeat tells of; more is no honest coordinator's wish"""
 
 
 class Supply:
@@ -54,7 +55,7 @@ class Supply:
     async def run(self) -> None:
         """Ask for leases until the run is finished."""
         while not self.finished:
-            if self._mill.has_enough or self._mill.is_starved or self._mill.version < 0:
+            if self._has_enough():
                 await self._pause(PAUSE_S)
                 continue
             answer = await self._ask()
@@ -91,7 +92,11 @@ class Supply:
         """How far each lease is, for the heartbeat."""
         done = self._mill.count_done()
         names = [name for name in self.leases if name not in self._written]
-        return tuple(Progress(lease=name, done=done.get(name, 0)) for name in names[:MAX_TOLD])
+        return tuple(Progress(lease=name, done=done.get(name, 0)) for name in names[:MAX_HELD])
+
+    def _has_enough(self) -> bool:
+        mill = self._mill
+        return mill.has_enough or mill.is_starved or mill.version < 0 or len(self.leases) >= MAX_HELD
 
     async def _ask(self) -> LeaseAnswer:
         key = await asyncio.to_thread(self._outbox.find_key)
