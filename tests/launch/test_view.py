@@ -4,6 +4,7 @@ import asyncio
 import errno
 import io
 
+import pytest
 from rich.console import Console
 
 from shoal.launch.glance import Glance, Watch, name_nodes
@@ -107,6 +108,23 @@ def test_a_narrow_terminal_gets_narrow_lines() -> None:
 def test_a_low_terminal_gets_a_low_chart() -> None:
     low, high = (len(draw(make_glance(), height=height).splitlines()) for height in (20, 60))
     assert low < high
+
+
+@pytest.mark.parametrize("height", [18, 24, 30, 40])
+def test_a_page_fits_its_terminal_and_what_is_wrong_is_on_it(height: int) -> None:
+    """What does not fit is cut off at the end, where a reader would look for it."""
+    names = [f"worker-{number}" for number in range(2, 10)]
+    parts = {"worker-1": "runs as process 7", "relay-1": "ended with SIGKILL, starts again in 4 s"}
+    glance = make_glance(
+        parts=parts | dict.fromkeys(names, "runs as process 8"),
+        status=make_status("step 4 waits for its groups", "trainer waits", "validator waits", alarms=("no relays",)),
+        news=tuple(f"worker-{number} ended" for number in range(4)),
+    )
+    page = draw(glance, 80, height)
+    assert page.count("\n") < height
+    for text in ("no relays", "step 4 waits for its groups", "relay-1", "good"):
+        assert text in page
+    assert ("step 0" in page) == (height >= 30) and ("8 others" in page) == (height < 40)
 
 
 def test_nodes_are_called_by_their_names_and_strangers_by_their_keys() -> None:

@@ -22,8 +22,9 @@ from shoal.swarm.postings import MICRO
 
 REDRAW_S, PLAIN_S = 1.0, 5.0
 _CHART_ROWS, _LEAST_ROWS, _MAX_WAITS = 13, 5, 7
-_OTHER_ROWS = 16
-"""rows of the page beside chart and parts, in the ordinary course"""
+_MAX_NAME = 16
+_LIST_ROWS, _FEW = 2, 3
+"""rows of a list beside its lines; lines of one that the chart leaves room for"""
 _STYLES = {"banned": "bold red", "limited": "yellow", "good": "green", "trusted": "green"}
 _MARK_STYLES = {".": "dim", "+": "yellow", "o": "bold cyan"}
 
@@ -78,16 +79,28 @@ def describe_line(glance: Glance) -> str:
 
 
 def draw_page(glance: Glance, width: int, height: int) -> RenderableType:
-    """The swarm on one page; on a low terminal the chart is low."""
-    blocks: list[RenderableType] = [_draw_head(glance), Text()]
-    rows = min(_CHART_ROWS, max(_LEAST_ROWS, height - len(glance.parts) - _OTHER_ROWS))
-    chart = draw_chart(glance.lines, last_step=glance.steps, width=min(width - 2, 76), height=rows)
-    blocks += [_colour_chart(chart), Text(f"     {describe_marks()}", style="dim"), Text()]
-    blocks += [_draw_parts(glance), Text()]
-    blocks += _draw_list("who waits for whom", glance.list_waits()[:_MAX_WAITS], width)
+    """The swarm on one page that fits: what is wrong and who waits go before the chart, and the chart before news."""
+    waits = glance.list_waits()[:_MAX_WAITS]
     alarms = [*([glance.problem] if glance.problem else []), *(glance.status.alarms if glance.status else ())]
-    blocks += _draw_list("alarms", alarms[:_MAX_WAITS], width, style="bold red")
-    blocks += _draw_list("news", glance.news, width)
+    alarms, news = alarms[:_MAX_WAITS], list(glance.news)
+    head = _draw_head(glance)
+    others = _count_rows(head, width) + 1 + _LIST_ROWS * bool(alarms) + len(alarms)
+    is_low = height < others + len(glance.parts) + 2 + _LIST_ROWS + len(waits) + _LEAST_ROWS + 2
+    table = _draw_parts(glance, is_low=is_low)
+    left = height - 1 - others - table.row_count - 2  # one row is the cursor's
+    chart_rows = min(_CHART_ROWS, left - _LIST_ROWS - min(len(waits), _FEW) - 2)
+    blocks: list[RenderableType] = [head, Text()]
+    if chart_rows >= _LEAST_ROWS:
+        chart = draw_chart(glance.lines, last_step=glance.steps, width=min(width - 2, 76), height=chart_rows)
+        marks = Text(f"     {describe_marks()}"[: width - 1], style="dim")
+        blocks += [_colour_chart(chart), marks, Text()]
+        left -= chart_rows + 2
+    blocks += [table, Text()]
+    blocks += _draw_list("alarms", alarms, width, style="bold red")
+    waits = waits[: max(0, left - _LIST_ROWS)]
+    blocks += _draw_list("who waits for whom", waits, width)
+    left -= (_LIST_ROWS + len(waits)) * bool(waits)
+    blocks += _draw_list("news", news[len(news) - max(0, min(len(news), left - _LIST_ROWS)) :], width)
     return Group(*blocks)
 
 
@@ -135,13 +148,22 @@ def _colour_chart(lines: Sequence[str]) -> Text:
     return text
 
 
-def _draw_parts(glance: Glance) -> Table:
-    """A row for each process, with what the ledger says of its owner."""
+def _draw_parts(glance: Glance, *, is_low: bool = False) -> Table:
+    """A row for each process, with what the ledger says of its owner. A low page has one for all that simply run."""
     table = Table("part", "standing", "accepted", "rejected", "credit", "process", box=None, pad_edge=False)
+    for column in table.columns:
+        column.no_wrap = True
+    for column in table.columns[1:5]:
+        column.min_width = len(str(column.header))
+    table.columns[0].min_width = min(_MAX_NAME, max(map(len, glance.parts), default=0))
     for column in table.columns[2:5]:
         column.justify = "right"
     owners = {_name_owner(glance, line): line for line in glance.leaders}
+    plain = [name for name, state in glance.parts.items() if name not in owners and _runs_well(state)]
+    folded = plain if is_low else []
     for name, state in glance.parts.items():
+        if name in folded:
+            continue
         line = owners.get(name)
         cells = ["", "", "", ""]
         if line is not None:
@@ -149,7 +171,18 @@ def _draw_parts(glance: Glance) -> Table:
         row = [Text(clean_text(cell)) for cell in (name, *cells, state)]
         row[1].stylize(_STYLES.get(cells[0], ""))
         table.add_row(*row)
+    if folded:
+        table.add_row(*(Text(cell) for cell in (f"{len(folded)} others", "", "", "", "", "run")))
     return table
+
+
+def _runs_well(state: str) -> bool:
+    """Whether a process simply runs: nothing about it is worth a row of a low page."""
+    return state.startswith("runs") and "started" not in state
+
+
+def _count_rows(text: Text, width: int) -> int:
+    return sum(max(1, -(-len(line) // max(1, width))) for line in text.plain.split("\n"))
 
 
 def _draw_list(title: str, texts: Sequence[str], width: int, style: str = "") -> list[RenderableType]:
