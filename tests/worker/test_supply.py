@@ -105,3 +105,23 @@ def test_a_coordinator_that_gives_leases_without_end_is_asked_for_no_more(
     assert supply._has_enough() and len(supply.list_progress()) == MAX_HELD
     supply.end("l7")
     assert not supply._has_enough()
+
+
+def test_who_lost_a_lease_for_want_of_weights_asks_for_no_other_before_it_has_them(
+    supply: Supply, mill: FakeMill, make_lease: Callable[..., Lease]
+) -> None:
+    supply._take(make_lease("l3", step=9, oldest_version=2))
+    supply.hear(answer("l1"))
+    assert not supply.is_barren, "v0 may write l1: it was not wanted, for whatever reason"
+    supply.hear(answer("l3"))
+    assert supply.is_barren and supply._has_enough()
+    mill.version = 2
+    assert not supply.is_barren and not supply._has_enough()
+
+
+def test_a_lease_that_is_older_than_the_weights_is_no_want_of_them(
+    supply: Supply, mill: FakeMill, make_lease: Callable[..., Lease]
+) -> None:
+    mill.version = 5
+    supply.hear(answer("l1", "l2"))
+    assert not supply._has_enough(), "nobody else may be there to write for the next version"

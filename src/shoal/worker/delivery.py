@@ -12,7 +12,6 @@ from functools import partial
 from shoal.node.session import Session, end_session
 from shoal.node.waits import WaitError
 from shoal.swarm.asking import RefusedError, UnreachableError
-from shoal.swarm.clock import read_clock
 from shoal.swarm.head import ForkError
 from shoal.swarm.keepsakes import KeepError
 from shoal.swarm.messages import CommitAnswer, Manifest
@@ -22,8 +21,8 @@ COMMIT_S = 60.0
 UPLOAD_S = (120.0, 1e5)
 """deadline of an upload: seconds, and bytes per second of its size more"""
 AT_ONCE = 4
-_ANNOUNCED_S = 0.5
-"""between two commits of a version that was broadcast and is not yet announced"""
+_AGAIN_S = 0.5
+"""between two uploads of a file, beside what the client waits"""
 
 
 @dataclass(slots=True)
@@ -41,12 +40,12 @@ class Delivery:
     def __init__(self, session: Session, outbox: Outbox, ended: Callable[[str], None]) -> None:
         """`ended` is called with each lease whose parcel is delivered or dropped."""
         self._session, self._outbox, self._ended = session, outbox, ended
-        self._queue: asyncio.Queue[tuple[Parcel, int]] = asyncio.Queue()
+        self._queue: asyncio.Queue[Parcel] = asyncio.Queue()
         self.tally = Tally()
 
-    def send(self, parcel: Parcel, deadline_ms: int) -> None:
-        """Hand this in; `deadline_ms` is its lease's."""
-        self._queue.put_nowait((parcel, deadline_ms))
+    def send(self, parcel: Parcel) -> None:
+        """Hand this in."""
+        self._queue.put_nowait(parcel)
 
     async def drain(self, seconds: float) -> None:
         """Until nothing is on its way, or for so long; what is left stays on disk."""
@@ -59,15 +58,14 @@ class Delivery:
     async def run(self) -> None:
         """Deliver one parcel after the other, for ever."""
         while True:
-            parcel, deadline_ms = await self._queue.get()
-            await self._deliver(parcel, deadline_ms)
+            await self._deliver(await self._queue.get())
             self._queue.task_done()
 
-    async def _deliver(self, parcel: Parcel, deadline_ms: int) -> None:
+    async def _deliver(self, parcel: Parcel) -> None:
         """Hand one in, or drop it with a note where it is refused."""
         manifest = parcel.manifest
         try:
-            committed = await self._commit(manifest, deadline_ms)
+            committed = await self._commit(manifest)
             await self._upload(committed, parcel)
         except RefusedError as error:
             self._session.note(f"lease {manifest.lease} is not wanted: {error}")
@@ -80,24 +78,11 @@ class Delivery:
         await asyncio.to_thread(self._outbox.forget, manifest.lease)
         self._ended(manifest.lease)
 
-    async def _commit(self, manifest: Manifest, deadline_ms: int) -> CommitAnswer:
-        client, waits = self._session.client, self._session.waits
-        while True:
-            try:
-                return await waits.insist(
-                    "commit",
-                    partial(client.commit, manifest),
-                    for_whom="the coordinator",
-                    timeout_s=COMMIT_S,
-                    told=False,
-                )
-            except RefusedError as error:
-                # Weights travel beside the announcement, and may be faster.
-                is_early = error.refusal.code == "version" and manifest.version > self._session.answer.newest_version
-                if not is_early or read_clock() + client.clock_offset_ms > deadline_ms:
-                    raise
-            self._session.beat_soon()
-            await asyncio.sleep(_ANNOUNCED_S)
+    async def _commit(self, manifest: Manifest) -> CommitAnswer:
+        commit = partial(self._session.client.commit, manifest)
+        return await self._session.waits.insist(
+            "commit", commit, for_whom="the coordinator", timeout_s=COMMIT_S, told=False
+        )
 
     async def _upload(self, committed: CommitAnswer, parcel: Parcel) -> None:
         client, manifest = self._session.client, parcel.manifest
@@ -114,4 +99,4 @@ class Delivery:
                 return
             except (WaitError, UnreachableError) as error:
                 self._session.note(f"{committed.submission}: {error}; uploads it again")
-                await asyncio.sleep(_ANNOUNCED_S)
+                await asyncio.sleep(_AGAIN_S)

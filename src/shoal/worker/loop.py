@@ -6,6 +6,7 @@
 Invariants:
 - generation never waits for the network while there is work: leases are asked for one ahead, new weights are pulled and
   finished work is delivered beside it;
+- nothing is written with a version before the coordinator has spoken of it;
 - what was taken on is on disk before it is begun, what was written before it is handed in. A worker that was killed
   delivers what it had written, writes again what it had not (the same tokens), and asks under the same key;
 - a lease that is no longer wanted is dropped at the next token;
@@ -20,9 +21,10 @@ from pathlib import Path
 
 from shoal.node.session import Session, State
 from shoal.node.tasks import run_together
+from shoal.node.waits import LONGEST_PAUSE_S
 from shoal.node.weights import LOOK_S, describe_relays, number_version
 from shoal.shardcast.client import Client
-from shoal.swarm.clock import read_clock
+from shoal.swarm.messages import HeartbeatAnswer
 from shoal.swarm.postings import MICRO
 from shoal.worker.author import Author, Work
 from shoal.worker.delivery import AT_ONCE, Delivery
@@ -33,6 +35,8 @@ from shoal.worker.supply import Supply
 
 HUNGER_S = 1.0
 """between two looks whether the mill has leases and no weights for them"""
+ANNOUNCED_S = 0.5
+"""until it is asked again whether a version that is here was announced; later, twice as long each time"""
 FAREWELL_S = 30.0
 """how long a worker that stops goes on delivering"""
 
@@ -48,11 +52,13 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._mill = Mill(author, self._hand_over, limits=limits, slots=slots, spans=session.spans)
         self._outbox = Outbox(folder, author.write)
-        self._supply = Supply(session, self._outbox, self._mill, author.recipe, limits)
+        self._supply = Supply(session, self._outbox, self._mill, author.recipe, limits, self._offer_pulled)
         self._delivery = Delivery(session, self._outbox, self._supply.end)
         self._held = -1
+        self._pulled: tuple[int, Path] | None = None
+        """the newest version on this machine"""
         self._begun = time.monotonic()
-        session.describe, session.heard = self._describe_state, self._supply.hear
+        session.describe, session.heard = self._describe_state, self._hear
 
     async def run(self) -> None:
         """Work until the run is finished or the session stops."""
@@ -77,7 +83,7 @@ class Worker:
         wait = self._session.waits.longest()
         if self._session.problem:
             parts.append(self._session.problem)
-        elif wait is not None and (self._mill.is_starved or not self._mill.count_done()):
+        elif wait is not None and (self._is_hungry or not self._mill.count_done()):
             parts.append(f"waits for {wait.for_whom}: {wait.detail or self._supply.reason or wait.name}")
         elif not self._supply.leases and self._supply.reason:
             parts.append(self._supply.reason)
@@ -86,7 +92,7 @@ class Worker:
     async def _work(self) -> None:
         """Take leases until there is a reason to stop, then deliver what is written."""
         for parcel in await asyncio.to_thread(self._outbox.list_parcels):
-            self._delivery.send(parcel, self._read_ms() + round(1000 * FAREWELL_S))
+            self._delivery.send(parcel)
         await self._supply.resume()
         stop, supply = asyncio.create_task(self._session.stopping.wait()), asyncio.create_task(self._supply.run())
         try:
@@ -121,21 +127,57 @@ class Worker:
             self._held = number_version(folder)
             with self._session.spans.span("have", version=self._held):
                 pass  # a moment: from here on the version is on this machine
-            self._mill.offer(self._held, folder)
+            self._pulled = self._held, folder
+            self._offer_pulled()
+            self._session.beat_soon()
+            await self._await_announcement()
+
+    async def _await_announcement(self) -> None:
+        """Until the version that was pulled is in the ledger; its trainer publishes no other before."""
+        pause_s = ANNOUNCED_S
+        while self._is_ahead:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             self._session.beat_soon()
 
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether the version that was pulled is not known to be in the ledger."""
+        return self._pulled is not None and self._pulled[0] > max(
+            self._session.answer.newest_version, self._supply.newest
+        )
+
+    def _offer_pulled(self) -> None:
+        """Let the mill have what was pulled once it is in the ledger.
+
+        Weights travel beside their announcement, and may be faster; if the trainer dies between the two, by minutes.
+        What was written with them before is not taken.
+        """
+        if self._pulled is not None and not self._is_ahead:
+            self._mill.offer(*self._pulled)
+
+    def _hear(self, answer: HeartbeatAnswer) -> None:
+        self._supply.hear(answer)
+        self._offer_pulled()
+
     async def _tell_hunger(self) -> None:
-        """Say so while there are leases and no version that may write them."""
+        """Say so while there is work and no version that may write it."""
         while True:
             await asyncio.sleep(HUNGER_S)
-            if self._mill.is_starved:
-                reason = describe_relays(self._weights)
+            if self._is_hungry:
+                whom, reason = "the relays", describe_relays(self._weights)
+                if self._is_ahead:
+                    whom, reason = "the trainer", f"v{self._held} is here, and not announced yet"
                 await self._session.waits.insist(
-                    "weights", self._await_food, for_whom="the relays", timeout_s=LOOK_S, reason=reason
+                    "weights", self._await_food, for_whom=whom, timeout_s=LOOK_S, reason=reason
                 )
 
+    @property
+    def _is_hungry(self) -> bool:
+        return self._mill.is_starved or self._supply.is_barren
+
     async def _await_food(self) -> None:
-        while self._mill.is_starved:
+        while self._is_hungry:
             await asyncio.sleep(HUNGER_S)
 
     async def _find_newer(self) -> Path:
@@ -153,7 +195,7 @@ class Worker:
             if lease is not None:  # else it was cancelled in the meantime
                 self._supply.mark_written(work.order.lease)
                 parcel = await asyncio.to_thread(self._outbox.pack, work, lease.fence)
-                self._delivery.send(parcel, lease.deadline_ms)
+                self._delivery.send(parcel)
 
     def _describe_state(self) -> State:
         metrics = {"tokens_per_s": self._count_rate(), "queued": len(self._supply.leases)}
@@ -161,6 +203,3 @@ class Worker:
 
     def _count_rate(self) -> int:
         return round(self._mill.num_tokens / max(time.monotonic() - self._begun, 1e-9))
-
-    def _read_ms(self) -> int:
-        return read_clock() + self._session.client.clock_offset_ms

@@ -4,11 +4,14 @@ Invariants:
 - a lease is on disk before it is begun, and the key it is asked under before it is asked for;
 - there is one request at a time, and none while the engine is full and more is waiting, or waits for weights, or
   while `MAX_HELD` leases are held, of whatever kind: what a coordinator can make a worker keep has an end;
+- who lost a lease for want of weights asks for no other before it has them: it would lose one after the other, and have
+  to rest when they are there;
 - a lease whose work is written is the delivery's: heartbeats tell nothing more of it, and hear nothing. To the
   coordinator a lease is over once its manifest is there, and the file must not be dropped for that.
 """
 
 import asyncio
+from collections.abc import Callable
 
 from shoal.node.session import ASK_S, Session, SessionError, end_session
 from shoal.recipe import Recipe
@@ -32,9 +35,18 @@ MAX_HELD = 64
 class Supply:
     """The leases of a worker."""
 
-    def __init__(self, session: Session, outbox: Outbox, mill: Mill, recipe: Recipe, limits: WorkLimits) -> None:
+    def __init__(
+        self,
+        session: Session,
+        outbox: Outbox,
+        mill: Mill,
+        recipe: Recipe,
+        limits: WorkLimits,
+        heard_newest: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`heard_newest` is called with each lease that is taken: `newest` may be another."""
         self._session, self._outbox, self._mill = session, outbox, mill
-        self._recipe, self._limits = recipe, limits
+        self._recipe, self._limits, self._heard_newest = recipe, limits, heard_newest
         self._news = asyncio.Event()
         self._written: set[str] = set()
         self.leases: dict[str, Lease] = {}
@@ -43,6 +55,15 @@ class Supply:
         """the run needs no more work"""
         self.reason = ""
         """why there is no lease now, in the coordinator's words"""
+        self.newest = -1
+        """newest version that a lease spoke of: it is in the ledger"""
+        self._lacked = -1
+        """version without which a lease was lost"""
+
+    @property
+    def is_barren(self) -> bool:
+        """Whether leases would come to nothing here until there are newer weights."""
+        return self._mill.version < self._lacked
 
     async def resume(self) -> None:
         """Take up leases that an earlier process left, if they still have time."""
@@ -73,6 +94,8 @@ class Supply:
         self.finished = self.finished or answer.finished
         for lease in answer.cancelled:
             if lease in self.leases and lease not in self._written:
+                if self.leases[lease].oldest_version > self._mill.version:
+                    self._lacked = max(self._lacked, self.leases[lease].oldest_version)
                 self._mill.cancel(lease)
                 self._outbox.forget(lease)
                 self.end(lease)
@@ -96,7 +119,8 @@ class Supply:
 
     def _has_enough(self) -> bool:
         mill = self._mill
-        return mill.has_enough or mill.is_starved or mill.version < 0 or len(self.leases) >= MAX_HELD
+        is_hungry = mill.is_starved or mill.version < 0 or self.is_barren
+        return mill.has_enough or is_hungry or len(self.leases) >= MAX_HELD
 
     async def _ask(self) -> LeaseAnswer:
         key = await asyncio.to_thread(self._outbox.find_key)
@@ -116,7 +140,9 @@ class Supply:
         except LeaseError as error:
             raise SessionError(f"the coordinator's lease {lease.lease} {error}") from None
         self.leases[lease.lease] = lease
+        self.newest = max(self.newest, lease.newest_version)
         self._mill.order(order)
+        self._heard_newest()
 
     async def _pause(self, seconds: float) -> None:
         """Until something happens, or for so long."""
