@@ -178,3 +178,10 @@ def test_what_is_late_is_computed_to_its_end_before_anything_else_is(
         return await next_one
 
     assert runner.run(go()).verdict is Verdict.ACCEPTED and begun == [False, True]
+
+
+def test_a_file_may_be_as_large_as_the_run_took_it(hand_in, policies) -> None:
+    """The operator may raise the limit of files at any time; who wrote one of that size is not to blame."""
+    case = hand_in()
+    large = case.job.model_copy(update={"manifest": case.job.manifest.model_copy(update={"size": 1 << 27})})
+    assert Judge(None, None, None).bound_file(large, policies[0]).file_bytes == 1 << 27  # type: ignore[arg-type]

@@ -83,6 +83,7 @@ class Judge:
             max_tokens=job.max_tokens,
             vocab_size=config.vocab_size,
             max_prompt_tokens=config.max_position_embeddings,
+            file_bytes=max(1, job.manifest.size),  # as the run took it, whose limit may be changed
         )
 
     def _judge_read(self, jobs: Sequence[Job], read: Sequence[Contents | Opinion], policy: Policy) -> list[Opinion]:
