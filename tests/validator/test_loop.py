@@ -221,6 +221,22 @@ def test_relays_that_are_away_cost_one_claim_and_no_verdict(tmp_path: Path, monk
     assert [said.verdict for said in session.said] == [Verdict.ACCEPTED] and judge.shown == [["s1"]]
 
 
+def test_who_is_stopped_while_the_coordinator_is_away_ends_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "FAREWELL_S", 0.05)
+    session = FakeSession(make_answer(make_job("s1")))
+
+    async def send(statement: VerdictStatement) -> None:
+        session.idle.set()
+        await asyncio.Event().wait()
+
+    session.client.send_verdict = send
+    run_loop(tmp_path, session)
+    assert session.has_left and session.said == [] and "left to others" in session.events[-1]
+    assert list((tmp_path / "jobs").iterdir()) == []
+
+
 def test_its_pace_is_told_and_decides_how_much_it_claims(tmp_path: Path) -> None:
     session = FakeSession(make_answer(make_job("s1"), make_job("s2")))
     validator, _ = run_loop(tmp_path, session)

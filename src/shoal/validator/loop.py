@@ -6,7 +6,8 @@ Invariants:
 - files are removed once their verdict is heard; nothing of a file is kept;
 - a file that cannot be judged here (no reader, a version that no relay has any more) gets an inconclusive verdict:
   somebody else may know more. Relays that are away are no such reason: they are waited for until the claim ends, and
-  before the next one. So an outage costs a validator one lapse, however long it is, and submissions nothing.
+  before the next one. So an outage costs a validator one lapse, however long it is, and submissions nothing;
+- on the first signal nothing more is claimed, and what is claimed is judged if that takes no longer than `FAREWELL_S`.
 """
 
 import asyncio
@@ -28,6 +29,8 @@ from shoal.validator.shelf import Shelf
 
 POLL_S = 20
 """how long the coordinator may keep a claim until there is a job"""
+FAREWELL_S = 30.0
+"""how long a validator that stops goes on with what it has claimed"""
 _PAUSE_S = 1.0
 _LIMITED = "limited"
 """the one refusal that ends by time"""
@@ -63,7 +66,7 @@ class Validator:
                     claim.cancel()
                     await asyncio.gather(claim, return_exceptions=True)
                     break
-                await self._take_answer(claim.result())
+                await self._see_through(claim.result())
         finally:
             ending.cancel()
         await self._session.leave()
@@ -106,6 +109,22 @@ class Validator:
             self._session.note(reason)
         self._limited = reason
         return ClaimAnswer(retry_after_s=POLL_S)
+
+    async def _see_through(self, answer: ClaimAnswer) -> None:
+        """Judge what was claimed. Who is asked to stop meanwhile has a while for it, and leaves the rest to others."""
+        work = asyncio.create_task(self._take_answer(answer))
+        stop = asyncio.create_task(self._session.stopping.wait())
+        try:
+            await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((work,), timeout=FAREWELL_S)
+            if work.done():
+                work.result()
+            else:
+                self._session.note("not all that was claimed could be judged; left to others")
+        finally:
+            for task in (work, stop):
+                task.cancel()
+            await asyncio.gather(work, stop, return_exceptions=True)
 
     async def _take_answer(self, answer: ClaimAnswer) -> None:
         if answer.jobs:
