@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.launch.part import Part
-from shoal.launch.supervise import MAX_MISTAKES, Supervisor, describe_code
+from shoal.launch.supervise import MAX_MISTAKES, PartState, Supervisor, describe_code
 
 PATIENCE_S = 60.0
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes in /proc")
@@ -190,3 +190,10 @@ def test_codes_are_told_in_words() -> None:
         "signal 200",
         "no code",
     ]
+
+
+def test_one_that_was_stopped_is_not_called_one_that_never_ran() -> None:
+    state = PartState(Part(name="relay-1", arguments=(), rank=0))
+    assert state.describe(0.0) == "not started"
+    state.last_code = 0
+    assert state.describe(0.0) == "stopped"

@@ -60,7 +60,7 @@ class PartState:
             return (
                 f"ended with {describe_code(self.last_code)}, starts again in {max(0.0, self.restarts_at - now):.0f} s"
             )
-        return "not started"
+        return "not started" if self.last_code is None else "stopped"
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ def draw_page(glance: Glance, width: int, height: int) -> RenderableType:
     alarms, news = alarms[:_MAX_WAITS], list(glance.news)
     head = _draw_head(glance)
     others = _count_rows(head, width) + 1 + _LIST_ROWS * bool(alarms) + len(alarms)
-    is_low = height < others + len(glance.parts) + 2 + _LIST_ROWS + len(waits) + _LEAST_ROWS + 2
+    is_low = height - 1 < others + len(glance.parts) + 2 + _LIST_ROWS + len(waits) + _LEAST_ROWS + 2
     table = _draw_parts(glance, is_low=is_low)
     left = height - 1 - others - table.row_count - 2  # one row is the cursor's
     chart_rows = min(_CHART_ROWS, left - _LIST_ROWS - min(len(waits), _FEW) - 2)
@@ -159,8 +159,8 @@ def _draw_parts(glance: Glance, *, is_low: bool = False) -> Table:
     for column in table.columns[2:5]:
         column.justify = "right"
     owners = {_name_owner(glance, line): line for line in glance.leaders}
-    plain = [name for name, state in glance.parts.items() if name not in owners and _runs_well(state)]
-    folded = plain if is_low else []
+    busy = {name for name, line in owners.items() if _has_worked(line)}
+    folded = [name for name, state in glance.parts.items() if is_low and name not in busy and _runs_well(state)]
     for name, state in glance.parts.items():
         if name in folded:
             continue

@@ -5,6 +5,8 @@ Invariants:
   promise;
 - the wait doubles with each failure, is never shorter than the server asked for (up to `longest_s`), and has a random
   share, so that a thousand nodes do not come back at once;
+- a no to a signed request is final if it is the coordinator's. A page of somebody on the way (a proxy whose server is
+  away, the door of a hotel's network) is no answer, whatever its status: a node that ended for it would not come back;
 - a clock is corrected once, at once; a connection that was stale costs no wait.
 """
 
@@ -73,7 +75,7 @@ class Asker:
                 refusal = read_refusal(answer)
                 if _corrects_clock(signer, refusal):
                     continue
-                if answer.status not in RETRY_STATUSES:
+                if answer.status not in RETRY_STATUSES and (signer is None or _is_word(answer)):
                     raise RefusedError(refusal)
                 failure, asked_s = refusal.text, refusal.retry_after_s or 0
             if number + 1 < self._patience.tries:
@@ -95,6 +97,11 @@ def read_refusal(answer: Answer) -> AuthError:
     if refusal.retry_after_s is None:
         refusal.retry_after_s = answer.retry_after_s
     return refusal
+
+
+def _is_word(answer: Answer) -> bool:
+    """Whether an answer other than 200 is a coordinator's."""
+    return AuthError.from_bytes(answer.status, answer.body) is not None
 
 
 def _note_success(signer: RequestSigner | None) -> None:

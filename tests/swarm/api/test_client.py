@@ -390,11 +390,11 @@ def test_an_answer_of_another_form_is_no_answer(tmp_path: Path, body: bytes) -> 
     asyncio.run(check())
 
 
-def test_a_redirect_is_a_refusal_and_never_followed(tmp_path: Path) -> None:
+def test_a_redirect_is_no_answer_and_never_followed(tmp_path: Path) -> None:
     async def check() -> None:
         data = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
         async with scripted(answer_with(data), tmp_path) as (client, _):
-            with pytest.raises(RefusedError, match="status 302"):
+            with pytest.raises(UnreachableError, match="status 302"):
                 await client.send_heartbeat(BEAT)
 
     asyncio.run(check())
