@@ -1,5 +1,6 @@
 """Leases that are held: what a heartbeat tells of them, and what it may take away."""
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,3 +126,23 @@ def test_a_lease_that_is_older_than_the_weights_is_no_want_of_them(
     mill.version = 5
     supply.hear(answer("l1", "l2"))
     assert not supply._has_enough(), "nobody else may be there to write for the next version"
+
+
+def test_a_lease_that_a_killed_worker_had_kept_is_not_taken_twice(
+    tmp_path: Path, recipe: Recipe, mill: FakeMill, make_lease: Callable[..., Lease]
+) -> None:
+    """The kill came after the lease was on disk and before its key was dropped: the key brings it once more."""
+    outbox, session = Outbox(tmp_path), SimpleNamespace(client=SimpleNamespace(clock_offset_ms=0))
+    outbox.add_lease(make_lease("l1", deadline_ms=2**50))
+    key = outbox.find_key()
+    supply = Supply(session, outbox, mill, recipe, WorkLimits())  # type: ignore[arg-type]
+
+    async def start() -> None:
+        await supply.resume()
+        await supply._accept(make_lease("l1", deadline_ms=2**50))
+        supply.end("l1")  # delivered meanwhile
+        await supply._accept(make_lease("l1", deadline_ms=2**50))
+        await supply._accept(make_lease("l2"))
+
+    asyncio.run(start())
+    assert mill.ordered == ["l1", "l2"] and outbox.find_key() != key

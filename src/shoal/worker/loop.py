@@ -91,9 +91,9 @@ class Worker:
 
     async def _work(self) -> None:
         """Take leases until there is a reason to stop, then deliver what is written."""
+        await self._supply.resume()  # before anything is delivered: it notes what was left
         for parcel in await asyncio.to_thread(self._outbox.list_parcels):
             self._delivery.send(parcel)
-        await self._supply.resume()
         stop, supply = asyncio.create_task(self._session.stopping.wait()), asyncio.create_task(self._supply.run())
         try:
             await asyncio.wait((stop, supply), return_when=asyncio.FIRST_COMPLETED)

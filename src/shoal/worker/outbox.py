@@ -63,6 +63,10 @@ class Outbox:
     def add_lease(self, lease: Lease) -> None:
         """Keep a lease that was granted under the key."""
         write_atomic(self._orders / f"{lease.lease}.json", lease.model_dump_json().encode())
+        self.drop_key()
+
+    def drop_key(self) -> None:
+        """The next lease is asked for under another key."""
         (self._orders / _ASKING).unlink(missing_ok=True)
 
     def list_leases(self) -> list[Lease]:

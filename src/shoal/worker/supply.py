@@ -59,6 +59,8 @@ class Supply:
         """newest version that a lease spoke of: it is in the ledger"""
         self._lacked = -1
         """version without which a lease was lost"""
+        self._resumed: frozenset[str] = frozenset()
+        """leases that an earlier process left, written or not"""
 
     @property
     def is_barren(self) -> bool:
@@ -67,7 +69,10 @@ class Supply:
 
     async def resume(self) -> None:
         """Take up leases that an earlier process left, if they still have time."""
-        for lease in await asyncio.to_thread(self._outbox.list_leases):
+        leases = await asyncio.to_thread(self._outbox.list_leases)
+        parcels = await asyncio.to_thread(self._outbox.list_parcels)
+        self._resumed = frozenset([*(lease.lease for lease in leases), *(parcel.manifest.lease for parcel in parcels)])
+        for lease in leases:
             if lease.deadline_ms > read_clock() + self._session.client.clock_offset_ms:
                 self._take(lease)
             else:
@@ -82,8 +87,7 @@ class Supply:
             answer = await self._ask()
             self.reason = answer.reason
             if answer.lease is not None:
-                await asyncio.to_thread(self._outbox.add_lease, answer.lease)
-                self._take(answer.lease)
+                await self._accept(answer.lease)
             elif answer.code == "finished":
                 self.finished = True
             else:
@@ -133,6 +137,18 @@ class Supply:
             raise SessionError(f"no more leases: {error}") from None
         except (ForkError, KeepError) as error:
             raise end_session(error) from None
+
+    async def _accept(self, lease: Lease) -> None:
+        """Take on a lease that was granted.
+
+        A kill may come between keeping a lease and dropping the key that it was asked under; that key brings the same
+        one again, which is under way or written already. Twice it would be written, and signed for.
+        """
+        if lease.lease in self.leases or lease.lease in self._resumed:
+            await asyncio.to_thread(self._outbox.drop_key)
+            return
+        await asyncio.to_thread(self._outbox.add_lease, lease)
+        self._take(lease)
 
     def _take(self, lease: Lease) -> None:
         try:
