@@ -114,6 +114,8 @@ def measure_swarm(row: str, overrides: Sequence[str], *, warm: int, steps: int) 
         end, ended_s = await_step(process, watch, metrics, steps)
         if process.wait(LIMIT_S):
             raise SystemExit(f"the swarm ended with {process.returncode}; see {root / 'logs'}")
+    if idle := list_idle(end):
+        raise SystemExit(f"stages that nobody entered, so that their time would be overhead: {', '.join(idle)}")
     lines = [line for line in read_metrics(metrics) if warm < line["step"] <= steps]
     return Measured(
         start=start,
@@ -168,6 +170,11 @@ def await_step(process: subprocess.Popen[bytes], watch: Watch, metrics: Path, st
             raise SystemExit(f"the swarm ended with {process.returncode} before step {step}: {' '.join(process.args)}")  # type: ignore[arg-type]
         time.sleep(LOOK_S)
     raise SystemExit(f"no step {step} after {LIMIT_S:g} s")
+
+
+def list_idle(found: Snapshot) -> list[str]:
+    """Stages that no part has entered: the code calls something else by now."""
+    return [stage.name for stage in STAGES if not any(part.calls[stage.name] for part in found.values())]
 
 
 def rate_swarm(found: Measured) -> Figures:

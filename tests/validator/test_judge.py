@@ -1,9 +1,11 @@
 """What a validator says of honest work, and of work that is not."""
 
 import asyncio
+import importlib
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -178,3 +180,19 @@ def test_what_is_late_is_computed_to_its_end_before_anything_else_is(
         return await next_one
 
     assert runner.run(go()).verdict is Verdict.ACCEPTED and begun == [False, True]
+
+
+def test_a_judge_computes_in_what_the_bench_of_the_loop_calls_prefill(hand_in, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "bench" / "loop_probe"))
+    stages = {stage.name: stage for stage in importlib.import_module("loop_stages").STAGES}
+    (target,) = stages["prefill"].targets
+    module, _, name = target.partition(":")
+    replay, seen = getattr(importlib.import_module(module), name), list[int]()
+
+    def count_rollouts(model: Any, batches: Sequence[Sequence[Rollout]], **options: Any) -> Any:
+        seen.extend(map(len, batches))
+        return replay(model, batches, **options)
+
+    monkeypatch.setattr(f"shoal.toploc.check.{name}", count_rollouts)
+    case = hand_in()
+    assert case.opinion().verdict is Verdict.ACCEPTED and seen == [len(case.job.manifest.rollouts)]
