@@ -158,7 +158,6 @@ def build_params(prepared: Prepared) -> RunParams:
         group_size=config.batch.group_size,
         max_tokens=config.engine.max_tokens,
         groups_per_lease=swarm.groups_per_lease,
-        least_groups=swarm.groups_per_lease,
         heartbeat_s=swarm.heartbeat_s,
         stale_s=STALE_BEATS * swarm.heartbeat_s,
         gone_s=GONE_BEATS * swarm.heartbeat_s,

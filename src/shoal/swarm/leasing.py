@@ -2,9 +2,6 @@
 
     of each open step, the smallest first: what is offered again, then groups that are missing; then backups
 
-Few missing groups of a step whose other groups are on their way wait for those, as long as another open step lacks more
-(`least_groups`): some of those will have no signal, and what is missing then goes into one lease.
-
 Invariants:
 - work is given out for open steps only, and only as much as their batches lack;
 - a span has at most two holders at once, the second one being its backup;
@@ -129,22 +126,15 @@ def _check_width(turn: Turn, caller: Rows) -> LeaseAnswer | None:
 
 
 def _choose_span(turn: Turn, caller: Rows, steps: Sequence[StepRow], rooms: Mapping[int, Room]) -> Choice | None:
-    params, few = turn.params, list[Choice]()
-    until_ms = turn.now_ms - 1000 * params.reserve_s
+    until_ms = turn.now_ms - 1000 * turn.params.reserve_s
     for step in steps:
         offer = find_offer(turn.connection, step.step, caller.owner.owner, until_ms)
         if offer is not None and offer.count <= rooms[step.step].groups:
             return Choice(offer.step, offer.first, offer.count, offer.fence + 1, fresh=False)
-        missing = count_missing(params, step.signal, step.on_their_way, step.next_index)
-        count = min(missing, params.groups_per_lease, rooms[step.step].groups)
-        if not count:
-            continue
-        choice = Choice(step.step, step.next_index, count, fence=1, fresh=True)
-        if not step.on_their_way or count >= min(params.least_groups, params.groups_per_lease):
-            return choice
-        few.append(choice)
-    if few:
-        return few[0]
+        missing = count_missing(turn.params, step.signal, step.on_their_way, step.next_index)
+        count = min(missing, turn.params.groups_per_lease, rooms[step.step].groups)
+        if count:
+            return Choice(step.step, step.next_index, count, fence=1, fresh=True)
     for step in steps:
         slow = find_slowest(turn.connection, step.step, caller.owner.owner)
         if slow is not None and slow.count <= rooms[step.step].groups and _is_slow(turn, slow):

@@ -48,8 +48,6 @@ class RunParams(Settings):
     group_size: Annotated[int, Field(ge=1, le=MAX_ROLLOUTS)] = 8
     max_tokens: Count = 512
     groups_per_lease: Annotated[int, Field(ge=1, le=MAX_ROLLOUTS)] = 1
-    least_groups: Annotated[int, Field(ge=1, le=MAX_ROLLOUTS)] = 1
-    """fewer missing groups of a step wait for those on their way, while another open step lacks more; 1: none wait"""
 
     heartbeat_s: Seconds = 10
     stale_s: Seconds = 45

@@ -46,33 +46,6 @@ def test_several_groups_in_a_lease_never_exceed_the_batch(make_world):
     assert [(lease.first, lease.count) for lease in (world.lease("a"), world.lease("b"))] == [(0, 3), (3, 2)]
 
 
-def test_few_missing_groups_wait_for_those_on_their_way_while_another_step_lacks_more(make_world):
-    world = make_world(groups_per_batch=5, groups_per_lease=3, least_groups=3, async_level=1)
-    world.publish(0)
-    for name in "abcde":
-        world.join(name, name)
-
-    def lease(name):
-        leases[name] = world.lease(name)
-        return leases[name].step, leases[name].first, leases[name].count
-
-    leases = {}
-    assert [lease(name) for name in "ab"] == [(1, 0, 3), (2, 0, 3)]
-    world.submit("a", leases["a"])
-    world.judge("judge-a", signal=False)  # all five of step 1 are missing, and none is on its way
-    assert lease("c") == (1, 3, 3)
-    assert [lease(name) for name in "de"] == [(1, 6, 2), (2, 3, 2)]  # nothing else is to be done
-    assert world.verify().holds
-
-
-def test_where_one_step_is_open_few_missing_groups_do_not_wait(make_world):
-    world = make_world(groups_per_batch=5, groups_per_lease=3, least_groups=3, async_level=0)
-    world.publish(0)
-    world.join("a", "a")
-    world.join("b", "b")
-    assert [(lease.first, lease.count) for lease in (world.lease("a"), world.lease("b"))] == [(0, 3), (3, 2)]
-
-
 def test_what_was_returned_meets_the_same_owner_again(world):
     lease = world.lease("w2")
     world.run(world.coordinator.return_lease(world.id("w2"), lease.lease))
