@@ -51,8 +51,9 @@ CHANCE_NATS = 40.0
 class Meaning:
     """What the rollouts of a run must be; for one recipe and tokenizer."""
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._family: Family = recipe.open_family()
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, family: Family | None = None) -> None:
+        """`family` is what the recipe opens, if that was done already."""
+        self._family: Family = family or recipe.open_family()
         self._tokenizer = tokenizer
         self._eos_id = int(tokenizer.eos_token_id)
         self._least_logprob = -(math.log(len(tokenizer)) + CHANCE_NATS)
