@@ -9,6 +9,7 @@ role that of its stages (bench/loop_probe, thread CPU time around the calls). Mo
 validators' prefill, the learner's passes and update, the evaluator's engine. All else is overhead. Rows:
     demo    the demo as it is: answers of 8 to 11 digits and a model of 0.6 million parameters
     long    the same model with answers of 20 to 22 digits
+    large   these answers, and a model of 3 million parameters
 Figures, those of other rows than the demo with the row's name before them:
     tokens_per_s                  of completions, from prompt to trained gradient; generated_per_s: all that was written
     overhead_cpu_share            CPU that is not model compute, of all CPU; the aim is below 0.10
@@ -43,15 +44,17 @@ from shoal.report import read_metrics
 PROBE = Path(__file__).resolve().parent / "loop_probe"
 LOOK_S, LIMIT_S = 0.1, 900.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+LONG = (
+    "tasks.options.min_length=20",
+    "tasks.options.max_length=22",
+    "warmup.options.min_length=12",
+    "warmup.options.max_length=20",
+    "engine.max_tokens=24",
+)
 ROWS: dict[str, tuple[str, ...]] = {
     "demo": (),
-    "long": (
-        "tasks.options.min_length=20",
-        "tasks.options.max_length=22",
-        "warmup.options.min_length=12",
-        "warmup.options.max_length=20",
-        "engine.max_tokens=24",
-    ),
+    "long": LONG,
+    "large": (*LONG, "policy.tiny.width=256", "policy.tiny.layers=4", "warmup.batch=64", "warmup.lr=1.5e-3"),
 }
 CONTROL = ("lease", "commit", "upload", "heartbeat", "claim", "fetch", "verdict")
 """stages of a role in which it talks to the coordinator"""
