@@ -139,7 +139,7 @@ def _find_copies(entries: Sequence[RolloutEntry], rollouts: Sequence[Rollout]) -
 
 def _compare(request: Request, rollout: Rollout, version: int) -> str:
     """How a rollout differs from what was asked for; empty if it does not."""
-    if not np.array_equal(rollout.prompt_ids, np.array(request.prompt_ids, dtype=np.int32)):
+    if rollout.prompt_ids.tolist() != list(request.prompt_ids):
         return "another prompt"
     if rollout.seed != request.seed:
         return "another seed"
