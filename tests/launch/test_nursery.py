@@ -5,13 +5,15 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shoal.keys import Key
 from shoal.launch.nursery import Fork, Nursery, NurseryError
-from shoal.launch.part import Part, open_log
+from shoal.launch.part import Part, Process, open_log
 from shoal.launch.supervise import Supervisor
 
 PATIENCE_S = 60.0
@@ -99,3 +101,33 @@ def test_without_a_nursery_a_part_is_executed(tmp_path: Path, monkeypatch: pytes
         return await Supervisor([part], tmp_path / "logs", os.environ).run(lambda: True, asyncio.Event())
 
     assert asyncio.run(go()) and path.exists()
+
+
+def test_what_needs_a_model_is_a_fork_and_is_started_again_when_it_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*args: object) -> None:
+        raise AssertionError("executed")
+
+    monkeypatch.setattr("shoal.launch.supervise.Nursery", partial(Nursery, modules=()))
+    monkeypatch.setattr(Process, "start", refuse)
+    Key.generate().save(tmp_path / "key")
+    part = Part(name="origin", arguments=list_origin(tmp_path), rank=0, has_model=True)
+
+    async def go() -> int | None:
+        supervisor, stop = Supervisor([part], tmp_path / "logs", os.environ), asyncio.Event()
+        running = asyncio.create_task(supervisor.run(lambda: False, stop))
+        state = supervisor.states["origin"]
+        async with asyncio.timeout(PATIENCE_S):
+            while state.process is None or not (tmp_path / "origin").exists():
+                await asyncio.sleep(0.02)
+            state.process.signal(signal.SIGKILL)
+            while not state.num_deaths or state.process is None:
+                await asyncio.sleep(0.02)
+            first, again = state.last_code, state.process.pid
+            stop.set()
+            await running
+        assert not Path(f"/proc/{again}").exists()
+        return first
+
+    assert asyncio.run(go()) == -signal.SIGKILL
