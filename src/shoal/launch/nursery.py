@@ -43,6 +43,8 @@ MODULES = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
 )
+_NO_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Whether there is a GPU may be asked while importing: without the driver, whose state no fork can use."""
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_ORDER_BYTES = 1 << 16
 _PID_BYTES = 8
@@ -116,7 +118,7 @@ class Nursery:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env=self._environment,
+                env={**self._environment, **_NO_DRIVER},
                 start_new_session=True,
                 preexec_fn=bind_to_parent(),  # noqa: PLW1509 - it calls the kernel and nothing else
             )
