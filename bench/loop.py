@@ -9,6 +9,7 @@ role that of its stages (bench/loop_probe, thread CPU time around the calls). Mo
 validators' prefill, the learner's passes and update, the evaluator's engine. All else is overhead. Rows:
     demo    the demo as it is: answers of 8 to 11 digits and a model of 0.6 million parameters
     long    the same model with answers of 20 to 22 digits
+    large   these answers, and a model of 3 million parameters
 Figures, those of other rows than the demo with the row's name before them:
     tokens_per_s                  of completions, from prompt to trained gradient; generated_per_s: all that was written
     overhead_cpu_share            CPU that is not model compute, of all CPU; the aim is below 0.10
@@ -43,15 +44,17 @@ from shoal.report import read_metrics
 PROBE = Path(__file__).resolve().parent / "loop_probe"
 LOOK_S, LIMIT_S = 0.1, 900.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+LONG = (
+    "tasks.options.min_length=20",
+    "tasks.options.max_length=22",
+    "warmup.options.min_length=12",
+    "warmup.options.max_length=20",
+    "engine.max_tokens=24",
+)
 ROWS: dict[str, tuple[str, ...]] = {
     "demo": (),
-    "long": (
-        "tasks.options.min_length=20",
-        "tasks.options.max_length=22",
-        "warmup.options.min_length=12",
-        "warmup.options.max_length=20",
-        "engine.max_tokens=24",
-    ),
+    "long": LONG,
+    "large": (*LONG, "policy.tiny.width=256", "policy.tiny.layers=4", "warmup.batch=64", "warmup.lr=1.5e-3"),
 }
 CONTROL = ("lease", "commit", "upload", "heartbeat", "claim", "fetch", "verdict")
 """stages of a role in which it talks to the coordinator"""
@@ -114,6 +117,8 @@ def measure_swarm(row: str, overrides: Sequence[str], *, warm: int, steps: int) 
         end, ended_s = await_step(process, watch, metrics, steps)
         if process.wait(LIMIT_S):
             raise SystemExit(f"the swarm ended with {process.returncode}; see {root / 'logs'}")
+    if idle := list_idle(end):
+        raise SystemExit(f"stages that nobody entered, so that their time would be overhead: {', '.join(idle)}")
     lines = [line for line in read_metrics(metrics) if warm < line["step"] <= steps]
     return Measured(
         start=start,
@@ -168,6 +173,11 @@ def await_step(process: subprocess.Popen[bytes], watch: Watch, metrics: Path, st
             raise SystemExit(f"the swarm ended with {process.returncode} before step {step}: {' '.join(process.args)}")  # type: ignore[arg-type]
         time.sleep(LOOK_S)
     raise SystemExit(f"no step {step} after {LIMIT_S:g} s")
+
+
+def list_idle(found: Snapshot) -> list[str]:
+    """Stages that no part has entered: the code calls something else by now."""
+    return [stage.name for stage in STAGES if not any(part.calls[stage.name] for part in found.values())]
 
 
 def rate_swarm(found: Measured) -> Figures:

@@ -109,6 +109,8 @@ def name_part(pid: int) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     except OSError:
         return ""
+    if "shoal.launch.nursery" in words:
+        return "nursery"
     if "shoal" not in words:
         return ""
     for flag in ("--folder", "--data"):

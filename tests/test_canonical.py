@@ -202,3 +202,20 @@ def test_too_long_is_refused_before_it_is_read() -> None:
     assert decode_canonical(b'"abc"', max_bytes=5) == "abc"
     with pytest.raises(CanonicalError, match="more than the 5 allowed"):
         decode_canonical(b"\xff" * 6, max_bytes=5)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [["[{"] * 30, {f"k{number}": '"' for number in range(30)}, [["", "]", "[", ""]] * 30, ["\\[", '\\"['] * 30],
+)
+def test_brackets_and_quotes_in_texts_are_no_nesting(value: object) -> None:
+    data = encode_canonical(value)
+    assert decode_canonical(data, max_bytes=len(data)) == value
+
+
+@pytest.mark.parametrize("text", ["", "]", '"]', "\\]"])
+def test_texts_hide_no_nesting(text: str) -> None:
+    shown = json.dumps(text).encode()
+    data = (b"[" + shown + b",") * 17 + shown + b"]" * 17
+    with pytest.raises(CanonicalError, match="nested more than 16 deep"):
+        decode_canonical(data, max_bytes=len(data))

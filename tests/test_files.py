@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal import files
 from shoal.errors import ConfigError
 from shoal.files import (
     append_line,
@@ -266,3 +267,17 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     for path, text in ((tmp_path, "it is a folder"), (tmp_path / "a" / "b", "there is no folder")):
         with pytest.raises(ConfigError, match=text):
             check_output(path)
+
+
+def test_a_fork_has_a_token_of_its_own(tmp_path: Path) -> None:
+    """Or what a process left that had its number before would be taken for its own."""
+    known, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(told, files._hidden_path(tmp_path / "a", "new").name.encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    theirs, ours = os.read(known, 200).decode(), files._hidden_path(tmp_path / "a", "new").name
+    os.close(known)
+    os.close(told)
+    assert theirs.split("-")[1] == str(pid) and theirs.split("-")[2] != ours.split("-")[2]

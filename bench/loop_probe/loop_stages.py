@@ -41,7 +41,7 @@ STAGES = (
     Stage("form", ("shoal.submission.read:read_submission", "shoal.trainer.reading:JailReader.__call__")),
     Stage("meaning", ("shoal.validator.judge:Judge._find_meaning",)),
     Stage("proof", ("shoal.validator.proof:check_proofs",)),
-    Stage("prefill", ("shoal.toploc.replay:replay_rollouts",), is_model=True),
+    Stage("prefill", ("shoal.toploc.replay:replay_batches",), is_model=True),
     Stage("verdict", ("shoal.swarm.client:NodeClient.send_verdict",)),
     Stage("read batch", ("shoal.trainer.batch:BatchReader.read_batch",)),
     Stage("old log-probs", ("shoal.learner.learner:Learner._score_old",), is_model=True),

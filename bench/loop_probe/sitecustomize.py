@@ -31,6 +31,10 @@ class Meter:
     """The numbers of this process, in a file that anybody may read at any time."""
 
     def __init__(self, path: Path) -> None:
+        self.move(path)
+
+    def move(self, path: Path) -> None:
+        """Begin anew in another file, as a fork does."""
         with path.open("w+b") as file:
             file.truncate(_DOUBLE * NUM_DOUBLES)
             self._doubles = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
@@ -183,6 +187,7 @@ def _is_server() -> bool:
 
 if folder := os.environ.get(FOLDER):
     own = Meter(Path(folder) / str(os.getpid()))
+    os.register_at_fork(after_in_child=lambda: own.move(Path(folder) / str(os.getpid())))
     sys.meta_path.insert(0, Wrapper(own))
     if _is_server():
         count_sockets(own)

@@ -13,6 +13,7 @@ Changing breaks: every hash and signature in every ledger.
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any, NoReturn
 from unicodedata import is_normalized
 
@@ -22,6 +23,7 @@ MAX_INTEGER = (1 << 63) - 1
 _MAX_DIGITS = 19
 # A string that never ends is taken up to the end of the text, or each quote in it would be tried as a beginning.
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+_NEUTRAL = bytes(set(range(256)) - set(b'[]{}"'))
 
 
 class CanonicalError(ValueError):
@@ -53,26 +55,41 @@ def decode_canonical(data: bytes, *, max_bytes: int) -> Any:
 
 def _check_value(value: Any, depth: int) -> None:
     match value:
-        case None | bool():
-            pass
-        case int():
-            if abs(value) > MAX_INTEGER:
-                raise CanonicalError(f"an integer of {value.bit_length()} bits, more than the 63 allowed")
+        case dict():
+            _check_keys(value)
+            _check_items(value.values(), depth)
+        case list():
+            _check_items(value, depth)
         case str():
             _check_text(value)
-        case list():
-            _check_depth(depth)
-            for item in value:
-                _check_value(item, depth - 1)
-        case dict():
-            _check_depth(depth)
-            for key, item in value.items():
-                if not isinstance(key, str):
-                    raise CanonicalError(f"a key of type {type(key).__name__}; keys are strings")
-                _check_text(key)
-                _check_value(item, depth - 1)
+        case int():  # a boolean is one
+            if abs(value) > MAX_INTEGER:
+                raise CanonicalError(f"an integer of {value.bit_length()} bits, more than the 63 allowed")
+        case None:
+            pass
         case _:
             raise CanonicalError(f"a value of type {type(value).__name__}, which has no canonical form")
+
+
+def _check_items(items: Iterable[Any], depth: int) -> None:
+    """What a container holds. Short texts and numbers, of which there are most, are looked at on the spot."""
+    if depth == 0:
+        raise _refuse_depth()
+    for item in items:
+        kind = type(item)
+        if kind is str:
+            if not item.isascii():
+                _check_text(item)
+        elif kind is not int or not -MAX_INTEGER <= item <= MAX_INTEGER:
+            _check_value(item, depth - 1)
+
+
+def _check_keys(value: dict[Any, Any]) -> None:
+    for key in value:
+        if not isinstance(key, str):
+            raise CanonicalError(f"a key of type {type(key).__name__}; keys are strings")
+        if not key.isascii():
+            _check_text(key)
 
 
 def _check_text(text: str) -> None:
@@ -86,23 +103,25 @@ def _check_text(text: str) -> None:
         raise CanonicalError("a string with a lone surrogate") from None
 
 
-def _check_depth(left: int) -> None:
-    if left == 0:
-        raise CanonicalError(f"nested more than {MAX_DEPTH} deep")
-
-
 def _check_nesting(data: bytes) -> None:
     """Refuse depth before parsing: the parser recurses."""
     if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
         return
+    if b"\\" not in data:
+        # Every quote begins or ends a string. Two side by side may go: what is inside of strings stays so.
+        data = data.translate(None, _NEUTRAL).replace(b'""', b"")
     depth = 0
-    for match in _TOKEN.finditer(data):
-        first = match[0][:1]
-        if first in (b"[", b"{"):
+    for token in _TOKEN.findall(data):
+        if token in (b"[", b"{"):
             depth += 1
-            _check_depth(MAX_DEPTH + 1 - depth)
-        elif first != b'"':
+            if depth > MAX_DEPTH:
+                raise _refuse_depth()
+        elif token in (b"]", b"}"):
             depth -= 1
+
+
+def _refuse_depth() -> CanonicalError:
+    return CanonicalError(f"nested more than {MAX_DEPTH} deep")
 
 
 def _parse_int(text: str) -> int:

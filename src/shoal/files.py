@@ -23,7 +23,9 @@ from shoal.errors import ConfigError
 
 LATEST = "latest"
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>new|old)-(?P<pid>\d+)-(?P<token>[0-9a-f]{8})-\d+")
-_TOKEN = uuid.uuid4().hex[:8]
+_token = [uuid.uuid4().hex[:8]]
+"""of this process: its number alone may be that of one that ended; a fork has its own"""
+os.register_at_fork(after_in_child=lambda: _token.__setitem__(0, uuid.uuid4().hex[:8]))
 _numbers = itertools.count()
 _BLOCK_BYTES = 1 << 16
 
@@ -186,7 +188,7 @@ def sync_dir(folder: Path) -> None:
 
 
 def _hidden_path(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{kind}-{os.getpid()}-{_TOKEN}-{next(_numbers)}")
+    return path.with_name(f".{path.name}.{kind}-{os.getpid()}-{_token[0]}-{next(_numbers)}")
 
 
 def _swap_dir(temporary: Path, path: Path) -> None:
@@ -213,7 +215,7 @@ def _sync_tree(folder: Path) -> None:
 
 def _is_alive(pid: int, token: str) -> bool:
     if pid == os.getpid():
-        return token == _TOKEN
+        return token == _token[0]
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -19,12 +19,11 @@ _ROUNDS = 10
 
 def derive_seed(*parts: int | str) -> int:
     """A 64-bit seed from a tuple of names and numbers."""
-    digest = hashlib.sha256(b"shoal-seed-v1")
+    framed = [b"shoal-seed-v1"]
     for part in parts:
-        kind, text = ("i", str(int(part))) if isinstance(part, int) else ("s", part)
-        raw = text.encode()
-        digest.update(f"{kind}{len(raw)}:".encode() + raw)
-    return int.from_bytes(digest.digest()[:8], "big")
+        kind, raw = (b"i", b"%d" % part) if isinstance(part, int) else (b"s", part.encode())
+        framed.append(b"%b%d:%b" % (kind, len(raw), raw))
+    return int.from_bytes(hashlib.sha256(b"".join(framed)).digest()[:8], "big")
 
 
 def token_uniforms(seed: int, start: int, count: int) -> np.ndarray:

@@ -5,6 +5,7 @@ import importlib.util
 import struct
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -102,3 +103,11 @@ def test_every_stage_names_something_that_exists(probe: ModuleType) -> None:
             for part in name.split("."):
                 place = getattr(place, part)
             assert callable(place), target
+
+
+def test_a_stage_that_nobody_enters_is_told(monkeypatch: pytest.MonkeyPatch, probe: ModuleType) -> None:
+    monkeypatch.syspath_prepend(str(PROBE.parent))
+    loop, watch = importlib.import_module("loop"), importlib.import_module("loop_watch")
+    names = [stage.name for stage in loop.STAGES]
+    parts = {"worker-1": watch.Part(calls=Counter(names[:3])), "trainer": watch.Part(calls=Counter(names[4:]))}
+    assert loop.list_idle(parts) == [names[3]]

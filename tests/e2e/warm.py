@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from shoal.cli import main
-from shoal.launch.part import Part, Process, _bind_to_parent
+from shoal.launch.nursery import Nursery, NurseryError
+from shoal.launch.part import Part, Process, bind_to_parent
 
 SOURCE = Path(__file__).parents[2] / "src"
 FDS = Path("/proc/self/fd")
@@ -84,7 +85,7 @@ class Warm:
         self._ready = False
         self._started: list[int] = []
         self._heard = b""
-        bind = _bind_to_parent()
+        bind = bind_to_parent()
         self._process = subprocess.Popen(
             [sys.executable, __file__, *modules],
             env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "TERM": "dumb"},
@@ -158,6 +159,7 @@ def run_orders() -> None:
     for name in sys.argv[1:]:
         importlib.import_module(name)
     Process.start = classmethod(start_part)  # type: ignore[method-assign, assignment]
+    Nursery.wait_ready = refuse_nursery  # type: ignore[method-assign]
     gc.freeze()
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -179,7 +181,7 @@ def run_orders() -> None:
 
 
 def start_command(order: dict[str, Any]) -> None:
-    bind = _bind_to_parent()
+    bind = bind_to_parent()
     if os.fork() == 0:
         if bind is not None:
             bind()
@@ -235,9 +237,14 @@ def die_at(point: int) -> None:
     os.fsync, os.rename, os.replace = wrap(os.fsync), wrap(os.rename), wrap(os.replace)
 
 
+async def refuse_nursery(nursery: Nursery) -> None:
+    """Parts are forks of ours."""
+    raise NurseryError("not here")
+
+
 async def start_part(kind: type[Process], part: Part, log: IO[bytes], environment: dict[str, str]) -> Process:
     """Start a part of a swarm, which otherwise would be a new interpreter."""
-    bind, known = _bind_to_parent(), set(FDS.iterdir())
+    bind, known = bind_to_parent(), set(FDS.iterdir())
 
     def become_part() -> NoReturn:
         if bind is not None:

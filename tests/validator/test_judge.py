@@ -1,9 +1,11 @@
 """What a validator says of honest work, and of work that is not."""
 
 import asyncio
+import importlib
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,3 +187,19 @@ def test_a_file_may_be_as_large_as_the_run_took_it(hand_in, policies) -> None:
     case = hand_in()
     large = case.job.model_copy(update={"manifest": case.job.manifest.model_copy(update={"size": 1 << 27})})
     assert Judge(None, None, None).bound_file(large, policies[0]).file_bytes == 1 << 27  # type: ignore[arg-type]
+
+
+def test_a_judge_computes_in_what_the_bench_of_the_loop_calls_prefill(hand_in, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "bench" / "loop_probe"))
+    stages = {stage.name: stage for stage in importlib.import_module("loop_stages").STAGES}
+    (target,) = stages["prefill"].targets
+    module, _, name = target.partition(":")
+    replay, seen = getattr(importlib.import_module(module), name), list[int]()
+
+    def count_rollouts(model: Any, batches: Sequence[Sequence[Rollout]], **options: Any) -> Any:
+        seen.extend(map(len, batches))
+        return replay(model, batches, **options)
+
+    monkeypatch.setattr(f"shoal.toploc.check.{name}", count_rollouts)
+    case = hand_in()
+    assert case.opinion().verdict is Verdict.ACCEPTED and seen == [len(case.job.manifest.rollouts)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy.exc import SQLAlchemyError
 
 from shoal.commands.swarm_call import Outcome, finish, read_descriptor, read_file, run_work
 from shoal.errors import ConfigError
@@ -189,7 +189,7 @@ def open_reader(url: str) -> Iterator[Engine]:
         yield engine
     except RowError as error:
         raise ConfigError(f"{name}: the ledger was damaged ({error}); `shoal ledger verify` says where") from None
-    except DatabaseError as error:
+    except SQLAlchemyError as error:
         raise ConfigError(f"{name}: cannot be read ({str(error).splitlines()[0]})") from error
     finally:
         engine.dispose()

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
-_PR_SET_PDEATHSIG = 1
+NUM_PDEATHSIG = 1
+"""of prctl: the signal that a process gets when its parent is gone"""
 _LAST_BYTES, _LAST_CHARS = 4096, 300
 
 
@@ -28,12 +29,28 @@ class Part:
     """whether the run is not over before it has ended by itself, with exit code 0"""
     last: tuple[int, ...] = ()
     """exit codes after which it is not started again, though nobody waits for them"""
+    has_model: bool = False
+    """whether it needs torch and all that comes with it, which the nursery has imported already"""
+
+
+class Child(Protocol):
+    """A process of ours."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
 
 
 class Process:
     """A part that runs, in a process group of its own; it does not outlive the one that started it."""
 
-    def __init__(self, part: Part, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, part: Part, process: Child) -> None:
         self.part = part
         self._process = process
 
@@ -50,7 +67,7 @@ class Process:
             stderr=log,
             env=environment,
             start_new_session=True,
-            preexec_fn=_bind_to_parent(),
+            preexec_fn=bind_to_parent(),
         )
         return cls(part, process)
 
@@ -92,14 +109,14 @@ def read_last_line(folder: Path, name: str) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")[:_LAST_CHARS]
 
 
-def _bind_to_parent() -> Callable[[], None] | None:
+def bind_to_parent() -> Callable[[], None] | None:
     """What a child does before it becomes the command: it asks the kernel to be stopped when its parent is gone."""
     if sys.platform != "linux":
         return None
     parent, prctl = os.getpid(), ctypes.CDLL(None, use_errno=True).prctl
 
     def bind() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        prctl(NUM_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(1)  # it was gone before that
 

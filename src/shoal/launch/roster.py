@@ -63,8 +63,8 @@ def write_evaluator(prepared: Prepared) -> tuple[str, ...]:
 def _list_trainers(prepared: Prepared) -> list[Part]:
     trainer, evaluator = write_trainer(prepared), write_evaluator(prepared)
     return [
-        Part(name="trainer", arguments=trainer, rank=_TRAIN, ends=True, last=(EXIT_UNWANTED,)),
-        Part(name="evaluator", arguments=evaluator, rank=_TRAIN, ends=True),
+        Part(name="trainer", arguments=trainer, rank=_TRAIN, ends=True, last=(EXIT_UNWANTED,), has_model=True),
+        Part(name="evaluator", arguments=evaluator, rank=_TRAIN, ends=True, has_model=True),
     ]
 
 
@@ -77,11 +77,11 @@ def _list_nodes(prepared: Prepared) -> list[Part]:
         return ("--folder", str(layout.folder(name)))
 
     parts = [
-        Part(name=name, arguments=("validator", url, *place(name), *threads), rank=_JUDGE, last=LAST)
+        Part(name=name, arguments=("validator", url, *place(name), *threads), rank=_JUDGE, last=LAST, has_model=True)
         for name in name_validators(swarm)
     ]
     parts += [
-        Part(name=name, arguments=("worker", url, *place(name), *slots), rank=_WORK, last=LAST)
+        Part(name=name, arguments=("worker", url, *place(name), *slots), rank=_WORK, last=LAST, has_model=True)
         for name in name_workers(swarm)
     ]
     parts += [
@@ -90,6 +90,7 @@ def _list_nodes(prepared: Prepared) -> list[Part]:
             arguments=("redteam", "work", url, "--attack", attack, *place(name), *slots),
             rank=_WORK,
             last=LAST,
+            has_model=True,
         )
         for name, attack in zip(name_cheats(swarm), swarm.cheats, strict=True)
     ]

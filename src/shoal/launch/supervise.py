@@ -18,8 +18,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from shoal.errors import EXIT_MISTAKE
+from shoal.launch.nursery import Fork, Nursery, NurseryError
 from shoal.launch.part import Part, Process, open_log, read_last_line
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -90,6 +92,7 @@ class Supervisor:
         self._logs, self._environment, self.note = logs, dict(environment), note
         self.is_stopping = False
         """whether the parts are on their way down: what one says then is no alarm"""
+        self._nursery = Nursery(self._environment)
 
     async def run(self, until: Callable[[], bool], stop: asyncio.Event) -> bool:
         """Look after the parts until all that end by themselves have and `until` holds, or until `stop` is set.
@@ -107,6 +110,7 @@ class Supervisor:
             await asyncio.gather(*watches, return_exceptions=True)
             # One may have been on its way up while the others went down.
             await _stop([state.process for state in self.states.values() if state.process is not None])
+            await self._nursery.close()
         return finished
 
     def kill_all(self) -> None:
@@ -156,7 +160,7 @@ class Supervisor:
     async def _run_once(self, state: PartState) -> None:
         began = time.monotonic()
         with open_log(self._logs, state.part.name) as log:
-            state.process = await Process.start(state.part, log, self._environment)
+            state.process = await self._start(state.part, log)
         state.last_code = await state.process.wait()
         state.process = None
         is_mistake = state.last_code == EXIT_MISTAKE and time.monotonic() - began < CALM_S
@@ -165,6 +169,16 @@ class Supervisor:
         state.finished = is_done or state.num_mistakes >= MAX_MISTAKES
         if not state.finished:
             state.num_deaths += 1
+
+    async def _start(self, part: Part, log: IO[bytes]) -> Process:
+        """Start a part: as a fork, if it needs what the nursery has and there is one."""
+        if part.has_model:
+            try:
+                await self._nursery.wait_ready()
+                return Process(part, Fork(self._nursery.fork(part.arguments, log)))
+            except NurseryError:
+                pass  # it takes longer then, and is the same
+        return await Process.start(part, log, self._environment)
 
     async def _stop_all(self) -> None:
         for rank in sorted({state.part.rank for state in self.states.values()}):

@@ -66,7 +66,7 @@ def decode_completion(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | n
 
     Any other special token stays visible as its name: a stray `<pad>` makes an answer wrong, for it is not part of one.
     """
-    kept = [int(index) for index in ids]
+    kept: list[int] = np.asarray(ids).tolist()
     if kept and kept[-1] == tokenizer.eos_token_id:
         kept.pop()
     text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -260,6 +260,7 @@ def _list_crews(plan: Plan, prepared: Prepared) -> list[Part]:
             ),
             rank=rank,
             ends=True,
+            has_model=True,
         )
         for number, words in enumerate(crews, start=1)
     ]

@@ -17,7 +17,7 @@ from shoal.submission.entry import make_entry
 from shoal.submission.frame import Columns
 from shoal.swarm.messages import RolloutEntry
 
-_FINISHES = {finish.value for finish in Finish}
+_FINISHES = {finish.value: finish for finish in Finish}
 _PRINTABLE = (0x20, 0x7E)
 
 
@@ -50,18 +50,18 @@ def read_claims(columns: Columns, bounds: Bounds) -> Contents:
     size = bounds.group_size
     texts = _Texts.cut(columns)
     rollouts = list(_build_rollouts(columns, texts))
+    scores = [Score(*row) for row in zip(columns.reward.tolist(), texts.reasons, strict=True)]
     groups = []
     for start in range(0, columns.num_rows, size):
         rows = slice(start, start + size)
         if len(set(texts.tasks[rows])) > 1:
             _refuse_row(start, "a group of several tasks")
-        scores = [Score(float(columns.reward[row]), texts.reasons[row]) for row in range(start, start + size)]
         groups.append(
             Group(
                 index=int(columns.group[start]),
                 task_id=texts.tasks[start],
                 rollouts=tuple(rollouts[rows]),
-                scores=tuple(scores),
+                scores=tuple(scores[rows]),
             )
         )
     proofs = {rollout.id: own for rollout, own in zip(rollouts, _cut_proofs(columns), strict=True)}
@@ -148,16 +148,18 @@ def _build_rollouts(columns: Columns, texts: _Texts) -> Iterator[Rollout]:
     prompts = _cut_array(columns.prompt_ids.astype(np.int32, copy=False), columns.prompt_lengths)
     tokens = _cut_array(columns.token_ids.astype(np.int32, copy=False), columns.token_lengths)
     logprobs = _cut_array(columns.logprobs.astype(np.float32, copy=False), columns.logprob_lengths)
+    groups, samples, versions = columns.group.tolist(), columns.sample.tolist(), columns.version.tolist()
+    temperatures, seeds = columns.temperature.tolist(), columns.seed.tolist()
     for row in range(columns.num_rows):
         yield Rollout(
-            id=f"g{columns.group[row]}.{columns.sample[row]}",
+            id=f"g{groups[row]}.{samples[row]}",
             prompt_ids=prompts[row],
             token_ids=tokens[row],
             logprobs=logprobs[row],
-            finish=Finish(texts.finishes[row]),
-            versions=(VersionRange(int(columns.version[row]), 0, len(tokens[row])),),
-            temperature=float(columns.temperature[row]),
-            seed=int(columns.seed[row]),
+            finish=_FINISHES[texts.finishes[row]],
+            versions=(VersionRange(versions[row], 0, len(tokens[row])),),
+            temperature=temperatures[row],
+            seed=seeds[row],
         )
 
 

@@ -15,7 +15,7 @@ def hash_tokens(token_ids: np.ndarray) -> str:
 
     Changing breaks: the search for copies across submissions.
     """
-    return hashlib.sha256(_TAG + np.asarray(token_ids).astype("<i4").tobytes()).hexdigest()
+    return hashlib.sha256(_TAG + np.asarray(token_ids).astype("<i4", copy=False).tobytes()).hexdigest()
 
 
 def make_entry(rollout: Rollout) -> RolloutEntry:

@@ -1,17 +1,21 @@
 """The projection of postings into balances, where overdrafts are refused."""
 
-from sqlalchemy import Connection, bindparam, select, text
+import json
+
+from sqlalchemy import Connection
 
 from shoal.canonical import MAX_INTEGER
 from shoal.swarm.db import BALANCE
 from shoal.swarm.event import Event
 from shoal.swarm.postings import MINT, PostingError
 from shoal.swarm.projection import Projection
+from shoal.swarm.sql import Sql
 
-_SELECT = select(BALANCE.c.account, BALANCE.c.amount).where(
-    BALANCE.c.account.in_(bindparam("accounts", expanding=True))
+_SELECT = Sql(
+    "SELECT account, amount FROM balance WHERE account IN (SELECT value FROM json_each(:accounts))",
+    "SELECT account, amount FROM balance WHERE account IN (SELECT jsonb_array_elements_text(CAST(:accounts AS jsonb)))",
 )
-_UPSERT = text(
+_UPSERT = Sql(
     "INSERT INTO balance (account, amount) VALUES (:account, :amount) "
     "ON CONFLICT (account) DO UPDATE SET amount = excluded.amount"
 )
@@ -20,9 +24,7 @@ _UPSERT = text(
 def read_balances(connection: Connection, accounts: list[str]) -> dict[str, int]:
     """The balances of some accounts; one that was never posted to has 0."""
     balances = dict.fromkeys(accounts, 0)
-    for account, amount in connection.execute(_SELECT, {"accounts": accounts}):
-        balances[account] = amount
-    return balances
+    return balances | dict(_SELECT.run(connection, {"accounts": json.dumps(accounts)}).fetchall())
 
 
 def _apply_postings(event: Event, connection: Connection) -> None:
@@ -37,7 +39,7 @@ def _apply_postings(event: Event, connection: Connection) -> None:
         if abs(balance) > MAX_INTEGER:
             raise PostingError(f"{account}: a balance of 2**63 or more")
         rows.append({"account": account, "amount": balance})
-    connection.execute(_UPSERT, rows)
+    _UPSERT.run_many(connection, rows)
 
 
 BALANCES = Projection("balances", (BALANCE,), _apply_postings)

@@ -30,7 +30,7 @@ from sqlalchemy import (
     event,
 )
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from shoal.errors import ConfigError
@@ -180,8 +180,14 @@ def _prepare_sqlite(raw: Any, entry: ConnectionPoolEntry) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
+    """Past SQLAlchemy, for which this one statement is as much work as all that it begins."""
     read = connection.get_execution_options().get(_READ, False)
-    connection.exec_driver_sql("BEGIN" if read else "BEGIN IMMEDIATE")
+    raw: Any = connection.connection.driver_connection
+    failure = connection.dialect.loaded_dbapi.Error
+    try:
+        raw.execute("BEGIN" if read else "BEGIN IMMEDIATE").close()
+    except failure as error:
+        raise DBAPIError.instance("BEGIN", None, error, failure) from error
 
 
 def _decode_text(data: bytes) -> str:

@@ -16,6 +16,7 @@ from shoal.swarm.event import Event
 from shoal.swarm.head import Head, SignedHead
 from shoal.swarm.merkle import Node, hash_children, hash_leaf
 from shoal.swarm.postings import Posting
+from shoal.swarm.sql import Sql, fetch_rows
 
 TILE_LEVEL = 8
 MAX_SEQ = (1 << 63) - 1
@@ -25,9 +26,9 @@ _BLOCK = 1024
 _EVENT_COLUMNS = "seq, time_ms, kind, actor, subject, body, signature, prev_hash, hash"
 _EVENT_TYPES = (int, int, str, str, str, bytes, bytes, bytes, bytes)
 _RANGE = "WHERE seq >= :start AND seq < :stop ORDER BY seq"
-_EVENTS = text(f"SELECT {_EVENT_COLUMNS} FROM event {_RANGE} LIMIT {_BLOCK}")
-_ABOUT = text("SELECT seq FROM event WHERE subject = :subject AND kind = :kind ORDER BY seq")
-_POSTINGS = text(f"SELECT seq, line, account, amount FROM posting {_RANGE}, line")
+_EVENTS = Sql(f"SELECT {_EVENT_COLUMNS} FROM event {_RANGE} LIMIT {_BLOCK}")
+_ABOUT = Sql("SELECT seq FROM event WHERE subject = :subject AND kind = :kind ORDER BY seq")
+_POSTINGS = Sql(f"SELECT seq, line, account, amount FROM posting {_RANGE}, line")
 _HASHES = text(f"SELECT seq, hash FROM event {_RANGE}")
 _NODE = text("SELECT hash FROM merkle_node WHERE level = :level AND position = :position")
 _NODES = text("SELECT level, position, hash FROM merkle_node ORDER BY level, position")
@@ -57,14 +58,13 @@ def find_event(connection: Connection, digest: bytes) -> Event | None:
 
 def list_events(connection: Connection, subject: str, kind: str) -> list[Event]:
     """The events of one kind about something, in order."""
-    values = {"subject": subject, "kind": kind}
-    numbers = connection.execute(_ABOUT, values).scalars().all()
+    numbers = fetch_rows(connection, _ABOUT, int, subject=subject, kind=kind)
     return [event for seq in numbers if (event := read_event(connection, seq)) is not None]
 
 
 def read_events(connection: Connection, start: int, stop: int) -> Iterator[Event]:
     """The events from `start` up to but without `stop`, in order, with bounded memory."""
-    while rows := connection.execute(_EVENTS, {"start": start, "stop": stop}).all():
+    while rows := _EVENTS.run(connection, {"start": start, "stop": stop}).fetchall():
         events = [_check_types("event", row, _EVENT_TYPES) for row in rows]
         last = events[-1][0]
         postings = _read_postings(connection, {"start": start, "stop": last + 1})
@@ -131,7 +131,7 @@ class NodeReader:
 
 def _read_postings(connection: Connection, bounds: dict[str, int]) -> dict[int, list[Posting]]:
     postings: dict[int, list[Posting]] = {}
-    for row in connection.execute(_POSTINGS, bounds):
+    for row in _POSTINGS.run(connection, bounds).fetchall():
         seq, line, account, amount = _check_types("posting", row, (int, int, str, int))
         lines = postings.setdefault(seq, [])
         if line != len(lines):

@@ -16,6 +16,7 @@ Invariants:
 
 import asyncio
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from shoal.learner.filter import has_signal
@@ -28,6 +29,7 @@ from shoal.submission.read import read_submission
 from shoal.swarm.messages import Job, Verdict
 from shoal.swarm.params import MILLION
 from shoal.swarm.rules.outcome import CRASH_CHECK
+from shoal.tasks.base import Family
 from shoal.toploc.calibration import Calibration
 from shoal.validator.history import count_drift, describe_group
 from shoal.validator.meaning import COPY_CHECK, LIMIT_CHECK, Meaning
@@ -45,6 +47,10 @@ class Judge:
         self._recipe, self._calibration, self._jail = recipe, calibration, jail
         self._work: asyncio.Task[list[Opinion]] | None = None
         """what is computed; it goes on if nobody waits for it any more, for a thread cannot be ended"""
+
+    @cached_property
+    def _family(self) -> Family:
+        return self._recipe.open_family()
 
     async def judge(self, job: Job, path: Path, policy: Policy) -> Opinion:
         """What is to be said of the file at `path`; `policy` is that of the job's version."""
@@ -88,7 +94,7 @@ class Judge:
 
     def _judge_read(self, jobs: Sequence[Job], read: Sequence[Contents | Opinion], policy: Policy) -> list[Opinion]:
         """Opinions on what was read, with one replay for all whose meaning holds."""
-        meaning = Meaning(self._recipe, policy.tokenizer)
+        meaning = Meaning(self._recipe, policy.tokenizer, self._family)
         told = [
             found if isinstance(found, Opinion) else self._find_meaning(meaning, job, found)
             for job, found in zip(jobs, read, strict=True)

@@ -51,8 +51,9 @@ CHANCE_NATS = 40.0
 class Meaning:
     """What the rollouts of a run must be; for one recipe and tokenizer."""
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._family: Family = recipe.open_family()
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, family: Family | None = None) -> None:
+        """`family` is what the recipe opens, if that was done already."""
+        self._family: Family = family or recipe.open_family()
         self._tokenizer = tokenizer
         self._eos_id = int(tokenizer.eos_token_id)
         self._least_logprob = -(math.log(len(tokenizer)) + CHANCE_NATS)
@@ -138,7 +139,7 @@ def _find_copies(entries: Sequence[RolloutEntry], rollouts: Sequence[Rollout]) -
 
 def _compare(request: Request, rollout: Rollout, version: int) -> str:
     """How a rollout differs from what was asked for; empty if it does not."""
-    if not np.array_equal(rollout.prompt_ids, np.array(request.prompt_ids, dtype=np.int32)):
+    if rollout.prompt_ids.tolist() != list(request.prompt_ids):
         return "another prompt"
     if rollout.seed != request.seed:
         return "another seed"

@@ -30,6 +30,8 @@ class Shelf:
         self._session, self._client, self._memory_bytes = session, client, memory_bytes
         self._opener = Opener(recipe)
         self._policies: OrderedDict[int, Policy] = OrderedDict()
+        self._sizes: dict[int, int] = {}
+        """bytes of each"""
 
     async def find(self, version: int) -> Policy | None:
         """The policy of a version, however long that takes; None if no relay has it any more."""
@@ -45,15 +47,16 @@ class Shelf:
             except GoneError as error:
                 self._session.note(f"v{version} is not to be had: {error}")
                 return None
-            self._policies[version] = await asyncio.to_thread(self._opener.open, version, folder)
+            policy = await asyncio.to_thread(self._opener.open, version, folder)
+            self._policies[version], self._sizes[version] = policy, _measure_bytes(policy)
         self._policies.move_to_end(version)
         self._drop_old()
         return self._policies[version]
 
     def _drop_old(self) -> None:
-        sizes = {version: _measure_bytes(policy) for version, policy in self._policies.items()}
-        while len(self._policies) > 1 and sum(sizes[version] for version in self._policies) > self._memory_bytes:
-            self._policies.popitem(last=False)
+        while len(self._policies) > 1 and sum(self._sizes.values()) > self._memory_bytes:
+            version, _ = self._policies.popitem(last=False)
+            del self._sizes[version]
 
 
 def _measure_bytes(policy: Policy) -> int:

@@ -10,8 +10,8 @@ from shoal.swarm.event import Event, Kind, encode_body
 from shoal.swarm.params import RunParams, dump_params
 from shoal.swarm.replay import open_scratch
 from shoal.swarm.rules.history import MAX_BAG
+from shoal.swarm.sql import Sql
 from shoal.swarm.state import history, run
-from shoal.swarm.state.sql import Sql
 
 TABLES = (history.NUMBERS, history.BAG, history.HISTORY, run.RUN_STATE)
 

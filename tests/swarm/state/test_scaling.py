@@ -19,8 +19,8 @@ from shoal.swarm.db import open_engine
 from shoal.swarm.messages import NodeWait
 from shoal.swarm.mirror import Mirror, Seen
 from shoal.swarm.params import RunParams, dump_params
+from shoal.swarm.sql import Sql
 from shoal.swarm.state import credit, history, leases, nodes, queue, redeems, run, spans, steps, submissions
-from shoal.swarm.state.sql import Sql
 from shoal.swarm.status import build_status
 from shoal.swarm.turn import Setting
 from shoal.swarm.waits import WaitBook

@@ -8,7 +8,7 @@ This is no rule that the coordinator runs but one that follows from all of them,
 from sqlalchemy import Connection
 
 from shoal.swarm.law.docket import LawError
-from shoal.swarm.state.sql import Sql, fetch_row
+from shoal.swarm.sql import Sql, fetch_row
 
 _HELD = (
     ("pending", "SELECT owner, sum(amount) AS amount FROM hold WHERE state IN ('held', 'ready', 'frozen')"),

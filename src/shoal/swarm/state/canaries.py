@@ -14,9 +14,9 @@ from shoal.swarm.db import INT64, define_table
 from shoal.swarm.event import Event
 from shoal.swarm.messages import CanaryGrade
 from shoal.swarm.seals import find_seal
+from shoal.swarm.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
 from shoal.swarm.state.nodes import first_join
 from shoal.swarm.state.run import read_run
-from shoal.swarm.state.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
 
 CANARY_STATES = ("caught", "missed", "passed", "wronged", "unseen")
 SEAL = define_table(

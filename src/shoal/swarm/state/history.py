@@ -23,8 +23,8 @@ from shoal.swarm.event import Event
 from shoal.swarm.messages import MAX_ROLLOUTS, SubmissionState
 from shoal.swarm.rules.age import oldest_version
 from shoal.swarm.rules.history import RANKED, Bag, DriftLevel, Evidence, read_draws, read_wealth
+from shoal.swarm.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
 from shoal.swarm.state.run import read_run
-from shoal.swarm.state.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
 
 NUMBERS = define_table(
     "group_numbers",

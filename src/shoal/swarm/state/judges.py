@@ -11,8 +11,8 @@ from sqlalchemy import Column, Connection, Text
 from shoal.swarm.db import INT64, define_table
 from shoal.swarm.event import Event
 from shoal.swarm.rules.trust import Side
+from shoal.swarm.sql import Sql, fetch_row, fetch_rows, insert_into, list_columns
 from shoal.swarm.state.nodes import find_node
-from shoal.swarm.state.sql import Sql, fetch_row, fetch_rows, insert_into, list_columns
 
 DOUBT = define_table(
     "doubt",

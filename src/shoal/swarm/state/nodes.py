@@ -13,7 +13,7 @@ from shoal.swarm.event import Event
 from shoal.swarm.messages import Standing, SubmissionState
 from shoal.swarm.rules.standing import MOVES
 from shoal.swarm.rules.width import Width
-from shoal.swarm.state.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
+from shoal.swarm.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
 
 OWNER = define_table(
     "owner",

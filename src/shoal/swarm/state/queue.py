@@ -20,7 +20,7 @@ from shoal.swarm.event import Event, Kind
 from shoal.swarm.messages import Verdict
 from shoal.swarm.rules.outcome import CRASH_CHECK
 from shoal.swarm.rules.trust import is_sure
-from shoal.swarm.state.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
+from shoal.swarm.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
 
 JOB = define_table(
     "job",

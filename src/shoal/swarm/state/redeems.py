@@ -12,7 +12,7 @@ from sqlalchemy import Column, Connection, Index, Text
 
 from shoal.swarm.db import INT64, define_table
 from shoal.swarm.event import Event, Kind
-from shoal.swarm.state.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
+from shoal.swarm.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
 
 REDEEM = define_table(
     "redeem",

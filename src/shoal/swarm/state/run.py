@@ -10,7 +10,7 @@ from shoal.canonical import encode_canonical
 from shoal.swarm.db import INT64, define_table
 from shoal.swarm.event import Event
 from shoal.swarm.params import RunParams, parse_params
-from shoal.swarm.state.sql import Sql, fetch_number, fetch_row, insert_into
+from shoal.swarm.sql import Sql, fetch_number, fetch_row, insert_into
 
 RUN_STATE = define_table(
     "run_state",

@@ -20,7 +20,7 @@ from shoal.swarm.db import INT64, define_table
 from shoal.swarm.event import Event
 from shoal.swarm.messages import BatchEntry, SubmissionState
 from shoal.swarm.rules.batch import hash_batch
-from shoal.swarm.state.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
+from shoal.swarm.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
 from shoal.swarm.state.steps import StepRow, find_step, move_groups
 
 SPAN = define_table(

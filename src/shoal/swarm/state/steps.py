@@ -11,7 +11,7 @@ from sqlalchemy import Column, Connection, Text
 
 from shoal.swarm.db import INT64, define_table
 from shoal.swarm.event import Event
-from shoal.swarm.state.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
+from shoal.swarm.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
 
 STEP = define_table(
     "step",

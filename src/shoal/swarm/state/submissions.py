@@ -17,9 +17,9 @@ from shoal.swarm.db import INT64, define_table
 from shoal.swarm.event import Event
 from shoal.swarm.messages import SubmissionState
 from shoal.swarm.rules.deadline import upload_time
+from shoal.swarm.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
 from shoal.swarm.state.leases import LeaseRow, submit_lease
 from shoal.swarm.state.spans import retake_span
-from shoal.swarm.state.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
 
 SUBMISSION = define_table(
     "submission",

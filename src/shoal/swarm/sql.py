@@ -1,4 +1,4 @@
-"""Statements of the state's tables, run straight on the database's driver, and rows as typed tuples.
+"""Statements of the ledger's and the state's tables, run straight on the database's driver, and rows as typed tuples.
 
 What SQLAlchemy does to each statement and its values on their way costs ten times what the database does with them, and
 a decision has some twenty of them. Placeholders are `:name` and become what the driver calls them.
