@@ -36,13 +36,13 @@ SETTINGS = (
     "warmup.lr=1.5e-3",
     "learner.loss.kl=0.001",
     # Small changes from version to version, as in long runs: the target is passed after a dozen steps, not after two.
-    "learner.lr=5e-6",
+    "learner.lr=7e-6",
     # Groups that are large and not sampled too sharply mostly have a signal: two cores can supply the trainer.
-    "tasks.options={min_length=8, max_length=9}",
+    "tasks.options={min_length=8, max_length=8}",
     "engine.temperature=1.3",
     "batch.groups=12",
     "batch.group_size=64",
-    "swarm.groups_per_lease=2",
+    "swarm.groups_per_lease=6",
     "swarm.slots=512",
     "swarm.cheats=[]",
     "checkpoint.every=8",
