@@ -8,6 +8,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from safetensors.numpy import save
 
 from shoal.shardcast import codec
 from shoal.shardcast import delta as delta_module
-from shoal.shardcast.delta import DeltaError, DeltaStats, PoorError, apply_delta, encode_delta
+from shoal.shardcast.delta import DeltaError, DeltaStats, PoorError, apply_chain, apply_delta, encode_delta
 from shoal.shardcast.delta_format import MAGIC, count_blocks, list_blocks
 from shoal.shardcast.delta_work import Scratch, Workers
 from shoal.shardcast.tensors import Span
@@ -509,3 +510,83 @@ def test_a_small_checkpoint_is_encoded_without_a_sample(
 def test_blocks_are_counted_as_they_are_listed(spans: list[tuple[int, int]]) -> None:
     made = tuple(Span(width, count) for width, count in spans)
     assert count_blocks(made) == len(list(list_blocks(made)))
+
+
+def write_chain(folder: Path, versions: list[Files]) -> tuple[Path, list[Path]]:
+    """The first of some checkpoints, and the deltas from each to the next."""
+    paths = [write_folder(folder / f"v{number}", files) for number, files in enumerate(versions)]
+    deltas = []
+    for number, (old, new) in enumerate(pairwise(paths)):
+        deltas.append(folder / f"d{number}")
+        deltas[-1].write_bytes(encode(old, new)[0])
+    return paths[0], deltas
+
+
+def draw_model(seed: int, *, step: str = "", extra: bool = False) -> bytes:
+    """Tensors of a length that is no multiple of 8 bytes, of which a fifth of the values differ from seed to seed."""
+    values = draw_values(1001, 0)
+    for number in range(1, seed + 1):
+        values = step_some(values, 0.2, number)
+    tensors = {"a": ("BF16", [1001], values.tobytes()), "b": ("F32", [130], draw_values(130, seed, "<u4").tobytes())}
+    if extra:
+        tensors["c"] = ("F32", [200], draw_values(200, 9, "<u4").tobytes())
+    return write_tensors(tensors, step)
+
+
+def test_a_chain_of_deltas_gives_the_last_checkpoint_in_one_pass(tmp_path: Path) -> None:
+    versions = [{"m": draw_model(seed, step=str(seed)), "config": bytes([seed]) * 70} for seed in range(6)]
+    first, deltas = write_chain(tmp_path, versions)
+    for end in range(1, 6):
+        out = tmp_path / f"out{end}"
+        apply_chain(first, deltas[:end], out, threads=2)
+        assert read_folder(out) == versions[end]
+    assert read_folder(first) == versions[0]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"m": draw_model(2, extra=True)},
+        {"m": draw_model(2, step="longer than before")},
+        {"m": draw_model(2), "more": b"x"},
+        {"other": draw_model(2)},
+    ],
+)
+def test_deltas_that_cut_the_checkpoint_differently_are_refused_and_leave_nothing(tmp_path: Path, last: Files) -> None:
+    first, deltas = write_chain(tmp_path, [{"m": draw_model(0)}, {"m": draw_model(1)}, last])
+    with pytest.raises(DeltaError, match="cut the checkpoint differently"):
+        apply_chain(first, deltas, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_chain_that_lacks_a_delta_or_has_them_in_another_order_is_refused(tmp_path: Path) -> None:
+    first, deltas = write_chain(tmp_path, [{"m": draw_model(seed)} for seed in range(4)])
+    for wrong in ([deltas[0], deltas[2]], [deltas[1], deltas[0]], [deltas[0], deltas[0]]):
+        with pytest.raises(DeltaError, match="another parent"):
+            apply_chain(first, wrong, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_long_chain_takes_no_more_memory_than_a_delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "BLOCK_ELEMENTS", 1 << 16)
+    rng = np.random.default_rng(0)
+    first, deltas = write_chain(tmp_path, [{"m": rng.bytes(1 << 20)} for _ in range(9)])  # nothing can be saved
+
+    def measure(used: list[Path], name: str) -> int:
+        tracemalloc.start()
+        apply_chain(first, used, tmp_path / name, threads=1)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    measure(deltas[:1], "warm")
+    assert measure(deltas, "all") < measure(deltas[:1], "one") + (1 << 19), "eight payloads in a block's place are 4 MB"
+
+
+def test_who_is_told_to_halt_ends_and_leaves_nothing(tmp_path: Path) -> None:
+    first, deltas = write_chain(tmp_path, [{"m": draw_model(seed)} for seed in range(3)])
+    halt = threading.Event()
+    halt.set()
+    with pytest.raises(DeltaError, match="stopped"):
+        apply_chain(first, deltas, tmp_path / "out", halt=halt)
+    assert not (tmp_path / "out").exists()

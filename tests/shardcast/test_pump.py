@@ -272,3 +272,21 @@ def test_of_urgent_shards_those_of_the_newest_version_come_first(basin: Any, run
             assert hold.asked == [(2, 5), (2, 4), (1, 0), (1, 1)]
 
     run(work)
+
+
+def test_a_spare_order_begins_no_shard_while_another_order_is_there(basin: Any, run: Any, make_bytes: Any) -> None:
+    async def work() -> None:
+        async with basin() as home:
+            for version in (1, 2):
+                await home.publish(version, {"weights": make_bytes(9 * SHARD, version)}, parent=None)
+            hold = Holdup(1, 2)
+            front = await home.front(hold)
+            client = await home.client(front.url, deadlines=home.patient, in_flight=4)
+            old, new = await adopt_all(home, client, 1, 2)
+            pump = client.puller.pump
+            spare, pressing = pump.order(new, "full", spare=True), pump.order(old, "full")
+            hold.gate.set()
+            await asyncio.gather(spare.done, pressing.done)
+            assert [version for version, _ in hold.asked] == [1] * 9 + [2] * 9
+
+    run(work)

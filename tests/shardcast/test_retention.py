@@ -146,6 +146,8 @@ def test_who_joins_late_gets_the_anchor_and_the_deltas_since_from_a_relay(
                 await home.publish(version, {"weights": bytes(data)})
             while not all(entry.log.ended for entry in relay.store.entries()) or relay.store.entries()[-1].version < 14:
                 await relay.store.changed.wait()
+            while relay.store.find(7) is not None:  # until the anchor is made
+                await relay.store.changed.wait()
             assert [entry.version for entry in relay.store.entries()] == list(range(8, 15))
             front = await home.front(upstream=str(relay.server.url))
             client = await home.client(front.url)

@@ -146,7 +146,7 @@ def _describe_relay(store: "Store", server: "Server", progress: "Progress") -> s
     if not entries:
         return f"waiting for {progress.waiting_for or 'a version'}"
     newest = entries[-1]
-    blob = newest.delta if newest.delta is not None and not newest.log.head.anchor else newest.full
+    blob = newest.full if newest.delta is None else newest.delta
     share = blob.have_bytes / max(1, blob.layout.total)
     sent, rate = format_bytes(server.metrics.sent.total), format_bytes(server.metrics.window.rate)
     return f"v{newest.version} {share:4.0%}, in {format_bytes(progress.rate)}/s  sent {sent}, {rate}/s"

@@ -16,7 +16,7 @@ Invariants:
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,6 +194,17 @@ class Blob:
             async for shard in right:
                 self.mark(shard.index)
         return self.num_missing
+
+    @contextlib.asynccontextmanager
+    async def reserve(self) -> AsyncIterator[None]:
+        """While the block runs, and from then on if files were taken over, the blob counts against the store's limit;
+        OSError if there is no room."""
+        charged = self.charged
+        await self._charge()
+        try:
+            yield
+        finally:
+            self.charged = charged or self._prepared
 
     async def take_over(self, folder: Path) -> int:
         """Put files that were made here in the place of those being filled, and check them like any others.

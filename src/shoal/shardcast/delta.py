@@ -2,7 +2,7 @@
 
     with path.open("wb") as out:
         stats = encode_delta(old, new, out)
-    apply_delta(old, path, rebuilt)
+    apply_delta(old, path, rebuilt)         # or, over several versions: apply_chain(oldest, paths, rebuilt)
 
 A checkpoint is a folder of files or a single file. Elements are compared as bit patterns, so it does not matter what
 the numbers mean (codec.py); what is stored where is in delta_format.py.
@@ -10,7 +10,7 @@ the numbers mean (codec.py); what is stored where is in delta_format.py.
 Invariants:
 - the same checkpoints give the same delta, whatever the number of threads;
 - memory is bounded by the number of threads, whatever the size of the files;
-- `apply_delta` never touches the old checkpoint, and leaves nothing behind if it fails;
+- applying never touches the old checkpoint, and leaves nothing behind if it fails;
 - whatever a delta contains, applying it ends, in a new checkpoint or in a `DeltaError`. Only a disk that refuses
   raises something else (`OSError`). Whether the result is the right one is for the caller to say, by its hash: the
   checksums here are there to name a wrong parent early, not to withstand a forger.
@@ -19,8 +19,9 @@ Invariants:
 import io
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -39,15 +40,16 @@ from shoal.shardcast.delta_format import (
     pack_block,
     read_block,
     read_header,
+    read_payload,
     write_header,
 )
 from shoal.shardcast.delta_stream import Bytes, count_bytes
 from shoal.shardcast.delta_work import Scratch, Workers, pad_size, read_range, write_range
 from shoal.shardcast.errors import DeltaError
 from shoal.shardcast.names import check_name
-from shoal.shardcast.tensors import plan_spans
+from shoal.shardcast.tensors import Span, plan_spans
 
-__all__ = ["DeltaError", "DeltaStats", "PoorError", "apply_delta", "encode_delta"]
+__all__ = ["DeltaError", "DeltaStats", "PoorError", "apply_chain", "apply_delta", "encode_delta"]
 
 Sources = dict[str, tuple[Path | None, Path]]
 """Files of the new checkpoint by name, each with the one of the old checkpoint that it replaces."""
@@ -72,6 +74,16 @@ class DeltaStats:
     def ratio(self) -> float:
         """How many times smaller than the checkpoint the delta is."""
         return self.full_bytes / self.delta_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one delta makes of a block."""
+
+    delta: int
+    """descriptor of its file"""
+    block: Block
+    record: BlockRecord
 
 
 class PoorError(DeltaError):
@@ -114,24 +126,71 @@ def apply_delta(
     A delta that would make more than `max_bytes` is refused before anything is written. The result is on disk when this
     returns, unless `sync` is off; its name is for the caller to make durable.
     """
-    with delta.open("rb") as source:
-        header = read_header(source)
+    apply_chain(old, [delta], out, threads=threads, max_bytes=max_bytes, sync=sync)
+
+
+def apply_chain(
+    old: Path,
+    deltas: Sequence[Path],
+    out: Path,
+    *,
+    threads: int | None = None,
+    max_bytes: int | None = None,
+    sync: bool = True,
+    halt: threading.Event | None = None,
+) -> None:
+    """Like `apply_delta`, by several deltas, each made from what the one before makes.
+
+    One pass: every block goes through all deltas in memory, and what lies between is never written. So all of them must
+    cut the checkpoint alike, as those of one model do; others are a `DeltaError`. `halt` ends it early with one, too.
+    """
+    with ExitStack() as stack:
+        sources = [stack.enter_context(delta.open("rb")) for delta in deltas]
+        headers = [read_header(source) for source in sources]
+        header = headers[0]
         if max_bytes is not None and header.size > max_bytes:
             raise DeltaError(f"the delta would make {header.size} bytes, {max_bytes} are allowed")
         _check_parent(old, header)
+        for later in headers[1:]:
+            _check_alike(header, later)
         with Workers(threads) as workers, _new_target(out, header):
-            for file in header.files:
+            for number, file in enumerate(header.files):
                 base_path = None if file.parent is None else _path_in(old, header, file)
                 with _open_file(base_path) as base, _open_file(_path_in(out, header, file), write=True) as target:
-                    work = partial(_apply_job, base, target)
-                    jobs = ((block, read_block(source)) for block in list_blocks(file.spans))
-                    workers.run_jobs(work, jobs, lambda _: None)
+                    spans = [other.files[number].spans for other in headers]
+                    workers.run_jobs(
+                        partial(_apply_job, base, target), _list_links(sources, spans, halt), lambda _: None
+                    )
                     if sync:
                         os.fsync(target)
-            if source.read(1):
+            if any(source.read(1) for source in sources):
                 raise DeltaError("the delta is damaged: something follows its last block")
             if sync and header.folder:
                 sync_dir(out)
+
+
+def _check_alike(first: Header, later: Header) -> None:
+    """Refuse a delta whose blocks are not, one by one, made from the blocks of the first."""
+    alike = first.folder == later.folder and len(first.files) == len(later.files)
+    if not alike or not all(map(_continues, first.files, later.files)):
+        raise DeltaError("the deltas cut the checkpoint differently, they cannot be applied together")
+
+
+def _continues(first: FileEntry, later: FileEntry) -> bool:
+    if (first.name, first.size) != (later.name, later.size) or later.parent not in (None, first.size):
+        return False
+    cuts = [[(block.offset, block.width, block.count) for block in list_blocks(file.spans)] for file in (first, later)]
+    return cuts[0] == cuts[1] and all(block.base in (None, block.offset) for block in list_blocks(later.spans))
+
+
+def _list_links(
+    sources: Sequence[BinaryIO], spans: Sequence[tuple[Span, ...]], halt: threading.Event | None
+) -> Iterator[list[Link]]:
+    """For every block of a file what the deltas, one after the other, make of it."""
+    for blocks in zip(*map(list_blocks, spans), strict=True):
+        if halt is not None and halt.is_set():
+            raise DeltaError("stopped")
+        yield [Link(source.fileno(), block, read_block(source)) for source, block in zip(sources, blocks, strict=True)]
 
 
 def _encode_blocks(workers: Workers, header: Header, sources: Sources, tally: "_Tally", step: int = 1) -> None:
@@ -175,16 +234,26 @@ def _encode_job(base: int, source: int, scratch: Scratch, block: Block) -> tuple
     return block, sum_block(padded), encode_block(_as_elements(padded, block), new, changed)
 
 
-def _apply_job(base: int, target: int, scratch: Scratch, job: tuple[Block, BlockRecord]) -> None:
-    block, record = job
+def _apply_job(base: int, target: int, scratch: Scratch, links: Sequence[Link]) -> None:
+    block = links[0].block
     if block.base is not None:
-        padded = read_range(base, block.base, block.size, scratch.base)
+        read_range(base, block.base, block.size, scratch.base)
+    for link in links:
+        _apply_link(scratch, link)
+    write_range(target, block.offset, scratch.base[: block.size])
+
+
+def _apply_link(scratch: Scratch, link: Link) -> None:
+    """Turn the block in `scratch.base` into what a delta makes of it."""
+    block, record = link.block, link.record
+    padded = scratch.base[: pad_size(block.size)]
+    padded[block.size :] = 0
+    if block.base is not None:
         if sum_block(padded) != record.checksum:
             raise DeltaError("the delta is for another parent, or the parent is damaged")
     elif record.form != Form.FRESH or record.checksum:
         raise DeltaError("the delta is damaged: a block needs a parent that it does not have")
-    decode_block(record.form, record.payload, _as_elements(scratch.base, block))
-    write_range(target, block.offset, scratch.base[: block.size])
+    decode_block(record.form, read_payload(link.delta, record), _as_elements(scratch.base, block))
 
 
 def _as_elements(padded: Bytes, block: Block) -> Elements:

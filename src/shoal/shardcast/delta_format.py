@@ -15,6 +15,7 @@ Invariants:
 """
 
 import json
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,12 +76,14 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockRecord:
-    """A block as it stands in the file."""
+    """A block as it stands in the file. Its payload is read by whoever decodes it, so what waits takes no memory."""
 
     form: int
     checksum: int
     """of the base; 0 if there is none"""
-    payload: bytes
+    offset: int
+    """of the payload in the file"""
+    length: int
 
 
 def list_blocks(spans: tuple[Span, ...]) -> Iterator[Block]:
@@ -135,11 +138,20 @@ def pack_block(form: Form, checksum: int, length: int) -> bytes:
 
 
 def read_block(delta: BinaryIO) -> BlockRecord:
-    """The block that is next."""
+    """The block that is next; its payload is passed over."""
     form, checksum, length = _BLOCK.unpack(read_exactly(delta, _BLOCK.size))
     if length > MAX_PAYLOAD_BYTES:
         raise DeltaError("the delta is damaged: a block is too long")
-    return BlockRecord(form, checksum, read_exactly(delta, length))
+    end = delta.seek(length, os.SEEK_CUR)
+    return BlockRecord(form, checksum, end - length, length)
+
+
+def read_payload(descriptor: int, record: BlockRecord) -> bytes:
+    """The payload of a block of an open delta; any thread may ask."""
+    payload = os.pread(descriptor, record.length, record.offset)
+    if len(payload) != record.length:
+        raise DeltaError("the delta ends too early")
+    return payload
 
 
 def read_exactly(delta: BinaryIO, size: int) -> bytes:

@@ -1,8 +1,9 @@
 """Keeps several shards in flight: what to start next, what to start once more.
 
 An order asks for all missing shards of one blob. Orders are served newest version first, deltas before full blobs; the
-shards of an order from the first to the last, as everyone up the tree has them in that order. Shards that somebody is
-waiting for right now (`urge`) need not wait for any of that.
+shards of an order from the first to the last, as everyone up the tree has them in that order. Spare orders, for what
+nobody needs now, begin a shard only while there is no other order. Shards that somebody is waiting for right now
+(`urge`) need not wait for any of that.
 
 Invariants:
 - at most `in_flight` shards are being sent, not counting laggards (three times slower than the median), which would
@@ -48,6 +49,8 @@ class Order:
 
     entry: Entry
     name: str
+    spare: bool
+    """whether it gives way to all others"""
     done: "asyncio.Future[None]" = field(repr=False)
 
     @property
@@ -57,8 +60,8 @@ class Order:
         return blob
 
     @property
-    def rank(self) -> tuple[int, bool]:
-        return -self.entry.version, self.name == "full"
+    def rank(self) -> tuple[bool, int, bool]:
+        return self.spare, -self.entry.version, self.name == "full"
 
 
 class Pump:
@@ -80,9 +83,9 @@ class Pump:
         self.on_refusal: DiskRefusal = self._note_refusal
         self._noted: set[tuple[str, str]] = set()
 
-    def order(self, entry: Entry, name: str) -> Order:
+    def order(self, entry: Entry, name: str, *, spare: bool = False) -> Order:
         """Fetch a blob; `done` tells when it is there."""
-        order = Order(entry, name, asyncio.get_running_loop().create_future())
+        order = Order(entry, name, spare, asyncio.get_running_loop().create_future())
         if order.blob.complete:
             order.done.set_result(None)
             return order
@@ -112,6 +115,14 @@ class Pump:
     def is_working(self, order: Order) -> bool:
         """Whether shards of an order are under way."""
         return any(key[:2] == (order.entry.digest, order.name) for key in self._jobs)
+
+    def is_wanted(self, entry: Entry, name: str) -> bool:
+        """Whether anybody asked for shards of a blob that did not come yet, so that somebody writes, or soon will."""
+        blob = (entry.digest, name)
+        ordered = any((order.entry.digest, order.name) == blob for order in self._orders)
+        return ordered or any(
+            key[:2] == blob for key in [*self._jobs, *(key for key, _ in self._urgent.list_missing())]
+        )
 
     def count_partial(self, entry: Entry, name: str) -> int:
         """Bytes that are there of shards under way."""
@@ -178,6 +189,8 @@ class Pump:
             if order.blob.complete or order.entry.gone:
                 self._close(order)
                 continue
+            if order.spare and not self._orders[0].spare:
+                break
             end = self._find_end(order)
             for index in order.blob.missing():
                 if index >= end:

@@ -1,8 +1,9 @@
 """A relay: what it pulls from its upstreams it serves to others, from the first byte on.
 
-It fetches ahead of any request the delta of every version, and the full blob of anchors and of versions without a
-delta: what everybody will ask for. A shard somebody asks for before it is here becomes urgent. Cut-through needs
-nothing of its own: the server sends what a writer has written, while it writes.
+It fetches ahead of any request the delta of every version, and the full blob of versions without a delta: what
+everybody will ask for. The full blob of an anchor it makes from the one before and the deltas since (make.py), and
+fetches it only where it cannot. A shard somebody asks for before it is here becomes urgent. Cut-through needs nothing
+of its own: the server sends what a writer has written, while it writes.
 
 Invariants:
 - whatever happens upstream or to the disk, what is here is served;
@@ -14,7 +15,7 @@ Invariants:
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 
@@ -23,6 +24,7 @@ from shoal.shardcast.crew import GoneError
 from shoal.shardcast.errors import StaleError
 from shoal.shardcast.limits import ServeLimits
 from shoal.shardcast.link import Deadlines
+from shoal.shardcast.make import Maker
 from shoal.shardcast.patience import Patience, StallBook
 from shoal.shardcast.pull import Puller
 from shoal.shardcast.pump import Order
@@ -48,6 +50,8 @@ class Relay:
         self._note = note
         self._stock = Stock(store, puller.crew.book)
         self._stalls = StallBook(puller.crew.book, puller.crew.deadlines.stall_s)
+        self._maker = Maker(store, self._stock, puller.pump, patience=self._new_patience, on_refusal=self._pause_blob)
+        self._making: asyncio.Task[None] | None = None
         self._orders: dict[Key, Order] = {}
         self._patience: dict[Key, Patience] = {}
         self._paused: dict[Key, float] = {}
@@ -129,6 +133,7 @@ class Relay:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        await self._maker.close()
         await self.puller.close()
         await self.server.close()
         await self.store.close()
@@ -141,6 +146,7 @@ class Relay:
     async def _run(self) -> None:
         while True:
             self._place_orders()
+            self._making = self._maker.start_next(lambda entry: self._is_refused((entry.digest, "full")))
             self._tell_others()
             await self._wait_change()
             self._check_tasks()
@@ -160,8 +166,9 @@ class Relay:
                     key, f"version {entry.version}: its {blob.name} blob has no room in the cache, left out"
                 )
             elif self._stock.has_room(entry, blob) and not self._is_refused(key) and key not in self._paused:
-                self._orders[key] = self.puller.pump.order(entry, blob.name)
-                self._patience[key] = Patience(self.puller.crew.deadlines.stall_s, self.puller.crew.book.clock)
+                spare = blob is entry.full and self._stock.can_finish(entry)  # who needs it can go by deltas
+                self._orders[key] = self.puller.pump.order(entry, blob.name, spare=spare)
+                self._patience[key] = self._new_patience()
 
     def _list_wanted(self) -> Iterator[tuple[Entry, Blob]]:
         """What is fetched ahead of any request, of versions that some source has."""
@@ -170,14 +177,23 @@ class Relay:
                 continue
             if entry.delta is not None:
                 yield entry, entry.delta
-            if entry.log.head.anchor or (entry.log.delta_settled and entry.delta is None):
+            if self._is_full_wanted(entry):
                 yield entry, entry.full
+
+    def _is_full_wanted(self, entry: Entry) -> bool:
+        if entry.full.complete:
+            return False
+        if entry.log.delta_settled and entry.delta is None:
+            return True
+        return entry.log.head.anchor and not self._maker.is_expected(entry)
 
     def _want_shard(self, entry: Entry, name: str, index: int, peer: str) -> AbstractContextManager[object] | None:
         """Make a shard urgent, unless there is no place to put it."""
         blob = entry.full if name == "full" else entry.delta
         if blob is None or not self._stock.has_room(entry, blob) or self._is_refused((entry.digest, name)):
             return None
+        if blob is entry.full and self._maker.is_due(entry):
+            return nullcontext()  # who asks waits until it is made, or for as long as any request waits
         return self.puller.pump.urge(entry, name, index, peer)
 
     def _tell_others(self) -> None:
@@ -209,6 +225,9 @@ class Relay:
                 self._stalls.add(order.entry)
                 self.puller.pump.cancel(order)
                 self._forget_order(key)
+
+    def _new_patience(self) -> Patience:
+        return Patience(self.puller.crew.deadlines.stall_s, self.puller.crew.book.clock)
 
     def _forget_order(self, key: Key) -> None:
         del self._orders[key], self._patience[key]
@@ -248,9 +267,10 @@ class Relay:
 
     async def _wait_change(self) -> None:
         waiters: list[asyncio.Future[None]] = [self.store.changed.wait(), self.puller.crew.changed.wait()]
-        orders = [order.done for order in self._orders.values()]
+        others: list[asyncio.Future[None]] = [order.done for order in self._orders.values()]
+        others += [self._making] if self._making else []
         try:
-            await asyncio.wait({*waiters, *orders}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({*waiters, *others}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for waiter in waiters:
                 waiter.cancel()

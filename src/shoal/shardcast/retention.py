@@ -3,9 +3,10 @@
 - the newest `keep`;
 - the newest that is complete: others build on it;
 - the way to the newest: the versions by whose deltas it is reached. In the store of a server the way begins at an
-  anchor, so that whoever joins late finds the anchor and every delta since. In a client's store it begins at a version
-  that is held, so that a client that fell behind goes on by deltas; only one that holds nothing on the way begins at
-  an anchor. What is on a client's way beyond `keep` is a manifest and a delta, never a full blob.
+  anchor that is complete, so that whoever joins late finds it and every delta since, and the next anchor can be made
+  from them. In a client's store it begins at any version that is held, so that a client that fell behind goes on by
+  deltas. One that holds nothing of the kind on the way begins at an anchor. What is on a client's way beyond `keep` is
+  a manifest and a delta, never a full blob.
 
 The way is at most `MAX_WAY` versions long, whatever the publisher does.
 """
@@ -25,11 +26,8 @@ def list_kept(entries: Mapping[int, Entry], keep: int, *, serves: bool) -> set[i
 
 def find_way(entries: Mapping[int, Entry], *, serves: bool) -> set[int]:
     """The versions on the way to the newest, which is one of them."""
-    to_anchor, _ = _walk_back(entries, lambda entry: entry.log.head.anchor)
-    if serves:
-        return to_anchor
-    to_held, found = _walk_back(entries, lambda entry: entry.complete)
-    return to_held if found else to_anchor
+    to_held, found = _walk_back(entries, lambda entry: entry.complete and (entry.log.head.anchor or not serves))
+    return to_held if found else _walk_back(entries, lambda entry: entry.log.head.anchor)[0]
 
 
 def _walk_back(entries: Mapping[int, Entry], begins: Callable[[Entry], bool]) -> tuple[set[int], bool]:

@@ -7,6 +7,8 @@ Invariants:
 - room is counted as the store counts it: older versions give way, newer ones do not.
 """
 
+from collections.abc import Sequence
+
 from shoal.shardcast.blob import Blob
 from shoal.shardcast.sources import SourceBook
 from shoal.shardcast.store import Entry, Store
@@ -37,6 +39,29 @@ class Stock:
                 return False
             current = self._find_parent(current)  # of a smaller version, so this ends
         return False
+
+    def find_chain(self, entry: Entry) -> list[Entry]:
+        """The versions by whose deltas, all here or still to come, this one is made from the first, whose full blob is
+        here; none if there is no such way."""
+        chain = [entry]
+        while not (chain[-1].complete and chain[-1].full.settled):
+            log = chain[-1].log
+            version = None if log.delta_settled and log.delta is None else log.head.parent
+            parent = None if version is None else self._store.find(version)
+            if parent is None or (log.parent_root is not None and parent.log.root not in (None, log.parent_root)):
+                return []  # the parent is not here, or was published anew after the delta was made
+            chain.append(parent)  # of a smaller version, so this ends
+        return chain[::-1]
+
+    def can_make(self, chain: Sequence[Entry]) -> bool:
+        """Whether there is room for another full blob of the last version beside all that is here of a chain."""
+        limit = self._store.max_bytes
+        if limit is None:
+            return True
+        newest = chain[-1]
+        older = [other for other in self._store.entries() if other.version < newest.version and other not in chain]
+        spare_bytes = sum(other.disk_bytes for other in older)
+        return self._store.used_bytes - spare_bytes + newest.full.layout.total <= limit
 
     def has_room(self, entry: Entry, blob: Blob) -> bool:
         """Whether a blob is allocated, or could be within the store's limit."""

@@ -10,17 +10,13 @@ Invariants:
 """
 
 import asyncio
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 
-from shoal.shardcast.blob import Blob
+from shoal.shardcast.build import make_full
 from shoal.shardcast.choice import Chooser
 from shoal.shardcast.crew import Crew, GoneError
 from shoal.shardcast.errors import DeltaError, ShardError
-from shoal.shardcast.layout import is_single_pair
 from shoal.shardcast.plan import Step
-from shoal.shardcast.pool import run_blocking
 from shoal.shardcast.pump import Pump
 from shoal.shardcast.store import Entry, Store
 
@@ -111,16 +107,11 @@ class Walker:
 
     async def _apply(self, parent: Entry, entry: Entry) -> int:
         """Build the full blob from its parent; the number of shards that are not right."""
-        assert entry.delta is not None, "the delta is there"
-        built = entry.folder / "built"
         try:
-            await run_blocking(None, build_full, parent.full, entry.delta.folder, entry.full, built)
-            return await entry.full.take_over(built)
+            return await make_full([parent, entry])
         except (DeltaError, ShardError) as error:
             self._note(f"version {entry.version}: its delta cannot be used ({error})")
             return entry.full.num_missing
-        finally:
-            await run_blocking(None, shutil.rmtree, built, True)
 
     async def _await_end(self, entry: Entry) -> None:
         with self._crew.wait_for(f"the end of the manifest of version {entry.version}"):
@@ -149,23 +140,6 @@ class Walker:
 def is_ready(entry: Entry) -> bool:
     """Whether a version is complete and under its final name."""
     return entry.complete and entry.full.settled
-
-
-def build_full(parent: Blob, delta: Path, full: Blob, built: Path) -> None:
-    """Apply a delta to the parent's files and leave the result in the folder `built`, under the names of `full`.
-
-    Blocking. Between versions of one file each, the names do not matter.
-    """
-    from shoal.shardcast.delta import apply_delta  # numpy and pyarrow: dear at start, and not every client needs them
-
-    shutil.rmtree(built, ignore_errors=True)
-    limit = full.layout.total
-    if not is_single_pair(parent.layout, full.layout):
-        apply_delta(parent.folder, delta, built, max_bytes=limit, sync=False)
-        return
-    built.mkdir()
-    old, new = parent.layout.files[0].name, full.layout.files[0].name
-    apply_delta(parent.path_of(old), delta, built / new, max_bytes=limit, sync=False)
 
 
 def _now() -> float:
