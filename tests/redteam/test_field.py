@@ -146,7 +146,9 @@ def test_a_program_finds_what_it_looks_for(field: Field) -> None:
     }
     assert wanted.items() <= row.items()
     assert (figures["honest_punished"], figures["honest_rollouts"], figures["honest_false_alarms"]) == (0, 8, 0)
-    assert figures["liars"] == {"validator-3": "never joined", "validator-4": "never joined"} and figures["ledger_holds"]
+    assert (
+        figures["liars"] == {"validator-3": "never joined", "validator-4": "never joined"} and figures["ledger_holds"]
+    )
 
 
 def test_the_table_has_a_column_for_each_kind_of_check_that_failed(field: Field) -> None:

@@ -11,7 +11,7 @@ from shoal.swarm.event import Event
 from shoal.swarm.rows import RowError, read_event
 
 RULES = 2
-"""Changing breaks: every run that was begun. Changed whenever a decision is another one, or what an event says of it."""
+"""Changing breaks: every run that was begun. It changes when a decision does, or what an event says of one."""
 
 
 def describe_edition(genesis: Event) -> str:

@@ -167,9 +167,9 @@ def _lacks_clearance(
 
 
 def _weigh_clearance(turn: Turn, submission: SubmissionRow) -> SubmissionState | None:
-    """What becomes of a conviction that two owners cleared: others are asked, until more are of one mind or none is left.
+    """What becomes of a conviction that two owners cleared: others are asked until more are of one mind, if any is left.
 
-    As many on either side are in doubt, and doubt is for the accused.
+    As many on either side is doubt, and doubt is for the accused.
     """
     verdicts = [vote.verdict for vote in _list_all_votes(turn, submission.submission)]
     convict, clear = sum(verdict in REJECTIONS for verdict in verdicts), verdicts.count(Verdict.ACCEPTED)

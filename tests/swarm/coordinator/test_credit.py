@@ -256,7 +256,7 @@ def test_who_convicted_wrongly_is_graded_when_more_owners_clear_it(make_world):
     world.judge("judge-e")
     assert state_of(world, submission) == SubmissionState.ACCEPTED
     assert list_scores(world, "abcde") == [(14, 1), (14, 1), (0, 0), (0, 0), (0, 0)], "a point for being right is gone"
-    assert "by appeal" in world.coordinator.explain(submission)
+    assert "the work was good" in world.coordinator.explain(submission)
 
 
 def test_who_clears_a_cheat_on_appeal_is_graded_when_more_owners_convict_it(make_world):

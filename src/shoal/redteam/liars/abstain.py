@@ -1,4 +1,4 @@
-"""Nothing is ever certain: for who wants to be a validator and do nothing, or to have every submission wait for another.
+"""Nothing is ever certain: for who wants to judge and do nothing, or to have every submission wait for another.
 
 No such verdict is wrong, and none is paid. What finds it is how often others could judge what it could not.
 """

@@ -3,8 +3,9 @@
 - one clear verdict decides, but for a hard one: that takes two validators. Where a second opinion is wanted, one that
   was drawn for instance, it takes two that say the same;
 - an inconclusive verdict says nothing, and another validator is asked: `max_rounds` are rounds that said something, or
-  who says nothing would keep others from being heard. In all there are twice as many. A file that made the checker crash twice is one
-  of bad form, and so is one that made it crash once if nobody finds anything else: a crash never pays;
+  who says nothing would keep others from being heard. In all there are at most twice as many;
+- a file that made the checker crash twice is one of bad form, and so is one that made it crash once if nobody finds
+  anything else: a crash never pays;
 - where verdicts contradict each other the majority of the clear ones decides; without one nobody is paid and nobody
   blamed. To accept with other numbers, of tokens or of groups with a signal, is a contradiction too;
 - if no further opinion comes, a lone verdict stands as if none had been wanted. A lone hard one counts as soft: not

@@ -27,10 +27,10 @@ held against what others could say of the same work, and nothing else:
     inconclusive on what was accepted by others: silence + 1        a clear verdict: silence - 1, not below 0
     from 32 on: limited, and the silence is halved. Nobody is banned for it, and no bond is burned
 
-Where nobody has the weights nothing is accepted, and nothing counts. What was rejected does not count either: a stranger
-could hand in what one reader is helpless against, but to be accepted it must work. A machine in trouble may be silent 31
-times in a row. Who is silent with a probability of at most q < 1/2, one time like the other, reaches 32 within n
-verdicts with a probability of at most n / x^32, x = (1 - q) / q, by the proof above: n / 1.8e15 at q = 1/4.
+Where nobody has the weights nothing is accepted, and nothing counts. What was rejected does not count either: a
+stranger could hand in what one reader is helpless against, but to be accepted it must work. A machine in trouble may be
+silent 31 times in a row. Who is silent with a probability of at most q < 1/2, one time like the other, reaches 32
+within n verdicts with a probability of at most n / x^32, x = (1 - q) / q, by the proof above: n / 1.8e15 at q = 1/4.
 """
 
 from collections.abc import Mapping, Sequence
