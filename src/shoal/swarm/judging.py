@@ -167,7 +167,7 @@ def _lacks_clearance(
 
 
 def _weigh_clearance(turn: Turn, submission: SubmissionRow) -> SubmissionState | None:
-    """What becomes of a conviction that two owners cleared: others are asked until more are of one mind, if there are any.
+    """What becomes of a conviction that two owners cleared: who is left is asked, until more are of one mind.
 
     As many on either side is doubt, and doubt is for the accused.
     """
