@@ -23,6 +23,8 @@ from shoal.tasks.sort import Sort
 LONG, ROWS = 2048, (1, 8, 64, 256, 2048)
 """rows of a prefill's products, and those whose speeds are told"""
 WIDTHS = (128, 256, 576, 1024)
+ENOUGH = 5e8
+"""FLOPs of one measurement"""
 
 
 def count_weights(layer: Layer) -> int:
@@ -34,14 +36,15 @@ def count_weights(layer: Layer) -> int:
 def measure_speed(layer: Layer, rows: int) -> float:
     """FLOP/s of this core in the products of one layer, with so many rows; the best of five."""
     wide, inner = torch.randn(rows, layer.out.shape[0]), torch.randn(rows, layer.down.shape[1])
-    repeats, best = max(2, LONG // rows), 0.0
+    flops = 2.0 * rows * count_weights(layer)
+    repeats, best = max(1, round(ENOUGH / flops)), 0.0
     for _ in range(5):
         begun = time.process_time()
         for _ in range(repeats):
             for weight in (layer.qkv, layer.out, layer.gate_up):
                 F.linear(wide, weight)
             F.linear(inner, layer.down)
-        best = max(best, 2.0 * repeats * rows * count_weights(layer) / (time.process_time() - begun))
+        best = max(best, repeats * flops / (time.process_time() - begun))
     return best
 
 
