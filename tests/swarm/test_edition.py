@@ -60,7 +60,7 @@ def test_a_run_of_these_rules_is_both(tmp_path: Path) -> None:
 
 
 def test_a_database_of_an_older_schema_stays_as_it_is(tmp_path: Path) -> None:
-    """Its events are those of its time: new tables would help nobody, and keep the version that made it from going on."""
+    """Its events are those of its time: new tables would help nobody, and keep what made it from going on."""
     url, key = f"sqlite:///{tmp_path / 'old.db'}", Key.generate()
     begin_run(url, key)
     engine, config = open_engine(url), _build_config()
