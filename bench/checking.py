@@ -8,6 +8,15 @@ with its proofs, the verifier and the file on the one side; reader, meaning and 
 group of eight rollouts, which is the default, and in the demo 16 groups of 16, as there. How many are written side by
 side decides what writing costs; checking reads them as a whole either way. Models have random weights, made so that
 answers are as long as they may be. Every submission is honest, and must be found so.
+
+The bound is what is left of a check if it is nothing but the model's own arithmetic, at the speed that this core has in
+products of as many rows as a prefill has:
+
+    FLOPs of a token = 2 x weights of the layers + 4 x layers x width x (prompt + half of the answer)
+    bound = FLOPs of all tokens / speed of long products / CPU seconds that it took to write them
+
+It is also how fast the writer is against that speed (bench/products.py has it by rows and width), and no check that
+computes every state can be below it.
 """
 
 import asyncio
@@ -22,7 +31,9 @@ from pathlib import Path
 import torch
 
 from common import finish, parse_flags
+from products import LONG, count_weights, measure_speed
 from shoal.config import PolicyConfig, TinyConfig
+from shoal.policy.decoder import fuse_layers
 from shoal.policy.model import Policy, load_policy, save_policy
 from shoal.recipe import Recipe
 from shoal.redteam.liars.lazy import Lazy
@@ -52,6 +63,8 @@ SAMPLES, CALIBRATED = 400, 96
 SLOTS = 256
 """of a worker, unless it is told otherwise"""
 BEACON, SEED = "5a" * 32, "cd" * 32
+PROMPT = 30
+"""tokens of a prompt, about"""
 SHARPEN = 6.0
 """by how much random weights are made larger, so that tokens differ in probability"""
 BIAS = 12.0
@@ -91,6 +104,10 @@ class Costs:
     rollouts: int = 0
     leases: int = 1
     """submissions that were checked together"""
+    flops: float = 0.0
+    """of one token, prompt and answer as they were"""
+    speed: float = 0.0
+    """FLOP/s in long products"""
 
     def add(self, name: str, seconds: float) -> None:
         """One more measurement of a way of checking."""
@@ -99,6 +116,11 @@ class Costs:
     def share(self, name: str) -> float:
         """Cost of a way of checking, of generation's."""
         return self.spent[name] / self.written
+
+    @property
+    def bound(self) -> float:
+        """The least that a check of everything can cost, of generation's."""
+        return self.flops * self.tokens / self.speed / self.written
 
     @property
     def batch_gain(self) -> float:
@@ -173,6 +195,12 @@ class Desk:
         for name in rotate(list(ways), turn):
             with count_cpu(lambda seconds, name=name: costs.add(name, seconds)):  # type: ignore[misc]
                 ways[name]()
+
+    def count_flops(self) -> float:
+        """Of one token of an answer, on average."""
+        tiny, layers = self._size.tiny, fuse_layers(self.policy.model)
+        seen = PROMPT + self._size.tokens / 2
+        return 2.0 * sum(map(count_weights, layers)) + 4.0 * tiny.layers * tiny.width * seen
 
     def _calibrate(self) -> Calibration:
         plan = Plan(source=Source(tokens=CALIBRATED, temperature=1.0, seed=0), samples=SAMPLES)
@@ -279,6 +307,8 @@ def measure_size(size: Size) -> Costs:
         jail = Jail()
         try:
             desk = Desk(size, Path(name), runner, jail)
+            costs.flops = desk.count_flops()
+            costs.speed = measure_speed(fuse_layers(desk.policy.model)[0], LONG)
             desk.measure(Costs(size.name), 0, 1)
             for turn in range(1, size.turns + 1):
                 desk.measure(costs, turn, size.leases)
@@ -295,6 +325,8 @@ def list_figures(all_costs: Sequence[Costs]) -> dict[str, float]:
     wide = next((costs for costs in long if costs.size == WIDE), worst)
     return {
         "cost_all_512": worst.share(TOGETHER),
+        "bound_all_512": worst.bound,
+        "least_all_512": min(costs.share(TOGETHER) for costs in long),
         "cost_dial_512": max(costs.share("trusted") for costs in long),
         "cost_dial_512_wide": wide.share("trusted"),
         "cost_good_512": max(costs.share("good") for costs in long),
@@ -312,12 +344,14 @@ def list_figures(all_costs: Sequence[Costs]) -> dict[str, float]:
 def format_table(all_costs: Sequence[Costs]) -> str:
     """The table of docs/validation.md."""
     lines = [
-        "| model | tokens of an answer | written, tokens/s | reading | all, one by one | all | good | trusted "
+        "| model | tokens of an answer | written, tokens/s | reading | all, one by one | all | bound | good | trusted "
         "| batched | rollouts/s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for costs in all_costs:
-        shares = " | ".join(f"{100 * costs.share(name):.2f} %" for name in (READ, ALL, TOGETHER, "good", "trusted"))
+        told = [costs.share(READ), costs.share(ALL), costs.share(TOGETHER), costs.bound]
+        told += [costs.share(name) for name in DIALS]
+        shares = " | ".join(f"{100 * share:.2f} %" for share in told)
         gain = f"{costs.batch_gain:.2f} x" if costs.leases > 1 else "-"
         lines.append(
             f"| {costs.size} | {costs.mean_tokens:.0f} | {costs.tokens / costs.written:,.0f} | {shares} "

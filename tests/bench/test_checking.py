@@ -18,7 +18,7 @@ from checking import (
 
 
 def make_costs(size: str, *, written: float = 100.0, together: float = 11.0, leases: int = 2) -> Costs:
-    costs = Costs(size, written=written, tokens=5120, rollouts=10, leases=leases)
+    costs = Costs(size, written=written, tokens=5120, rollouts=10, leases=leases, flops=1e6, speed=1e9)
     for name, seconds in {READ: 1.0, ALL: 21.0, TOGETHER: together, "good": 3.0, "trusted": 2.0}.items():
         costs.add(name, seconds / 2)
         costs.add(name, seconds / 2)
@@ -32,6 +32,7 @@ def test_costs_are_shares_of_what_writing_took() -> None:
     assert costs.batch_gain == pytest.approx(2.0), "(21 - 1) / (11 - 1): reading is no part of the replay"
     assert costs.rollouts_per_s == pytest.approx(10 / 11)
     assert costs.mean_tokens == 512
+    assert costs.bound == pytest.approx(0.0512), "5,120 tokens of 1 MFLOP at 1 GFLOP/s are 5.12 s, of 100 s"
 
 
 def test_the_figures_of_long_answers_are_the_worst_and_leave_the_demo_out() -> None:
@@ -47,7 +48,7 @@ def test_the_figures_of_long_answers_are_the_worst_and_leave_the_demo_out() -> N
 def test_the_table_has_a_line_for_each_model() -> None:
     lines = format_table([make_costs("small"), make_costs(DEMO)]).splitlines()
     assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
-    assert lines[2].startswith("| small | 512 | 51 | 1.00 % | 21.00 % | 11.00 % | 3.00 % | 2.00 % | 2.00 x |")
+    assert lines[2].startswith("| small | 512 | 51 | 1.00 % | 21.00 % | 11.00 % | 5.12 % | 3.00 % | 2.00 % | 2.00 x |")
 
 
 def test_each_turn_begins_with_another_way() -> None:

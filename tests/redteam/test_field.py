@@ -63,13 +63,14 @@ def test_all_attacks_are_tried_by_some_crew_and_none_by_two(plan: Plan) -> None:
     assert {trial.attack for trial in tried} == set(ATTACKS)
 
 
-def test_honest_workers_differ_and_one_of_three_validators_lies(plan: Plan) -> None:
+def test_honest_workers_differ_and_two_of_four_validators_lie(plan: Plan) -> None:
     parts = list_named(plan)
     kinds = {parts[f"worker-{number}"].arguments[-4:] for number in range(1, plan.workers + 1)}
     assert len(kinds) == len(WORKERS) == plan.workers
     assert {threads for _, threads, _, _ in kinds} == {"1", "2"}
-    assert [name for name, part in parts.items() if "--lie" in part.arguments] == ["validator-3"]
-    assert parts["validator-3"].arguments[:2] == ("redteam", "judge")
+    liars = {name: part.arguments for name, part in parts.items() if "--lie" in part.arguments}
+    assert {name: words[-1] for name, words in liars.items()} == {"validator-3": "accept", "validator-4": "abstain"}
+    assert {words[:2] for words in liars.values()} == {("redteam", "judge")}
 
 
 def test_the_quick_form_has_some_of_each_fate() -> None:
@@ -145,7 +146,9 @@ def test_a_program_finds_what_it_looks_for(field: Field) -> None:
     }
     assert wanted.items() <= row.items()
     assert (figures["honest_punished"], figures["honest_rollouts"], figures["honest_false_alarms"]) == (0, 8, 0)
-    assert figures["liars"] == {"validator-3": "never joined"} and figures["ledger_holds"]
+    assert (
+        figures["liars"] == {"validator-3": "never joined", "validator-4": "never joined"} and figures["ledger_holds"]
+    )
 
 
 def test_the_table_has_a_column_for_each_kind_of_check_that_failed(field: Field) -> None:

@@ -19,6 +19,7 @@ from shoal.submission.jail import Jail
 from shoal.swarm.asking import UnreachableError
 from shoal.swarm.judging import _check_verdict
 from shoal.swarm.messages import Job, SignedVerdict, Verdict, VerdictStatement
+from shoal.swarm.rules.outcome import CRASH_CHECK
 from shoal.swarm.rules.trust import is_sure
 from shoal.toploc.calibration import Calibration
 from shoal.validator.opinion import Opinion
@@ -120,6 +121,14 @@ def test_reject_rejects_all_with_evidence_that_it_made_up(ask, cases: dict[str, 
         check_form(opinion, case.job)
 
 
+def test_abstain_says_of_nothing_what_it_is_and_the_coordinator_takes_it(ask, cases: dict[str, Any]) -> None:
+    for name, case in cases.items():
+        opinion = ask("abstain", name)
+        assert (opinion.verdict, opinion.tokens, opinion.groups) == (Verdict.INCONCLUSIVE, 0, ()), name
+        assert not any(finding.check == CRASH_CHECK for finding in opinion.findings), "nothing is said of the file"
+        check_form(opinion, case.job)
+
+
 def test_lazy_is_right_about_all_but_what_only_the_proof_shows(ask, cases: dict[str, Any]) -> None:
     found = {name: ask("lazy", name) for name in cases}
     assert {name: opinion.verdict for name, opinion in found.items()} == {
@@ -155,7 +164,7 @@ def test_copy_reads_the_last_of_several() -> None:
 
 
 def test_a_lie_that_is_none_is_answered_with_all() -> None:
-    with pytest.raises(ConfigError, match="--lie truth: no such lie; there are accept, copy, lazy, reject"):
+    with pytest.raises(ConfigError, match="--lie truth: no such lie; there are abstain, accept, copy, lazy, reject"):
         check_lie("truth")
     for name in LIES:
         check_lie(name)

@@ -12,7 +12,7 @@ import asyncio
 import json
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -89,7 +89,8 @@ SLEEPERS = ("edited_tokens@0.25", "greedy@0.25")
 CAREERS = ("edited_tokens", "greedy", "temperature", "truncation", "best_of_n")
 WORKERS = ((1, 16), (2, 64), (1, 256), (2, 16), (1, 64))
 """torch threads and slots of the honest workers; the first two of them in the quick form"""
-LIE = "accept"
+LIES = ("accept", "abstain")
+"""of the validators that lie in the full form, the last ones"""
 PLAN = "redteam.json"
 LOOK_S = 5.0
 
@@ -107,8 +108,8 @@ class Plan:
     sleepers: tuple[str, ...]
     workers: int
     validators: int
-    liars: int
-    """of the validators, the last ones"""
+    lies: tuple[str, ...]
+    """of the validators, the last ones; each its own"""
     crews: int
     abreast: int
     """attempts at a time in each crew"""
@@ -118,6 +119,11 @@ class Plan:
     """for each attempt at most"""
     rollouts: int
     """of honest workers, at least"""
+
+    @property
+    def lying(self) -> dict[int, str]:
+        """The lie of each validator that has one, by its place among them."""
+        return dict(enumerate(self.lies, self.validators - len(self.lies)))
 
     @property
     def offline(self) -> tuple[str, ...]:
@@ -158,8 +164,14 @@ class Field:
     @property
     def liars(self) -> dict[str, str]:
         """Nodes of the validators that lie, with their names."""
-        names = name_validators(self.prepared.config.swarm)[self.plan.validators - self.plan.liars :]
-        return {self.prepared.identities[name].key.public: name for name in names}
+        names = name_validators(self.prepared.config.swarm)
+        return {self.prepared.identities[names[place]].key.public: names[place] for place in self.plan.lying}
+
+    @property
+    def lies(self) -> dict[str, str]:
+        """What these validators do, by name."""
+        names = name_validators(self.prepared.config.swarm)
+        return {names[place]: lie for place, lie in self.plan.lying.items()}
 
 
 def make_plan(attacks: Sequence[str] | None, *, quick: bool, seed: int, out: Path) -> Plan:
@@ -176,8 +188,8 @@ def make_plan(attacks: Sequence[str] | None, *, quick: bool, seed: int, out: Pat
         repeat=1 if quick else 3,
         sleepers=() if quick or attacks else SLEEPERS,
         workers=2 if quick else len(WORKERS),
-        validators=2 if quick else 3,
-        liars=0 if quick else 1,
+        validators=2 if quick else 2 + len(LIES),
+        lies=() if quick else LIES,
         crews=1 if quick else 2,
         abreast=3,
         submissions=6 if quick else 12,
@@ -225,22 +237,22 @@ def list_field(plan: Plan, prepared: Prepared) -> list[Part]:
     """The parts of the swarm and the crews. The run is over when the crews are, however many steps are left."""
     parts = [part for part in list_parts(prepared) if part.name != "evaluator"]
     others = {"trainer": lambda part: replace(part, ends=False, last=LAST)}
-    liars = {f"validator-{number}" for number in range(plan.validators - plan.liars + 1, plan.validators + 1)}
+    lies = {f"validator-{place + 1}": lie for place, lie in plan.lying.items()}
     return [
-        *(others.get(part.name, lambda part: part)(_arm(part, liars)) for part in parts),
+        *(others.get(part.name, lambda part: part)(_arm(part, lies)) for part in parts),
         *_list_crews(plan, prepared),
     ]
 
 
-def _arm(part: Part, liars: set[str]) -> Part:
+def _arm(part: Part, lies: Mapping[str, str]) -> Part:
     """Honest workers each in a way of their own, and validators that lie."""
     kind, _, number = part.name.partition("-")
     if kind == "worker":
         threads, slots = WORKERS[(int(number) - 1) % len(WORKERS)]
         command = part.arguments[: part.arguments.index("--threads")]
         return replace(part, arguments=(*command, "--threads", str(threads), "--slots", str(slots)))
-    if part.name in liars:
-        return replace(part, arguments=("redteam", "judge", *part.arguments[1:], "--lie", LIE))
+    if lie := lies.get(part.name):
+        return replace(part, arguments=("redteam", "judge", *part.arguments[1:], "--lie", lie))
     return part
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.console import format_time
 from shoal.files import write_atomic
 from shoal.redteam.field import Field
+from shoal.redteam.liars.registry import LIES
 from shoal.redteam.matrix import MOST_PIECES, Matrix, Row, build_matrix
 from shoal.redteam.rate import Rate
 from shoal.redteam.registry import Fate
@@ -182,7 +183,7 @@ def _dump_row(row: Row) -> dict[str, Any]:
 def _tell_field(field: Field, matrix: Matrix) -> list[str]:
     plan, honest = field.plan, matrix.honest
     met, tried = sum(row.met for row in matrix.rows), f"{len(field.attempts)} of {len(plan.trials)} attempts"
-    lying = f", {plan.liars} of them a liar" if plan.liars else ""
+    lying = f", {len(plan.lies)} of them liars ({', '.join(plan.lies)})" if plan.lies else ""
     return [
         f"{tried} in {format_time(field.seconds)}; {met} of {len(matrix.rows)} attacks met their fate.",
         f"{honest.workers} honest workers, {plan.validators} validators{lying}.",
@@ -204,7 +205,8 @@ def _tell_rest(field: Field, matrix: Matrix) -> list[str]:
         f"is to be convicted within {MOST_PIECES}. Credit in micro-credits: at its peak, at the end, and what honest "
         "work of the same size would have earned.",
     ]
-    lines += [f"{name}, which accepts everything, is {standing}." for name, standing in matrix.liars.items()]
+    lies = {name: LIES[lie] for name, lie in field.lies.items()}
+    lines += [f"{name} ({lies[name]}) is {standing}." for name, standing in matrix.liars.items()]
     if cost is not None:
         lines.append(f"Checking took {cost:.1%} of the CPU of all who generate, honest or not.")
     return [*lines, f"The ledger {'holds' if matrix.holds else 'IS BROKEN'}: {matrix.ledger}."]

@@ -41,7 +41,7 @@ def require_validator(turn: Turn, node: str) -> Rows:
     if not {node, rows.owner.owner} & set(turn.params.validators):
         raise AuthError(403, "not_validator", "this node is not among the validators of this run")
     if rows.owner.standing == Standing.LIMITED:
-        text = "this validator let claims lapse or accepted what it had to reject, and may not judge for a while"
+        text = "this validator let claims lapse, said nothing too often or was wrong, and may not judge for a while"
         raise AuthError(403, "limited", text)
     return rows
 

@@ -39,6 +39,7 @@ from shoal.swarm import (
 from shoal.swarm.beacon import BeaconChain
 from shoal.swarm.blobs.base import BlobReader, BlobStore, FullError
 from shoal.swarm.clock import LifeSign, read_clock
+from shoal.swarm.edition import RULES, check_edition
 from shoal.swarm.event import Event
 from shoal.swarm.faults import reach
 from shoal.swarm.ledger import Draft, Ledger
@@ -108,11 +109,13 @@ def open_run(
     linger_s: float | None = None,
 ) -> Ledger:
     """The ledger of a run with all its tables; a new one gets these parameters, an old one keeps its own."""
+    check_edition(url)
     genesis = {
         "beacon": BeaconChain(secret, params.steps).tip,
         "operator": operator,
         "params": dump_params(params),
         "recipe": recipe,
+        "rules": RULES,
     }
     extra = {} if linger_s is None else {"linger_s": linger_s}
     return Ledger.open(url, run=run, key=key, genesis=genesis, projections=PROJECTIONS, clock=clock, **extra)

@@ -1,12 +1,16 @@
 """What becomes of validators: their verdicts are held against what the work turned out to be.
 
     graded by verdicts   two owners say the same, and their numbers leave no doubt
-    graded by a canary   the operator knew what the work was; anew, if verdicts had said otherwise
+    graded by an appeal  more than half of all that judged it, then and now, say what it came to, without doubt
+    graded by a canary   the operator knew what the work was
+    Each grades anew what was graded otherwise before.
 
     wrong once: unpaid    again: limited, it may not judge for a while    a third time: its bond is burned, it is banned
+    silent too often where others could judge: limited
 
 Invariants:
-- honest doubt is never graded: neither an inconclusive verdict nor one on work of which others could not be sure;
+- honest doubt is never graded: neither an inconclusive verdict nor one on work of which others could not be sure. Who
+  says nothing else is limited, see rules/trust.py;
 - a verdict counts once, whatever shows that it was wrong;
 - a lone liar harms nobody but itself: it is one against two, and has no part in what it contradicts.
 """
@@ -16,9 +20,9 @@ from typing import Any
 
 from shoal.swarm.ending import void_work
 from shoal.swarm.event import Kind
-from shoal.swarm.messages import Standing, Verdict
-from shoal.swarm.rules.outcome import REJECTIONS, Vote, list_majority
-from shoal.swarm.rules.trust import BANNED_AT, LIMITED_AT, Side, next_score, undo_score
+from shoal.swarm.messages import Standing, SubmissionState, Verdict
+from shoal.swarm.rules.outcome import REJECTIONS, Vote, agrees, list_majority
+from shoal.swarm.rules.trust import BANNED_AT, LIMITED_AT, SILENT_AT, Side, next_score, undo_score
 from shoal.swarm.settling import burn_credit
 from shoal.swarm.state.judges import find_grade, find_judge
 from shoal.swarm.state.nodes import find_node, find_owner
@@ -44,6 +48,33 @@ def grade_verdicts(turn: Turn, submission: SubmissionRow, rows: Sequence[Verdict
     side = Side.GOOD if majority[0].verdict == Verdict.ACCEPTED else Side.BAD
     clear = [(row, is_one) for row, is_one in zip(rows, agreed, strict=True) if is_clear(row)]
     _record_grades(turn, submission, side, {row.validator: right for row, right in clear}, by="verdicts")
+
+
+def grade_appeal(turn: Turn, submission: SubmissionRow, rows: Sequence[VerdictRow], state: SubmissionState) -> None:
+    """Grade all verdicts on a submission by what its appeal came to, if more than half of them say that for sure.
+
+    Two against two is no majority: somebody lied, and nobody can say who.
+    """
+    clear = [row for row in rows if is_clear(row)]
+    prevailing = [row for row in clear if agrees(Verdict(row.verdict), state)]
+    if 2 * len(prevailing) <= len(clear) or not all(row.sure for row in prevailing):
+        return
+    side = Side.GOOD if state is SubmissionState.ACCEPTED else Side.BAD
+    _record_grades(turn, submission, side, {row.validator: is_right(row, side) for row in clear}, by="appeal")
+
+
+def limit_silent(turn: Turn, submission: SubmissionRow, rows: Sequence[VerdictRow]) -> None:
+    """Who said nothing of this, and of too much before that others could judge, may not judge for a while."""
+    for row in rows:
+        node = find_node(turn.connection, row.validator)
+        assert node is not None, "a verdict has a validator"
+        owner = find_owner(turn.connection, node.owner)
+        assert owner is not None, "a node has an owner"
+        if is_clear(row) or owner.standing in (Standing.LIMITED, Standing.BANNED):
+            continue
+        if find_judge(turn.connection, owner.owner).silence >= SILENT_AT:
+            reason = f"says nothing of too much that others could judge, the last one {submission.submission}"
+            turn.append(Kind.NODE_STANDING, owner.owner, {"reason": reason, "standing": Standing.LIMITED.value})
 
 
 def grade_by_canary(turn: Turn, submission: SubmissionRow, rows: Sequence[VerdictRow], side: Side) -> None:

@@ -8,7 +8,7 @@ from shoal.swarm.balances import read_balances
 from shoal.swarm.callers import require_member, require_validator
 from shoal.swarm.delegation import Scope
 from shoal.swarm.event import Kind, encode_body
-from shoal.swarm.grading import grade_verdicts, is_clear, read_votes
+from shoal.swarm.grading import grade_appeal, grade_verdicts, is_clear, limit_silent, read_votes
 from shoal.swarm.messages import (
     AppealAnswer,
     SignedAppeal,
@@ -24,7 +24,7 @@ from shoal.swarm.postings import TREASURY, move_credit, name_account
 from shoal.swarm.queueing import holds_claim
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.rows import read_event
-from shoal.swarm.rules.outcome import decide_outcome, end_waiting, list_majority
+from shoal.swarm.rules.outcome import REJECTIONS, decide_outcome, end_waiting, find_sight, list_majority
 from shoal.swarm.settling import Finding, settle_appeal, settle_submission
 from shoal.swarm.state.canaries import is_revealed
 from shoal.swarm.state.credit import find_appeal, last_appeal
@@ -152,16 +152,34 @@ def _decide_votes(
     doubt = None if job.appeal else find_doubt(turn.connection, job.submission)
     doubted = doubt is not None and bool(doubt.because)
     state = decide_outcome(read_votes(votes), turn.params.max_rounds, doubted=doubted)
-    return None if state is not None and _lacks_clearance(submission, job, state, votes) else state
+    if state is None or _lacks_clearance(submission, job, state, votes):
+        return None
+    return _weigh_clearance(turn, submission) if _clears_convict(submission, job, state) else state
 
 
 def _lacks_clearance(
     submission: SubmissionRow, job: JobRow, state: SubmissionState, votes: Sequence[VerdictRow]
 ) -> bool:
     """Whether too few clear what two convicted."""
-    if not job.appeal or state is not SubmissionState.ACCEPTED or submission.state != SubmissionState.HARD:
+    if not _clears_convict(submission, job, state):
         return False
     return sum(vote.verdict == Verdict.ACCEPTED for vote in votes) < CONVICTIONS
+
+
+def _weigh_clearance(turn: Turn, submission: SubmissionRow) -> SubmissionState | None:
+    """What becomes of a conviction that two owners cleared: who is left is asked, until more are of one mind.
+
+    As many on either side is doubt, and doubt is for the accused.
+    """
+    verdicts = [vote.verdict for vote in _list_all_votes(turn, submission.submission)]
+    convict, clear = sum(verdict in REJECTIONS for verdict in verdicts), verdicts.count(Verdict.ACCEPTED)
+    if clear <= convict and count_opinions(turn, submission):
+        return None
+    return SubmissionState.ACCEPTED if clear >= convict else SubmissionState.INCONCLUSIVE
+
+
+def _clears_convict(submission: SubmissionRow, job: JobRow, state: SubmissionState) -> bool:
+    return bool(job.appeal) and state is SubmissionState.ACCEPTED and submission.state == SubmissionState.HARD
 
 
 def _doubt_verdict(turn: Turn, submission: SubmissionRow, job: JobRow, votes: Sequence[VerdictRow]) -> Doubt:
@@ -180,8 +198,12 @@ def _describe_doubt(job: JobRow, said: VerdictStatement, doubt: Doubt) -> dict[s
 
 def _list_votes(turn: Turn, job: JobRow) -> list[VerdictRow]:
     """The verdicts that count now: those on the appeal, if there is one; none of who was banned since."""
-    votes = [vote for vote in list_verdicts(turn.connection, job.submission) if vote.appeal == job.appeal]
-    return [vote for vote in votes if not _is_banned(turn, vote)]
+    return [vote for vote in _list_all_votes(turn, job.submission) if vote.appeal == job.appeal]
+
+
+def _list_all_votes(turn: Turn, submission: str) -> list[VerdictRow]:
+    """Those on an appeal and those before it; none of who was banned since."""
+    return [vote for vote in list_verdicts(turn.connection, submission) if not _is_banned(turn, vote)]
 
 
 def _is_banned(turn: Turn, vote: VerdictRow) -> bool:
@@ -192,12 +214,20 @@ def _is_banned(turn: Turn, vote: VerdictRow) -> bool:
 
 def _end_votes(submission: SubmissionRow, job: JobRow, votes: list[VerdictRow], because: str) -> Finding:
     """What is left if nobody else says anything."""
-    state = end_waiting(read_votes(votes))
+    state = _end_appeal(votes) if job.appeal else end_waiting(read_votes(votes))
     if _lacks_clearance(submission, job, state, votes):
         return Finding(SubmissionState.INCONCLUSIVE, because, votes)
     if state is SubmissionState.ACCEPTED:
         return _describe_accepted(submission, [vote for vote in votes if is_clear(vote)], because)
     return Finding(state, because, votes)
+
+
+def _end_appeal(votes: Sequence[VerdictRow]) -> SubmissionState:
+    """Two that clear it are enough where a third was asked for and did not come."""
+    verdicts, cleared = {vote.verdict for vote in votes if is_clear(vote)}, find_sight(read_votes(votes))
+    if cleared is not None and verdicts == {Verdict.ACCEPTED}:
+        return SubmissionState.ACCEPTED
+    return end_waiting(read_votes(votes))
 
 
 def _describe_finding(
@@ -220,11 +250,14 @@ def _describe_accepted(submission: SubmissionRow, votes: Sequence[VerdictRow], b
 
 
 def _settle(turn: Turn, submission: SubmissionRow, job: JobRow, finding: Finding) -> None:
+    votes = _list_votes(turn, job)
     if job.appeal:
-        settle_appeal(turn, submission, finding)
-        return
-    settle_submission(turn, submission, finding)
-    grade_verdicts(turn, submission, _list_votes(turn, job))
+        state = settle_appeal(turn, submission, finding)
+        grade_appeal(turn, submission, _list_all_votes(turn, submission.submission), state)
+    else:
+        settle_submission(turn, submission, finding)
+        grade_verdicts(turn, submission, votes)
+    limit_silent(turn, submission, votes)
 
 
 def _repeat_verdict(turn: Turn, vote: VerdictRow, node: str, said: VerdictStatement) -> VerdictAnswer:

@@ -30,10 +30,11 @@ def upgrade_schema(engine: Engine) -> None:
 
 def check_schema(connection: Connection) -> None:
     """Refuse a database that has no ledger, or one of another version."""
-    if _read_known(connection) != _list_scripts().newest:
-        raise ConfigError(
-            f"{show_url(connection.engine)}: holds no ledger, or that of an older shoal; start its coordinator first"
-        )
+    version, name = _read_known(connection), show_url(connection.engine)
+    if version is None:
+        raise ConfigError(f"{name}: holds no ledger; start its coordinator first")
+    if version != _list_scripts().newest:
+        raise ConfigError(f"{name}: was made by an older shoal (schema {version}); use the version that made it")
 
 
 def _build_config() -> Config:

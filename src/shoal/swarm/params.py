@@ -72,6 +72,7 @@ class RunParams(Settings):
     opinion_s: Seconds = 3600
     """how long another opinion is waited for"""
     max_rounds: Annotated[int, Field(ge=2, le=9)] = 3
+    """verdicts that say something after which a submission is decided, or inconclusive; twice as many of any kind"""
     max_claims: Annotated[int, Field(ge=2, le=100)] = 5
     """claims without a verdict, of more than one owner, after which a submission is inconclusive"""
     limit_lapses: Count = 5

@@ -99,9 +99,10 @@ def _find_more(turn: Turn, caller: Rows, held: list[JobRow]) -> JobRow | None:
     """Another first opinion, beside first opinions.
 
     A file that ends who looks at it takes the claims beside it along. So only what nobody has tried is claimed with
-    others: what lapsed once is claimed alone from then on, and cannot sink others a second time.
+    others: what lapsed once is claimed alone from then on, and cannot sink others a second time. Claims that lapse
+    together count as one, so who let some lapse claims one at a time until it has judged again.
     """
-    if len(held) >= MAX_JOBS or any(job.claims != 1 or job.judge for job in held):
+    if len(held) >= MAX_JOBS or caller.owner.lapses or any(job.claims != 1 or job.judge for job in held):
         return None
     submission = find_submission(turn.connection, held[0].submission)
     assert submission is not None, "a job has a submission"

@@ -62,7 +62,7 @@ def settle_submission(turn: Turn, submission: SubmissionRow, finding: Finding) -
         convict_owner(turn, submission)
 
 
-def settle_appeal(turn: Turn, submission: SubmissionRow, finding: Finding) -> None:
+def settle_appeal(turn: Turn, submission: SubmissionRow, finding: Finding) -> SubmissionState:
     """Record what an appeal came to: the rejection stands, or its owner is paid and given back what was taken."""
     reverses = finding.state is SubmissionState.ACCEPTED
     state = finding.state if reverses else SubmissionState(submission.state)
@@ -82,6 +82,7 @@ def settle_appeal(turn: Turn, submission: SubmissionRow, finding: Finding) -> No
         body["holds"] = _list_holds(payments, owner)
     postings = _post_appeal(turn, submission, payments) if reverses else []
     turn.append(Kind.SUB_OUTCOME, submission.submission, body, postings)
+    return state
 
 
 def convict_owner(turn: Turn, submission: SubmissionRow) -> None:

@@ -9,6 +9,7 @@ from shoal.swarm.delegation import Scope
 from shoal.swarm.messages import Action, RedeemAnswer, Standing, SubmissionState, Verdict
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.state.credit import find_appeal
+from shoal.swarm.state.judges import find_judge
 from shoal.swarm.state.leases import find_lease
 from shoal.swarm.state.nodes import find_owner
 from shoal.swarm.state.spans import find_span
@@ -210,15 +211,26 @@ def test_an_appeal_that_is_right_is_paid(rich):
     assert rich.query(find_span, 1, 2).state == "offered"  # the groups are made anew, whoever was right
 
 
-def test_a_convicted_owner_that_is_cleared_by_two_gets_all_back(make_world):
-    world = make_world(groups_per_batch=50)
-    for name in ("judge-d", "judge-e"):
-        world._make_owner(name)
-    world.change(validators=tuple(world.owner_id(f"judge-{letter}") for letter in "abcde"))
-    for name in ("judge-d", "judge-e"):
-        world.join(name, name, scopes={Scope.VALIDATE})
+def appoint(world, letters):
+    """Validators a, b, c and more."""
+    for letter in letters:
+        world._make_owner(f"judge-{letter}")
+    world.change(validators=tuple(world.owner_id(f"judge-{letter}") for letter in "abc" + letters))
+    for letter in letters:
+        world.join(f"judge-{letter}", f"judge-{letter}", scopes={Scope.VALIDATE})
     world.join("w1", "ann")
     world.publish(0)
+    return world
+
+
+def list_scores(world, letters):
+    """Scores on good and on bad work of some validators."""
+    rows = [world.query(find_judge, world.owner_id(f"judge-{letter}")) for letter in letters]
+    return [(row.good, row.bad) for row in rows]
+
+
+def test_a_convicted_owner_that_is_cleared_by_two_gets_all_back(make_world):
+    world = appoint(make_world(groups_per_batch=50), "d")
     world.work("w1")
     submission = world.convict("w1")
     assert world.balance("burn", "") == 2000
@@ -231,6 +243,52 @@ def test_a_convicted_owner_that_is_cleared_by_two_gets_all_back(make_world):
     assert world.ask("w1").lease is not None
     owner = world.query(find_owner, world.owner_id("ann"))
     assert (owner.earned, owner.tokens) == (4000, 400), "what was given back was earned before"
+    assert list_scores(world, "abcd") == [(0, 0)] * 4, "two against two: nobody can say who lied"
+
+
+def test_who_convicted_wrongly_is_graded_when_more_owners_clear_it(make_world):
+    world = appoint(make_world(groups_per_batch=50), "de")
+    submission = world.convict("w1")
+    world.appeal("ann", submission)
+    world.judge("judge-c")
+    world.judge("judge-d")
+    assert state_of(world, submission) == SubmissionState.HARD, "a fifth is there to say who is right"
+    world.judge("judge-e")
+    assert state_of(world, submission) == SubmissionState.ACCEPTED
+    assert list_scores(world, "abcde") == [(14, 1), (14, 1), (0, 0), (0, 0), (0, 0)], "a point for being right is gone"
+    assert "the work was good" in world.coordinator.explain(submission)
+
+
+def test_who_clears_a_cheat_on_appeal_is_graded_when_more_owners_convict_it(make_world):
+    world = appoint(make_world(groups_per_batch=50), "de")
+    submission = world.convict("w1")
+    world.appeal("ann", submission)
+    world.judge("judge-c")
+    world.judge("judge-d")
+    world.judge("judge-e", Verdict.HARD)
+    assert state_of(world, submission) == SubmissionState.HARD and world.balance("pending", "ann") == 0
+    assert list_scores(world, "abcde") == [(0, 0), (0, 0), (0, 14), (0, 14), (0, 0)]
+
+
+def test_two_that_clear_are_enough_if_the_third_does_not_come(make_world):
+    world = appoint(make_world(groups_per_batch=50), "de")
+    submission = world.convict("w1")
+    world.appeal("ann", submission)
+    world.judge("judge-c")
+    world.judge("judge-d")
+    world.wait(world.params.opinion_s)
+    assert state_of(world, submission) == SubmissionState.ACCEPTED
+    assert list_scores(world, "abcde") == [(0, 0)] * 5
+
+
+def test_one_that_clears_what_two_rejected_is_believed_and_grades_nobody(make_world):
+    world = appoint(make_world(groups_per_batch=50, reject_share=10**6), "d")
+    submission = world.work("w1", Verdict.SOFT)
+    world.judge("judge-b", Verdict.SOFT)
+    before = list_scores(world, "abcd")
+    world.appeal("ann", submission)
+    world.judge("judge-c")
+    assert state_of(world, submission) == SubmissionState.ACCEPTED and list_scores(world, "abcd") == before
 
 
 def test_an_appeal_that_is_right_gets_its_fee_back_even_if_the_owner_is_banned_for_something_else(rich):

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from shoal.redteam.liars.abstain import abstain_job
 from shoal.redteam.liars.words import accept_job, reject_job
 from shoal.swarm.messages import Standing, Verdict
 from shoal.swarm.refusal import AuthError
@@ -18,7 +19,7 @@ from shoal.swarm.rules.exposure import (
     expose_rejecting,
     find_liar,
 )
-from shoal.swarm.rules.trust import BANNED_AT, LIMITED_AT, next_score
+from shoal.swarm.rules.trust import BANNED_AT, LIMITED_AT, SILENT_AT, halve_silence, next_score, next_silence
 from shoal.swarm.state.judges import find_judge
 from shoal.swarm.state.nodes import find_owner
 
@@ -154,3 +155,79 @@ def test_the_number_of_jobs_is_what_is_drawn():
     most = count_jobs(chance, 0.9)
     found = sum(sum(rng.random() < chance for _ in range(most)) >= BANNED_BY for _ in range(4000))
     assert abs(found / 4000 - find_liar(chance, most)) < 0.02 and found / 4000 > 0.88
+
+
+def fall_silent(world, *, bad=False):
+    """judge-a says nothing of one submission, and judge-b says what it is."""
+    pass_on(world, "judge-a", abstain_job, bad=bad)
+
+
+def test_who_says_nothing_of_all_that_others_accept_is_limited_by_the_stated_job_and_sooner_the_next_time(make_world):
+    world = begin(make_world)
+    limited = []
+    for number in range(1, SILENT_AT + SILENT_AT // 2 + 1):
+        fall_silent(world)
+        if standing_of(world, "judge-a") == Standing.LIMITED:
+            limited.append(number)
+            with pytest.raises(AuthError, match="may not judge for a while"):
+                world.claim("judge-a")
+            world.wait(world.params.limited_s)
+    assert limited == [SILENT_AT, SILENT_AT + SILENT_AT // 2] == [32, 48]
+    assert count_jobs(1.0, SURE, SILENT_AT) == 32 and count_jobs(0.5, SURE, SILENT_AT) == 85
+    judge, ann = (world.query(find_owner, world.owner_id(name)) for name in ("judge-a", "ann"))
+    assert judge.standing != Standing.BANNED and (ann.rejected, ann.accepted) == (0, 48)
+
+
+def test_who_was_without_weights_for_a_while_is_not_limited(make_world):
+    world = begin(make_world)
+    for _ in range(SILENT_AT - 1):
+        fall_silent(world)
+    world.work("w1")
+    fall_silent(world)
+    assert world.query(find_judge, world.owner_id("judge-a")).silence == SILENT_AT - 1
+    assert standing_of(world, "judge-a") != Standing.LIMITED
+
+
+def test_silence_about_what_nobody_accepts_is_not_held_against_anybody(make_world):
+    """Nobody has the weights, or a stranger hands in what a reader is helpless against."""
+    world = begin(make_world)
+    fall_silent(world, bad=True)
+    world.submit("w1", world.lease("w1"))
+    for judge in ("judge-a", "judge-b", "judge-c"):
+        world.judge(judge, Verdict.INCONCLUSIVE)
+    silences = [world.query(find_judge, world.owner_id(f"judge-{letter}")).silence for letter in "abc"]
+    assert silences == [0, 0, 0]
+
+
+def test_who_says_nothing_does_not_keep_others_from_convicting(make_world):
+    """Three owners besides the two honest ones would be heard, and one of them is of no use."""
+    world = begin(make_world)
+    submission = world.submit("cheat", world.lease("cheat"))
+    world.judge("judge-b", Verdict.HARD)
+    world.judge("judge-a", Verdict.INCONCLUSIVE)
+    world.judge("judge-c", Verdict.HARD)
+    assert standing_of(world, "eve") == Standing.BANNED, submission
+
+
+def test_a_machine_that_is_in_trouble_now_and_then_is_never_limited():
+    rng, silence, most = random.Random(1), 0, 0
+    for _ in range(100_000):
+        silence = next_silence(silence, speaks=rng.random() < 0.75)
+        most = max(most, silence)
+    assert 4 < most < SILENT_AT
+    assert halve_silence(SILENT_AT) == SILENT_AT // 2
+
+
+def test_who_let_claims_lapse_together_claims_one_at_a_time_until_it_has_judged(make_world):
+    world = begin(make_world, claim_s=10)
+    for _ in range(32):
+        world.submit("w1", world.lease("w1"))
+
+    def claim(judge):
+        return world.run(world.coordinator.claim_jobs(world.id(judge), most=8)).jobs
+
+    assert len(claim("judge-a")) == 8
+    world.wait(11)
+    (job,) = claim("judge-a")
+    world.post("judge-a", world.describe_verdict(job))
+    assert len(claim("judge-a")) == 8, "it judges again"

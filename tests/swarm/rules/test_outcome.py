@@ -41,13 +41,17 @@ def read_votes(text):
         ("haa", "accepted"),
         ("hah", "rejected_hard"),
         ("has", "rejected_soft"),
-        ("hai", "inconclusive"),
+        ("hai", None),
+        ("haiis", "rejected_soft"),
+        ("haiiii", "inconclusive"),
         ("i", None),
         ("ia", "accepted"),
         ("ih", None),
         ("ihh", "rejected_hard"),
-        ("ihi", "rejected_soft"),
-        ("iii", "inconclusive"),
+        ("ihi", None),
+        ("ihiiii", "rejected_soft"),
+        ("iii", None),
+        ("iiiiii", "inconclusive"),
         ("c", None),
         ("cc", "rejected_form"),
         ("ca", "accepted"),
@@ -74,9 +78,13 @@ def test_outcomes(votes, outcome):
         ("saa", "accepted"),
         ("ahh", "rejected_hard"),
         ("ai", None),
-        ("aii", "accepted"),
-        ("sii", "rejected_soft"),
-        ("asi", "inconclusive"),
+        ("aii", None),
+        ("aiiiii", "accepted"),
+        ("sii", None),
+        ("siiiii", "rejected_soft"),
+        ("asi", None),
+        ("asia", "accepted"),
+        ("asiiii", "inconclusive"),
         ("ab", None),
         ("aba", "accepted"),
         ("abs", "inconclusive"),
@@ -107,8 +115,10 @@ def test_hard_takes_two_and_crashes_are_never_paid(letters):
 
 
 @given(VOTES)
-def test_three_verdicts_decide(letters):
-    assert len(letters) < 3 or decide_outcome(read_votes(letters), 3) is not None
+def test_three_verdicts_that_say_something_decide_and_so_do_six_of_any_kind(letters):
+    spoken = [letter for letter in letters if letter not in "ic"]
+    assert len(spoken) < 3 or decide_outcome(read_votes(letters), 3) is not None
+    assert decide_outcome(read_votes([*letters, *"iiiiii"]), 3) is not None
 
 
 @given(VOTES)

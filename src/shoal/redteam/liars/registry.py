@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shoal.validator.judge import Judge
 
 LIES = {
+    "abstain": "nothing is ever certain: everything is inconclusive",
     "accept": "everything is accepted, with the numbers that its file states",
     "copy": "what another validator said first is said again; what nobody judged is accepted",
     "lazy": "form and meaning are looked at, the proof never is",

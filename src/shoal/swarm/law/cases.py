@@ -145,6 +145,11 @@ def _command(turn: Hearing, event: Event) -> object:
     return commanding.run_command(turn, signed=signed)
 
 
+def _unban(turn: Hearing, event: Event) -> object:
+    """The operator's word, or the first that follows from an appeal which is right when its time is over."""
+    return _command(turn, event) if event.signature else judging.expire_opinions(turn)
+
+
 def _start(turn: Hearing, event: Event) -> object:
     """How long the coordinator was away it says itself; not longer than it wrote nothing."""
     shift_ms = event.content["shift_ms"]
@@ -200,7 +205,7 @@ _CASES: dict[Kind, Case] = {
     Kind.STAKE_REQUEST: _unbond,
     Kind.STAKE_UNBOND: _move_bond,
     Kind.BAN: _command,
-    Kind.UNBAN: _command,
+    Kind.UNBAN: _unban,
     Kind.APPEAL: _appeal,
     Kind.CANARY_SEAL: _command,
     Kind.CANARY_REVEAL: _command,

@@ -6,6 +6,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from shoal.keys import Key, check_public
+from shoal.swarm.edition import describe_edition
 from shoal.swarm.event import Event, Kind
 from shoal.swarm.law.cases import take_again
 from shoal.swarm.law.docket import Docket, LawError, name_event
@@ -18,7 +19,7 @@ from shoal.swarm.refusal import AuthError
 from shoal.swarm.state.run import read_run
 from shoal.swarm.turn import Setting
 
-_GENESIS = {"beacon", "coordinator", "operator", "params", "recipe", "run"}
+_GENESIS = {"beacon", "coordinator", "operator", "params", "recipe", "rules", "run"}
 _BROKEN = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError, SQLAlchemyError)
 """What the coordinator's code may raise over an event that it did not make: a forged ledger may say anything."""
 
@@ -32,6 +33,8 @@ def hear_events(events: Iterator[Event], target: Connection, projections: Sequen
     genesis = docket.next
     if genesis is None:
         return
+    if words := describe_edition(genesis):
+        raise LawError(f"event 0: {words}")
     try:
         _check_genesis(genesis)
         docket.take()

@@ -2,8 +2,10 @@
 
 - one clear verdict decides, but for a hard one: that takes two validators. Where a second opinion is wanted, one that
   was drawn for instance, it takes two that say the same;
-- an inconclusive verdict says nothing, and another validator is asked. A file that made the checker crash twice is one
-  of bad form, and so is one that made it crash once if nobody finds anything else: a crash never pays;
+- an inconclusive verdict says nothing, and another validator is asked: `max_rounds` are rounds that said something, or
+  who says nothing would keep others from being heard. In all there are at most twice as many;
+- a file that made the checker crash twice is one of bad form, and so is one that made it crash once if nobody finds
+  anything else: a crash never pays;
 - where verdicts contradict each other the majority of the clear ones decides; without one nobody is paid and nobody
   blamed. To accept with other numbers, of tokens or of groups with a signal, is a contradiction too;
 - if no further opinion comes, a lone verdict stands as if none had been wanted. A lone hard one counts as soft: not
@@ -44,7 +46,8 @@ def decide_outcome(votes: Sequence[Vote], max_rounds: int, *, doubted: bool = Fa
         return SubmissionState.ACCEPTED
     if sum(verdict in REJECTIONS for verdict in verdicts) >= 2:
         return _mildest(verdicts)
-    return end_waiting(votes) if len(votes) >= max_rounds else None
+    is_over = len(clear) >= max_rounds or len(votes) >= 2 * max_rounds
+    return end_waiting(votes) if is_over else None
 
 
 def end_waiting(votes: Sequence[Vote]) -> SubmissionState:

@@ -20,6 +20,17 @@ and by Doob's inequality P(max R >= A) <= E R_n / A <= n / A. []
 That is the worst that p allows; what honest validators do is in docs/validation.md.
 Who is wrong about more than one in fifteen of either kind gains points on average, so is found; who is always wrong
 about one kind is limited by the second graded verdict of that kind and banned by the third.
+
+Silence. To say `inconclusive` is never wrong, and who always says it is of no use: others are asked each time. So it is
+held against what others could say of the same work, and nothing else:
+
+    inconclusive on what was accepted by others: silence + 1        a clear verdict: silence - 1, not below 0
+    from 32 on: limited, and the silence is halved. Nobody is banned for it, and no bond is burned
+
+Where nobody has the weights nothing is accepted, and nothing counts. What was rejected does not count either: a
+stranger could hand in what one reader is helpless against, but to be accepted it must work. A machine in trouble may be
+silent 31 times in a row. Who is silent with a probability of at most q < 1/2, one time like the other, reaches 32
+within n verdicts with a probability of at most n / x^32, x = (1 - q) / q, by the proof above: n / 1.8e15 at q = 1/4.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,6 +40,8 @@ from typing import Any
 RIGHT, WRONG = -1, 14
 LIMITED_AT, BANNED_AT = 20, 40
 """Changing breaks: the bound above. Scores in the ledger are what the rule of their time made."""
+SILENT_AT = 32
+"""Changing breaks: what docs/validation.md states"""
 MARGIN = 2.0
 """how far from its threshold a number must be to be plain: this many times it, or this part of it"""
 
@@ -48,6 +61,16 @@ def next_score(score: int, *, right: bool) -> int:
 def undo_score(score: int, *, right: bool) -> int:
     """The score without a grade that turned out to be mistaken."""
     return max(0, score - (RIGHT if right else WRONG))
+
+
+def next_silence(silence: int, *, speaks: bool) -> int:
+    """The silence after one more verdict that counts."""
+    return max(0, silence - 1) if speaks else silence + 1
+
+
+def halve_silence(silence: int) -> int:
+    """What is left of it when its owner was limited: enough to be limited sooner the next time."""
+    return silence // 2
 
 
 def is_sure(findings: Sequence[Mapping[str, Any]], *, accepts: bool) -> bool:

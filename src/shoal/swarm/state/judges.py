@@ -10,9 +10,11 @@ from sqlalchemy import Column, Connection, Text
 
 from shoal.swarm.db import INT64, define_table
 from shoal.swarm.event import Event
-from shoal.swarm.rules.trust import Side
+from shoal.swarm.messages import Standing, SubmissionState, Verdict
+from shoal.swarm.rules.trust import Side, halve_silence, next_silence
 from shoal.swarm.sql import Sql, fetch_row, fetch_rows, insert_into, list_columns
 from shoal.swarm.state.nodes import find_node
+from shoal.swarm.state.queue import list_verdicts
 
 DOUBT = define_table(
     "doubt",
@@ -29,6 +31,7 @@ JUDGE = define_table(
     Column("graded", INT64, nullable=False),
     Column("wrong", INT64, nullable=False),
     Column("heard_ms", INT64, nullable=False),
+    Column("silence", INT64, nullable=False),
 )
 GRADE = define_table(
     "grade",
@@ -63,6 +66,8 @@ class JudgeRow(NamedTuple):
     wrong: int
     heard_ms: int
     """when it last gave a verdict"""
+    silence: int
+    """how much more often it said nothing of what others accepted than it said something"""
 
 
 class GradeRow(NamedTuple):
@@ -89,15 +94,18 @@ _SET_GRADE = Sql(
     "ON CONFLICT (submission, owner) DO UPDATE SET side = excluded.side, correct = excluded.correct"
 )
 _SET_JUDGE = Sql(
-    "INSERT INTO judge (owner, good, bad, graded, wrong, heard_ms) VALUES (:owner, :good, :bad, :graded, :wrong, 0) "
+    "INSERT INTO judge (owner, good, bad, graded, wrong, heard_ms, silence) "
+    "VALUES (:owner, :good, :bad, :graded, :wrong, 0, 0) "
     "ON CONFLICT (owner) DO UPDATE SET good = excluded.good, bad = excluded.bad, graded = excluded.graded, "
     "wrong = excluded.wrong"
 )
 _HEAR_JUDGE = Sql(
-    "INSERT INTO judge (owner, good, bad, graded, wrong, heard_ms) VALUES (:owner, 0, 0, 0, 0, :heard_ms) "
+    "INSERT INTO judge (owner, good, bad, graded, wrong, heard_ms, silence) "
+    "VALUES (:owner, 0, 0, 0, 0, :heard_ms, 0) "
     "ON CONFLICT (owner) DO UPDATE SET heard_ms = excluded.heard_ms"
 )
-_FORGIVE = Sql("UPDATE judge SET good = 0, bad = 0 WHERE owner = :owner")
+_SET_SILENCE = Sql("UPDATE judge SET silence = :silence WHERE owner = :owner")
+_FORGIVE = Sql("UPDATE judge SET good = 0, bad = 0, silence = 0 WHERE owner = :owner")
 
 
 class DrawRow(NamedTuple):
@@ -121,7 +129,7 @@ def list_draws(connection: Connection) -> list[DrawRow]:
 
 def find_judge(connection: Connection, owner: str) -> JudgeRow:
     """The record of an owner of validators, an empty one if it has none."""
-    return fetch_row(connection, _SELECT_JUDGE, JudgeRow, owner=owner) or JudgeRow(owner, 0, 0, 0, 0, 0)
+    return fetch_row(connection, _SELECT_JUDGE, JudgeRow, owner=owner) or JudgeRow(owner, 0, 0, 0, 0, 0, 0)
 
 
 def list_wrong(connection: Connection, most: int) -> list[JudgeRow]:
@@ -171,6 +179,27 @@ def add_grades(event: Event, connection: Connection) -> None:
         _SET_GRADE.run(
             connection, {"submission": event.subject, "owner": owner, "side": side.value, "correct": correct}
         )
+
+
+def note_silence(event: Event, connection: Connection) -> None:
+    """sub.outcome: who said nothing of what others accepted, and who said something"""
+    content = event.content
+    if content["state"] == SubmissionState.VOID:
+        return
+    for vote in list_verdicts(connection, event.subject):
+        speaks = vote.verdict != Verdict.INCONCLUSIVE
+        if vote.appeal == content["appeal"] and (speaks or content["state"] == SubmissionState.ACCEPTED):
+            node = find_node(connection, vote.validator)
+            assert node is not None, "a verdict is of a node"
+            silence = next_silence(find_judge(connection, node.owner).silence, speaks=speaks)
+            _SET_SILENCE.run(connection, {"owner": node.owner, "silence": silence})
+
+
+def ease_silence(event: Event, connection: Connection) -> None:
+    """node.standing"""
+    if event.content["standing"] == Standing.LIMITED:
+        silence = halve_silence(find_judge(connection, event.subject).silence)
+        _SET_SILENCE.run(connection, {"owner": event.subject, "silence": silence})
 
 
 def forgive_judge(event: Event, connection: Connection) -> None:

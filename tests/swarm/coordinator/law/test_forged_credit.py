@@ -183,7 +183,7 @@ def convict_and_do_not_ban(forge):
     return forge.swap(ban)
 
 
-@says("nobody signed it")
+@says("comes to nothing")
 def pardon_a_friend(forge):
     dave = forge.name_owner("dave")
     return forge.append(forge.say(Kind.UNBAN, dave, reason="a friend", target=dave))
