@@ -3,6 +3,7 @@
 Invariants:
 - a lease is on disk before it is begun, and the key it is asked under before it is asked for;
 - there is one request at a time, and none while the engine is full and more is waiting, or waits for weights;
+- a lease that this machine cannot score is returned: it costs width, and the coordinator lets who returns many rest;
 - a lease whose work is written is the delivery's: heartbeats tell nothing more of it, and hear nothing. To the
   coordinator a lease is over once its manifest is there, and the file must not be dropped for that.
 """
@@ -42,6 +43,8 @@ class Supply:
         """the run needs no more work"""
         self.reason = ""
         """why there is no lease now, in the coordinator's words"""
+        self.fault = ""
+        """why the last lease was given back; empty again once one is written"""
 
     async def resume(self) -> None:
         """Take up leases that an earlier process left, if they still have time."""
@@ -80,12 +83,31 @@ class Supply:
     def mark_written(self, lease: str) -> None:
         """All of a lease is generated; what becomes of it is the delivery's business."""
         self._written.add(lease)
+        self.fault = ""
 
     def end(self, lease: str) -> None:
         """A lease is done with."""
         self.leases.pop(lease, None)
         self._written.discard(lease)
         self._news.set()
+
+    async def give_back(self, lease: str, reason: str) -> None:
+        """Return a lease that this machine cannot finish; nothing is claimed for it."""
+        if lease not in self.leases:
+            return  # cancelled in the meantime
+        self.fault = reason
+        self._session.note(f"lease {lease} is given back, nothing is claimed for it: {reason}")
+        client = self._session.client
+        try:
+            await self._session.waits.insist(
+                "return", lambda: client.return_lease(lease), for_whom="the coordinator", timeout_s=ASK_S, told=False
+            )
+        except RefusedError as error:
+            self._session.note(f"lease {lease} is not wanted back: {error}")
+        except (ForkError, KeepError) as error:
+            raise end_session(error) from None
+        await asyncio.to_thread(self._outbox.forget, lease)
+        self.end(lease)
 
     def list_progress(self) -> tuple[Progress, ...]:
         """How far each lease is, for the heartbeat."""
