@@ -61,7 +61,15 @@ class Meaning:
     def plan(self, job: Job) -> list[Plan]:
         """The groups that the job's lease asked for."""
         beacon = number_beacon(job.beacon)
-        return plan_groups(self._family, self._tokenizer, self._shape, beacon=beacon, first=job.first, count=job.count)
+        return plan_groups(
+            self._family,
+            self._tokenizer,
+            self._shape,
+            step=job.step,
+            beacon=beacon,
+            first=job.first,
+            count=job.count,
+        )
 
     def find_breaches(self, job: Job, plans: Sequence[Plan], contents: Contents) -> Iterator[Finding]:
         """Everything that is not as it must be; nothing, for honest work."""
