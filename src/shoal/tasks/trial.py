@@ -1,10 +1,10 @@
 """A few tasks of a generator whose options a stranger chose, made in a process that can be ended.
 
-    python -m shoal.tasks.trial    {"dataset", "options"} on standard input; a sentence on standard output where it fails
+    python -m shoal.tasks.trial    {"dataset", "options"} from standard input; a sentence to standard output if it fails
 
-Generators of reasoning-gym take sizes and search until something fits: some options make one task take gigabytes, or for
-ever. A recipe names such options, so they are tried here before the process that read the recipe makes a task of them:
-`NUM_TASKS` tasks within limits of CPU time, memory and length. What a later task may take is thereby likely, not bound:
+Generators of reasoning-gym take sizes and search until something fits: some options make one task take gigabytes, or
+never end. A recipe names such options, so they are tried here before the process that read it makes a task of them:
+`NUM_TASKS` tasks within limits of CPU time, memory and length. What a later task takes is thereby likely, not bounded:
 options that are dear for one seed in a thousand pass, and cost who works on that run its time.
 """
 
@@ -56,7 +56,7 @@ def main() -> int:
         for seed in range(NUM_TASKS):
             family.make_task(random.Random(seed))
     except ConfigError as error:
-        print(error)
+        sys.stdout.write(f"{error}\n")
         return 1
     return 0
 
