@@ -3,12 +3,13 @@
     python bench/length.py [--quick] [--json] [--only ARM:SEED]
 
 The model is warmed up on demonstrations whose length has nothing to do with the target in the prompt, so it starts by
-ignoring it. INTELLECT-2's two sets of targets, divided by 333. Each run is single-threaded and is not repeated once it
+ignoring it. INTELLECT-2's two sets of targets, divided by 500. Each run is single-threaded and is not repeated once it
 is there; `--only long:0` makes one run and ends.
 
-    short, long   alpha 0.05 per token, at most 0.5
+    short, long   alpha 0.03 per token, at most 0.5; every group is trained on
     control       long's targets in the prompt, length not rewarded
     weak          long, alpha = 0.0003, INTELLECT-2's number
+    filter        long, with the online filter: groups whose answers are all right or all wrong are left out
     slow          long, a tenth of the learning rate
 """
 
@@ -29,14 +30,15 @@ def name_targets(targets: list[int]) -> str:
     return f"length.targets={json.dumps(targets)}"
 
 
-SHORT, LONG = [3, 6, 9, 12], [6, 12, 18, 24, 30]
-TARGETS = {"short": SHORT, "long": LONG, "control": LONG, "weak": LONG, "slow": LONG}
+SHORT, LONG = [2, 4, 6, 8], [4, 8, 12, 16, 20]
+TARGETS = {"short": SHORT, "long": LONG, "control": LONG, "weak": LONG, "filter": LONG, "slow": LONG}
 OVERRIDES = {
     "short": [],
     "long": [],
     "control": ["length.alpha=1e-9"],
     "weak": ["length.alpha=0.0003"],
-    "slow": ["learner.lr=2e-5"],
+    "filter": ["batch.filter=true"],
+    "slow": ["learner.lr=3e-5"],
 }
 START = ["steps=0", "eval.tasks=8", name_targets(sorted({*SHORT, *LONG}))]
 PASSES = {"sampled": "eval/pass_at_1", "greedy": "eval/greedy"}
@@ -46,7 +48,7 @@ def main() -> None:
     parser = build_parser(__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="ARM:SEED", help="make this run and end")
     flags = parser.parse_args()
-    steps, seeds, names = (16, SEEDS[:1], ["long", "control"]) if flags.quick else (60, SEEDS, list(TARGETS))
+    steps, seeds, names = (16, SEEDS[:1], ["long", "control"]) if flags.quick else (40, SEEDS, list(TARGETS))
     if flags.only:
         arm, _, seed = flags.only.partition(":")
         run_arm(arm, int(seed), steps)
