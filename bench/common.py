@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "bench" / "out"
 PICTURES = ROOT / "docs" / "img"
 SEEDS = (0, 1, 2)
+_DONE = "bench.done"
 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 Lines = list[dict[str, Any]]
@@ -53,7 +54,7 @@ def run_arms(
     """Train every arm (a name and its overrides) with every seed, two single-threaded processes at a time."""
     jobs = [(arm, seed) for seed in seeds for arm in arms]
     with ThreadPoolExecutor(max_workers=max(1, min(2, os.cpu_count() or 1))) as pool:
-        done = list(pool.map(lambda job: _train(config, tag, job[0], arms[job[0]], job[1]), jobs))
+        done = list(pool.map(lambda job: train_arm(config, tag, job[0], arms[job[0]], job[1]), jobs))
     found: dict[str, list[Lines]] = {arm: [] for arm in arms}
     for (arm, _), lines in zip(jobs, done, strict=True):
         found[arm].append(lines)
@@ -90,17 +91,36 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _train(config: str, tag: str, arm: str, overrides: Sequence[str], seed: int) -> Lines:
+def train_arm(config: str, tag: str, arm: str, overrides: Sequence[str], seed: int) -> Lines:
     """Metrics of one run; one that is already complete, with these settings and this code, is not repeated."""
-    name = f"{tag}-{arm}-{_hash_inputs(config, overrides)}"
-    command = [sys.executable, "-m", "shoal", "train", str(ROOT / config), f"name={name}", f"seed={seed}", f"out={OUT}"]
-    command += ["threads=1", "rollouts=false", *overrides]
+    folder = find_run(config, tag, arm, overrides, seed)
+    done = folder / _DONE
+    if not done.exists():
+        place = [f"name={folder.name.removesuffix(f'-seed{seed}')}", f"seed={seed}", f"out={OUT}"]
+        call_shoal(["train", str(ROOT / config), *place, "threads=1", "rollouts=false", *overrides])
+        done.touch()
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def find_policy(config: str, tag: str, overrides: Sequence[str], seed: int) -> Path:
+    """The model that the settings start from, warmed up if they say so, for arms that share it."""
+    train_arm(config, tag, "start", overrides, seed)
+    return find_run(config, tag, "start", overrides, seed) / "checkpoints" / "step-000000" / "policy"
+
+
+def find_run(config: str, tag: str, arm: str, overrides: Sequence[str], seed: int) -> Path:
+    """The folder of a run."""
+    return OUT / f"{tag}-{arm}-{_hash_inputs(config, overrides)}-seed{seed}"
+
+
+def call_shoal(arguments: Sequence[str]) -> None:
+    """Run a command of shoal's in one thread; ends the benchmark with its output where it fails."""
+    command = [sys.executable, "-m", "shoal", *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return read_metrics(OUT / f"{name}-seed{seed}" / "metrics.jsonl")
 
 
 def _hash_inputs(config: str, overrides: Sequence[str]) -> str:

@@ -253,8 +253,8 @@ def _plan_tasks(config: RunConfig, job: Job, family: Any, policy: Any) -> list[A
     shape = GroupShape(size=config.batch.group_size, max_tokens=config.engine.max_tokens, temperature=1.0)
     beacons = [derive_seed("beacon", config.seed, step) for step in range(1, job.steps + 2)]
     return [
-        plan_group(family, policy.tokenizer, shape, beacon=beacon, index=index).task
-        for beacon in beacons
+        plan_group(family, policy.tokenizer, shape, step=step, beacon=beacon, index=index).task
+        for step, beacon in enumerate(beacons, 1)
         for index in range(config.batch.groups)
     ]
 

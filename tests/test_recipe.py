@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shoal.canonical import encode_canonical
-from shoal.config import LengthConfig
+from shoal.config import FilterConfig, LengthConfig, Stage
 from shoal.errors import ConfigError
 from shoal.recipe import MAX_RECIPE_BYTES, Recipe, RecipeError, SetTerms, dump_recipe, hash_recipe, load_recipe
 from shoal.tasks import train_task
@@ -33,7 +34,10 @@ SET: dict[str, Any] = {
     "size": 10,
     "filter": {"max": "1.0", "max_chars": 0, "min": "0.0", "model": ""},
     "weights": {},
+    "schedule": [],
 }
+RATED: dict[str, Any] = SET | {"hash": "a" * 64, "filter": {"max": "1.0", "max_chars": 0, "min": "0.0", "model": "m"}}
+STAGE: dict[str, Any] = {"step": 1, "min": "0.0", "max": "0.5"}
 LENGTH: dict[str, Any] = {
     "alpha": "0.0003",
     "bound": "0.5",
@@ -76,11 +80,12 @@ def test_a_recipe_comes_back_from_its_bytes(temperature, size, tokens, dtype, se
 def test_the_bytes_of_a_recipe_do_not_change():
     recipe = Recipe(**BASE | {"options": {"min_length": 2}, "temperature": 0.7})
     assert dump_recipe(recipe) == (
-        b'{"calibration":"' + b"c" * 64 + b'","dtype":"float32","family":"sort","format":2,"group_size":8,'
+        b'{"calibration":"' + b"c" * 64 + b'","dtype":"float32","family":"sort","format":3,"group_size":8,'
         b'"length":{"alpha":"0.0003","bound":"0.5","mode":"none","targets":[],"template":'
         b'"{prompt}\\n\\nThink for {target} tokens before giving a response."},'
         b'"max_tokens":64,"model":"' + b"a" * 64 + b'","options":{"min_length":2},"seeded":true,'
-        b'"set":{"filter":{"max":"1.0","max_chars":0,"min":"0.0","model":""},"hash":"","size":0,"weights":{}},'
+        b'"set":{"filter":{"max":"1.0","max_chars":0,"min":"0.0","model":""},"hash":"",'
+        b'"schedule":[],"size":0,"weights":{}},'
         b'"temperature":"0.7","verifiers":{},"weights":"' + b"b" * 64 + b'"}'
     )
 
@@ -118,7 +123,8 @@ def test_types_of_options_survive(monkeypatch):
         spell(seeded=None),
         spell(path="/etc/passwd"),
         spell(format=1),
-        spell(format=3),
+        spell(format=2),
+        spell(format=4),
         spell(format=True),
         spell(format="1"),
         spell(family="no_such_family"),
@@ -172,6 +178,21 @@ def test_types_of_options_survive(monkeypatch):
         spell(family="set", set=SET | {"hash": "a" * 64, "weights": {"x": "1"}}),
         spell(family="set", set=SET | {"hash": "a" * 64, "filter": {}}),
         spell(family="set", set=SET | {"hash": "a" * 64}, verifiers={"os_system": "1"}),
+        spell(family="set", set=SET | {"hash": "a" * 64, "schedule": [STAGE]}),
+        spell(family="set", set=RATED | {"schedule": {}}),
+        spell(family="set", set=RATED | {"schedule": "1"}),
+        spell(family="set", set=RATED | {"schedule": [1]}),
+        spell(family="set", set=RATED | {"schedule": [{}]}),
+        spell(family="set", set=RATED | {"schedule": [STAGE | {"step": 2}]}),
+        spell(family="set", set=RATED | {"schedule": [STAGE | {"step": 0}]}),
+        spell(family="set", set=RATED | {"schedule": [STAGE | {"step": True}]}),
+        spell(family="set", set=RATED | {"schedule": [STAGE | {"min": 0}]}),
+        spell(family="set", set=RATED | {"schedule": [STAGE | {"min": "0"}]}),
+        spell(family="set", set=RATED | {"schedule": [STAGE | {"min": "0.6"}]}),
+        spell(family="set", set=RATED | {"schedule": [STAGE | {"max": "1.5"}]}),
+        spell(family="set", set=RATED | {"schedule": [STAGE, STAGE]}),
+        spell(family="set", set=RATED | {"schedule": [STAGE, STAGE | {"step": 2**31}]}),
+        spell(family="set", set=RATED | {"schedule": [STAGE | {"step": step} for step in range(1, 18)]}),
         spell(verifiers={"math": "math/1"}),
         spell(length={}),
         spell(length=LENGTH | {"mode": "exact"}),
@@ -256,6 +277,26 @@ def test_a_recipe_takes_the_task_set_that_it_names_and_no_other():
     brought = back.bring_set(tasks.data)
     assert train_task(brought.open_family(), 3).id in {record.id for record in tasks.records}
     assert dump_recipe(brought) == dump_recipe(recipe)
+
+
+def test_hostile_schedules_are_refused_for_what_they_say():
+    assert load_recipe(spell(family="set", set=RATED | {"schedule": [STAGE]})).set.schedule[0].max == 0.5
+
+
+def test_a_schedule_is_spelled_in_one_way_and_a_stage_without_tasks_is_said_before_any_work():
+    records = [replace(record, difficulty={"m": 0.25}) for record in open_set(["family:sort:20"]).records]
+    tasks, rated = TaskSet(records), FilterConfig(model="m")
+    stages = [Stage(step=1, min=0.2, max=1.0), Stage(step=30, min=0.0, max=0.5)]
+    terms = SetTerms(hash=tasks.hash, filter=rated, schedule=stages)
+    recipe = Recipe(**BASE | {"family": "set", "set": terms, "verifiers": {"family": "family/1"}})
+    data = dump_recipe(recipe)
+    assert b'"schedule":[{"max":"1.0","min":"0.2","step":1},{"max":"0.5","min":"0.0","step":30}]' in data
+    back = load_recipe(data)
+    assert back == recipe and dump_recipe(back) == data
+    assert back.bring_set(tasks.data).open_family()
+    late = terms.model_copy(update={"schedule": [stages[0], Stage(step=30, min=0.5, max=0.9)]})
+    with pytest.raises(ConfigError, match=r"from step 30 on: .* leaves none of the 20 tasks"):
+        recipe.model_copy(update={"set": late}).bring_set(tasks.data)
 
 
 def test_tasks_of_a_stranger_are_checked_before_they_are_used():

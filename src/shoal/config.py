@@ -20,6 +20,7 @@ from shoal.settings import FilterConfig as FilterConfig
 from shoal.settings import LengthConfig as LengthConfig
 from shoal.settings import Option as Option
 from shoal.settings import Settings as Settings
+from shoal.settings import Stage as Stage
 from shoal.settings import TasksConfig as TasksConfig
 from shoal.toml import dump_toml, is_utf8, parse_value, read_toml
 

@@ -1,7 +1,8 @@
 """From a step's beacon to scored groups.
 
-Group i of a step is a pure function of (beacon, i, weights): task and seeds derive from the beacon and the index, so
-whoever computes it gets the same rollouts, and nobody chooses what to work on.
+Group i of step n is a pure function of (n, beacon, i, weights): task and seeds derive from beacon and index, and which
+tasks there are from the step, if the run has a schedule. So whoever computes it gets the same rollouts, and nobody
+chooses what to work on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from shoal.engine.base import Engine
 from shoal.policy.tokenizer import decode_completion, encode_chat, encode_prompt
 from shoal.rollout import Group, Request, Rollout
 from shoal.seeds import derive_seed
-from shoal.tasks.base import Family, Task, score_texts
+from shoal.tasks.base import Family, Task, at_step, score_texts
 from shoal.tasks.split import train_task
 
 
@@ -40,22 +41,30 @@ def plan_group(
     tokenizer: PreTrainedTokenizerBase,
     shape: GroupShape,
     *,
+    step: int,
     beacon: int,
     index: int,
     task: Task | None = None,
 ) -> Plan:
-    """Task, seeds and requests of group `index`. Only a curriculum gives another task than the seed's."""
-    task = task or train_task(family, derive_seed("task", beacon, index))
+    """Task, seeds and requests of group `index` of a step. Only a curriculum gives another task than the seed's."""
+    task = task or train_task(at_step(family, step), derive_seed("task", beacon, index))
     seeds = [derive_seed("rollout", beacon, index, sample) for sample in range(shape.size)]
     return Plan(index=index, task=task, requests=request_rollouts(tokenizer, task, shape, f"g{index}", seeds))
 
 
 def plan_groups(
-    family: Family, tokenizer: PreTrainedTokenizerBase, shape: GroupShape, *, beacon: int, first: int, count: int
+    family: Family,
+    tokenizer: PreTrainedTokenizerBase,
+    shape: GroupShape,
+    *,
+    step: int,
+    beacon: int,
+    first: int,
+    count: int,
 ) -> list[Plan]:
-    """The groups first .. first + count - 1 of a step."""
+    """The groups first .. first + count - 1 of a step, whose beacon this is."""
     indices = range(first, first + count)
-    return [plan_group(family, tokenizer, shape, beacon=beacon, index=index) for index in indices]
+    return [plan_group(family, tokenizer, shape, step=step, beacon=beacon, index=index) for index in indices]
 
 
 def request_rollouts(

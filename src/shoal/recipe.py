@@ -3,8 +3,8 @@
 Invariants:
 - it is data: names out of our own lists, numbers, hashes, and the sentence that tells a target length. Nothing in it is
   a path, an address or code;
-- tasks are those of a family with its options, or of a task set by its hash, with filter and weights. The set's bytes
-  may come from anywhere; `bring_set` takes them if they have the hash;
+- tasks are those of a family with its options, or of a task set by its hash, with filter, weights and schedule. The
+  set's bytes may come from anywhere; `bring_set` takes them if they have the hash;
 - the verifiers that score, with their versions, are named. Where another version is at hand it is said before any work;
 - a recipe has one spelling, canonical JSON, so its hash names it: the hash stands in the run's genesis and descriptor,
   and the bytes may come from anywhere;
@@ -21,14 +21,15 @@ Changing breaks: the genesis of every run.
 
 import hashlib
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field, PrivateAttr, StringConstraints, ValidationError, model_validator
 
 from shoal.canonical import CanonicalError, decode_canonical, encode_canonical
-from shoal.config import FilterConfig, LengthConfig, Option, Settings
+from shoal.config import FilterConfig, LengthConfig, Option, Settings, Stage
 from shoal.errors import ConfigError
 from shoal.schema import explain_errors
+from shoal.settings import MAX_STAGES, check_stages
 from shoal.tasks.base import Family
 from shoal.tasks.length import aim_family
 from shoal.tasks.registry import load_family
@@ -37,7 +38,7 @@ from shoal.tasks.sets.taskset import MAX_SET_BYTES
 from shoal.tasks.source import build_set_family
 from shoal.tasks.verify.registry import list_verifiers
 
-FORMAT = 2
+FORMAT = 3
 MAX_RECIPE_BYTES = 1 << 16
 MAX_OPTIONS = 64
 _MAX_DECIMAL_CHARS = 32
@@ -62,6 +63,15 @@ class SetTerms(Settings):
     filter: FilterConfig = FilterConfig()
     weights: dict[str, int] = Field(default={}, max_length=MAX_OPTIONS)
     """of its sources"""
+    schedule: Annotated[
+        list[Stage], Field(max_length=MAX_STAGES, json_schema_extra={"allowed": f"a list of up to {MAX_STAGES} stages"})
+    ] = Field(default=[])
+    """which of them are drawn at which steps; empty: all, at all steps"""
+
+    @model_validator(mode="after")
+    def _covers_steps(self) -> "SetTerms":
+        check_stages(self.schedule, self.filter)
+        return self
 
 
 class Recipe(Settings):
@@ -117,7 +127,7 @@ class Recipe(Settings):
         """The same recipe with its task set at hand; ConfigError if these are not its bytes."""
         tasks = TaskSet.from_bytes(data, self.set.hash, name="the task set of the recipe")
         brought = self.model_copy()
-        family = build_set_family(tasks, self.set.filter, self.set.weights)
+        family = build_set_family(tasks, self.set.filter, self.set.weights, self.set.schedule)
         brought._family = brought._aim(family)
         family.check_tasks()  # the bytes are a stranger's, and what a verifier takes is bounded by what it checks there
         return brought
@@ -190,6 +200,8 @@ def _spell_floats(model: type[Settings], values: dict[str, Any]) -> dict[str, An
             spelled[name] = repr(float(values[name]))
         elif isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
             spelled[name] = _spell_floats(field.annotation, values[name])
+        elif (listed := _find_listed(field.annotation)) is not None:
+            spelled[name] = [_spell_floats(listed, value) for value in values[name]]
     return spelled
 
 
@@ -204,7 +216,18 @@ def _read_floats(model: type[Settings], values: Any, prefix: str) -> dict[str, A
             read[name] = _parse_decimal(key, values[name])
         elif isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
             read[name] = _read_floats(field.annotation, values[name], key)
+        elif (listed := _find_listed(field.annotation)) is not None:
+            if not isinstance(values[name], list):
+                raise ValueError(f"{key}: must be a list")
+            read[name] = [_read_floats(listed, value, key) for value in values[name]]
     return read
+
+
+def _find_listed(annotation: Any) -> type[Settings] | None:
+    """The model of a list's items, if a field is a list of models."""
+    (item, *_) = get_args(annotation) or (None,)
+    is_model = get_origin(annotation) is list and isinstance(item, type) and issubclass(item, Settings)
+    return item if is_model else None
 
 
 def _mark_option(value: Option) -> Any:

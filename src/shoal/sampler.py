@@ -14,7 +14,7 @@ from shoal.learner.sample import NO_LENGTH
 from shoal.rollout import Finish, Group
 from shoal.seeds import derive_seed
 from shoal.swarm.beacon import BeaconChain, number_beacon
-from shoal.tasks.base import Family
+from shoal.tasks.base import Family, at_step
 from shoal.tasks.length import describe_lengths
 from shoal.tasks.stats import Curriculum
 
@@ -100,7 +100,7 @@ class Sampler:
         passed = self._curriculum.num_passed if self._curriculum else 0
 
         def draw(start: int, count: int) -> list[Group]:
-            fresh = self._draw_groups(beacon, start, count)
+            fresh = self._draw_groups(step, beacon, start, count)
             groups.extend(fresh)
             return fresh
 
@@ -112,16 +112,16 @@ class Sampler:
         num_passed = self._curriculum.num_passed - passed if self._curriculum else None
         return Drawn(batch, groups, self._config.length, num_passed)
 
-    def _draw_groups(self, beacon: int, start: int, count: int) -> list[Group]:
-        plans = self._plan_groups(beacon, start, count)
+    def _draw_groups(self, step: int, beacon: int, start: int, count: int) -> list[Group]:
+        plans = self._plan_groups(step, beacon, start, count)
         return generate_groups(self._engine, self._family, self._tokenizer, plans)
 
-    def _plan_groups(self, beacon: int, start: int, count: int) -> list[Plan]:
-        family, tokenizer, shape = self._family, self._tokenizer, self._shape
+    def _plan_groups(self, step: int, beacon: int, start: int, count: int) -> list[Plan]:
+        family, tokenizer, shape = at_step(self._family, step), self._tokenizer, self._shape
         if self._curriculum is None:
-            return plan_groups(family, tokenizer, shape, beacon=beacon, first=start, count=count)
+            return plan_groups(family, tokenizer, shape, step=step, beacon=beacon, first=start, count=count)
         plans = []
         for index in range(start, start + count):
             task = self._curriculum.choose(family, beacon, index)
-            plans.append(plan_group(family, tokenizer, shape, beacon=beacon, index=index, task=task))
+            plans.append(plan_group(family, tokenizer, shape, step=step, beacon=beacon, index=index, task=task))
         return plans

@@ -127,9 +127,11 @@ def _phrase_allowed(field: FieldInfo) -> str:
 
 
 def _phrase_value(field: FieldInfo) -> str:
-    """As `_phrase_allowed`, but for one value within a table with free keys."""
-    value_type = _find_value_type(field)
-    return _phrase_allowed(field) if value_type is None else _phrase_union(value_type)
+    """As `_phrase_allowed`, but for one value within a table with free keys, unless the field has its own words."""
+    value_type, extra = _find_value_type(field), field.json_schema_extra
+    if value_type is None or (isinstance(extra, dict) and "allowed" in extra):
+        return _phrase_allowed(field)
+    return _phrase_union(value_type)
 
 
 def _phrase_union(annotation: Any) -> str:

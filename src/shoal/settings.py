@@ -1,5 +1,7 @@
 """What all settings have in common, and those of tasks and rewards, which recipes carry as well. Imports no torch."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -45,6 +47,47 @@ Places = Annotated[
 MAX_WEIGHT = 1_000_000
 
 
+MAX_STAGES = 16
+"""of a schedule: each costs a pass over the set when it is opened, and a recipe is a stranger's"""
+MAX_STEP = 2**31
+
+
+class Stage(Settings):
+    """Part of a schedule: from a step on, until the next one begins, tasks within these pass rates are drawn."""
+
+    step: Annotated[int, Field(ge=1, lt=MAX_STEP)]
+    """first step"""
+    min: Annotated[float, Field(ge=0.0, le=1.0)]
+    """lowest pass rate"""
+    max: Annotated[float, Field(ge=0.0, le=1.0)]
+    """highest pass rate"""
+
+
+def check_stages(stages: Sequence[Stage], wanted: FilterConfig) -> None:
+    """ValueError unless they cover all steps, once each, and there are pass rates to go by."""
+    if not stages:
+        return
+    if not wanted.model:
+        raise ValueError("schedule goes by pass rates; name their model in filter.model")
+    if len(stages) > MAX_STAGES:
+        raise ValueError(f"schedule has {len(stages)} stages, allowed are {MAX_STAGES}")
+    if stages[0].step != 1:
+        raise ValueError(f"schedule must begin with step 1, not {stages[0].step}")
+    for stage, following in pairwise(stages):
+        if stage.step >= following.step:
+            raise ValueError(f"schedule: step {following.step} must come after step {stage.step}")
+    for stage in stages:
+        if stage.min > stage.max:
+            raise ValueError(f"schedule from step {stage.step} on: min {stage.min} must be at most max {stage.max}")
+
+
+Rates = Annotated[list[Annotated[float, Field(ge=0.0, le=1.0)]], Field(min_length=2, max_length=2)]
+Schedule = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}$")], Rates],
+    Field(json_schema_extra={"allowed": "lowest and highest pass rate by first step, such as { 1 = [0.5, 1.0] }"}),
+]
+
+
 class TasksConfig(Settings):
     """Which tasks are trained and evaluated: a family, or a task set."""
 
@@ -61,6 +104,8 @@ class TasksConfig(Settings):
     filter: FilterConfig = FilterConfig()
     weights: dict[str, int] = {}
     """how often each source is drawn from, against the others; empty: every task is as likely as any other"""
+    schedule: Schedule = Field(default={})
+    """curriculum that follows from the step alone: from which step on tasks of which pass rates are drawn"""
     reward: str = ""
     """own reward function, as package.module:function, over the task set; it runs as it is, in `shoal train` alone"""
     environment: str = ""
@@ -68,14 +113,22 @@ class TasksConfig(Settings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TasksConfig":
-        if (self.hash or self.weights or self.filter != FilterConfig() or self.reward) and not self.set:
-            raise ValueError("hash, filter, weights and reward are for a task set; set is empty")
+        terms = (self.hash, self.weights, self.schedule, self.reward)
+        if (any(terms) or self.filter != FilterConfig()) and not self.set:
+            raise ValueError("hash, filter, weights, schedule and reward are for a task set; set is empty")
         if self.environment and self.set:
             raise ValueError("environment brings its own tasks; leave set empty")
         for source, weight in self.weights.items():
             if not 0 <= weight <= MAX_WEIGHT:
                 raise ValueError(f"weights.{source[:64]} = {weight} must be a whole number from 0 to {MAX_WEIGHT}")
+        check_stages(self.stages, self.filter)
         return self
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The schedule in order of its steps."""
+        pairs = sorted((int(step), rates) for step, rates in self.schedule.items())
+        return [Stage(step=step, min=low, max=high) for step, (low, high) in pairs]
 
 
 Targets = Annotated[

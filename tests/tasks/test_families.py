@@ -28,6 +28,9 @@ VARIANTS: list[tuple[str, dict[str, bool | int | float | str]]] = [
     ("chain", {}),
     ("chain", {"min_ops": 1, "max_ops": 16}),
     ("chain", {"operators": "-", "steps": False}),
+    ("total", {}),
+    ("total", {"min_length": 1, "max_length": 12, "passes": 3}),
+    ("total", {"passes": 0}),
 ]
 FAMILIES = [load_family(name, options) for name, options in VARIANTS]
 variants = pytest.mark.parametrize("family", FAMILIES, ids=[f"{name}-{options}" for name, options in VARIANTS])
@@ -133,6 +136,7 @@ GOLDEN = {
     "countdown": ("10 from all 2 4 4=", "(4+4)+2"),
     "reverse": ("wfywtchg=", "ghctwyfw"),
     "sort": ("652551=", "125556"),
+    "total": ("291332=", "0"),
 }
 
 

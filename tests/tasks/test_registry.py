@@ -10,7 +10,7 @@ from shoal.tasks import describe_family, list_families, load_family
 
 
 def test_families_are_listed_in_order() -> None:
-    assert list_families() == ("arithmetic", "chain", "countdown", "reverse", "sort")
+    assert list_families() == ("arithmetic", "chain", "countdown", "reverse", "sort", "total")
     assert all(load_family(name, {}).name == name for name in list_families())
 
 
@@ -29,7 +29,7 @@ def test_a_family_describes_its_options_and_shows_an_example(name: str) -> None:
         (
             "sorting",
             {},
-            "tasks.name = 'sorting': no such family; allowed are arithmetic, chain, countdown, reverse, sort, "
+            "tasks.name = 'sorting': no such family; allowed are arithmetic, chain, countdown, reverse, sort, total, "
             "and gym_NAME for those of reasoning-gym",
         ),
         ("sort", {"length": 4}, "tasks.options.length: no such option; allowed are items, min_length, max_length"),

@@ -16,6 +16,7 @@ EASY = {
     "arithmetic": {"min_digits": 1, "max_digits": 2},
     "countdown": {"min_numbers": 2, "max_numbers": 2},
     "chain": {"min_ops": 1, "max_ops": 2},
+    "total": {"min_length": 2, "max_length": 3},
 }
 
 

@@ -1,4 +1,4 @@
-"""Sort, reverse and chain on examples worked by hand."""
+"""Sort, reverse, chain and total on examples worked by hand."""
 
 import random
 
@@ -6,6 +6,7 @@ from shoal.tasks import load_family
 from shoal.tasks.base import build_task
 from shoal.tasks.chain import reduce_expression
 from shoal.tasks.expression import parse_expression
+from shoal.tasks.total import write_totals
 
 
 def test_sorting_keeps_repeats_and_orders_numbers_by_value() -> None:
@@ -44,3 +45,20 @@ def test_a_chain_has_one_step_per_operation_and_ends_in_one_digit() -> None:
         steps = family.demonstrate(task).split(";")
         assert len(steps) == sum(task.prompt.count(operator) for operator in "+-*")
         assert steps[-1] == task.info["answer"] == str(parse_expression(task.prompt.removesuffix("=")).value % 10)
+
+
+def test_totals_are_written_digit_by_digit_and_begin_again_after_the_last() -> None:
+    assert write_totals("3825", 0) == ""
+    assert write_totals("3825", 4) == "33812358"
+    assert write_totals("3825", 6) == "338123583381"
+
+
+def test_how_many_totals_are_written_differs_from_problem_to_problem_and_never_for_one() -> None:
+    family = load_family("total", {"min_length": 5, "max_length": 5, "passes": 2})
+    tasks = [family.make_task(random.Random(seed)) for seed in range(300)]
+    lengths = [
+        len(family.demonstrate(task).partition(";")[0]) // 2 for task in tasks if ";" in family.demonstrate(task)
+    ]
+    assert set(lengths) == set(range(1, 11)), "from one step to two passes"
+    assert [family.demonstrate(task) for task in tasks] == [family.demonstrate(task) for task in tasks]
+    assert all(family.score(task, task.info["answer"]).value == 1.0 for task in tasks), "without any step as well"

@@ -56,7 +56,9 @@ def test_a_beacon_gives_the_groups_that_a_swarm_of_this_secret_leases(reference:
     for step in range(1, config.steps + 1):
         for group in read_groups(reference / "rollouts" / f"step-{step:06d}.parquet"):
             beacon = open_beacons(config)(step)
-            plan = plan_group(family, build_tokenizer(family.alphabet), shape, beacon=beacon, index=group.index)
+            plan = plan_group(
+                family, build_tokenizer(family.alphabet), shape, step=step, beacon=beacon, index=group.index
+            )
             assert plan.task.id == group.task_id
             seeds = derive_group(chain.reveal_step(step), group.index, 4).rollouts
             assert tuple(rollout.seed for rollout in group.rollouts) == seeds

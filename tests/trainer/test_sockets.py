@@ -103,7 +103,7 @@ class Worker:
         shape = GroupShape(size=lease.group_size, max_tokens=lease.max_tokens, temperature=1.0)
         beacon = number_beacon(lease.beacon)
         plans = [
-            plan_group(self.family, policy.tokenizer, shape, beacon=beacon, index=index)
+            plan_group(self.family, policy.tokenizer, shape, step=lease.step, beacon=beacon, index=index)
             for index in range(lease.first, lease.first + lease.count)
         ]
         return generate_groups(engine, self.family, policy.tokenizer, plans)

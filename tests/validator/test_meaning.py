@@ -125,6 +125,29 @@ def test_dear_rewards_are_computed_again_by_the_jobs_share_and_one_of_each_group
     assert family.num_asked == len(desk.groups) * min(per_group, size)
 
 
+class WideFamily(DearFamily):
+    """One that scores the completions of a group side by side."""
+
+    def __init__(self, family: object) -> None:
+        super().__init__(family)
+        self.widths: list[int] = []
+
+    def score_many(self, task: Task, completions: Sequence[str]) -> list[Score]:
+        self.widths.append(len(completions))
+        return [self.score(task, completion) for completion in completions]
+
+
+def test_rewards_of_a_group_are_computed_side_by_side_but_for_rollouts_that_were_not_asked_for(desk) -> None:
+    family = desk.meaning._family = WideFamily(desk.meaning._family)
+    size = len(desk.groups[0].rollouts)
+    other = change(desk.groups, 1, lambda rollout: replace(rollout, seed=rollout.seed + 1))
+    lie = [Score(1 - own.value, own.reason) if at == 2 else own for at, own in enumerate(other[0].scores)]
+    findings = desk.look([replace(other[0], scores=tuple(lie)), *other[1:]], check_ppm=MILLION)
+    assert family.widths == [size - 1, *[size] * (len(desk.groups) - 1)]
+    assert [finding.check for finding in findings] == ["request", "reward"], "each score is held against its own claim"
+    assert findings[1].where.startswith(other[0].rollouts[2].id)
+
+
 def test_a_lie_about_a_dear_reward_is_found_where_it_is_drawn_and_another_seed_draws_others(desk) -> None:
     desk.meaning._family = DearFamily(desk.meaning._family)
     size, first = len(desk.groups[0].rollouts), desk.groups[0]

@@ -13,6 +13,9 @@ from shoal.errors import ConfigError
 from shoal.group import generate_groups
 from shoal.policy.model import open_policy
 from shoal.recipe import Recipe
+from shoal.rollout import Score
+from shoal.tasks.base import Family, Task
+from shoal.tasks.verify.base import FAULT, own_fault
 from shoal.worker.author import Author, Work, fit_slots
 from shoal.worker.intake import Order, WorkLimits, take_order
 from shoal.worker.mill import Mill
@@ -142,6 +145,43 @@ def test_an_author_that_fails_ends_the_thread_with_its_error(recipe: Recipe, ver
     mill.offer(0, versions[0])
     with pytest.raises(ConfigError, match="another architecture than the recipe"):
         mill.run()
+
+
+class _Faulty:
+    """A family on a machine whose boxes fail so many times."""
+
+    def __init__(self, inner: Family, faults: int) -> None:
+        self._inner, self.faults = inner, faults
+        self.name, self.alphabet = inner.name, inner.alphabet
+        self.make_task, self.demonstrate = inner.make_task, inner.demonstrate
+
+    def score(self, task: Task, completion: str) -> Score:
+        self.faults -= 1
+        return own_fault("a zygote died") if self.faults >= 0 else self._inner.score(task, completion)
+
+
+@pytest.mark.parametrize(("faults", "delivered"), [(1, True), (10**6, False)])
+def test_what_this_machine_cannot_score_is_tried_again_and_then_given_back(
+    recipe: Recipe, versions, order_of, faults: int, delivered: bool
+) -> None:
+    author = Author(recipe)
+    author.family = _Faulty(author.family, faults)
+    heard: Queue[object] = Queue()
+    mill = Mill(author, heard.put, limits=LIMITS, give_back=lambda order, reason: heard.put((order.lease, reason)))
+    thread = threading.Thread(target=mill.run)
+    thread.start()
+    mill.offer(0, versions[0])
+    order = order_of("l1")
+    mill.order(order)
+    found = heard.get(timeout=PATIENCE_S)
+    mill.stop()
+    thread.join(PATIENCE_S)
+    if delivered:
+        assert isinstance(found, Work)
+        assert same(found.groups, expect(recipe, order, 0, versions[0])), "no reward tells of the fault"
+    else:
+        assert found == ("l1", f"{FAULT}a zygote died")
+    assert heard.empty() and mill.count_done() == {}
 
 
 def test_slots_are_as_many_as_memory_allows(recipe: Recipe, versions) -> None:

@@ -1,7 +1,7 @@
 """Leases that are held: what a heartbeat tells of them, and what it may take away."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,6 +48,36 @@ def supply(tmp_path: Path, recipe: Recipe, mill: FakeMill, make_lease: Callable[
         outbox.add_lease(make_lease(name))
         supply._take(make_lease(name))
     return supply
+
+
+class FakeSession:
+    """Passes calls on to a coordinator that remembers them."""
+
+    def __init__(self) -> None:
+        self.returned: list[str] = []
+        self.notes: list[str] = []
+        self.client, self.waits = self, self
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    async def return_lease(self, lease: str) -> None:
+        self.returned.append(lease)
+
+    async def insist(self, name: str, call: Callable[[], Awaitable[None]], **_: object) -> None:
+        await call()
+
+
+def test_a_lease_that_cannot_be_scored_goes_back_and_nothing_of_it_is_kept(supply: Supply, tmp_path: Path) -> None:
+    session = FakeSession()
+    supply._session = session  # type: ignore[assignment]
+    asyncio.run(supply.give_back("l1", "gave up: a fault of this machine: a zygote died"))
+    asyncio.run(supply.give_back("nobody", "was cancelled before"))
+    assert session.returned == ["l1"]
+    assert list(supply.leases) == ["l2"] and not (tmp_path / "orders" / "l1.json").exists()
+    assert "l1 is given back, nothing is claimed for it" in session.notes[0] and "a zygote died" in supply.fault
+    supply.mark_written("l2")
+    assert supply.fault == "", "the machine can score again"
 
 
 def answer(*cancelled: str) -> HeartbeatAnswer:

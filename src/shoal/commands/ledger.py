@@ -119,7 +119,7 @@ def verify_database(
 
 def show_events(url: str, *, event: str | None = None, first: int | None = None, count: int = 20) -> Outcome:
     """One event in full, or `count` events, one per line: from `first` on, or the last ones."""
-    with open_reader(url) as engine, _read_ledger(engine) as connection:
+    with open_reader(url) as engine, read_ledger(engine) as connection:
         if event is not None:
             return show_one(_choose_event(connection, event))
         size = count_events(connection)
@@ -132,7 +132,7 @@ def show_events(url: str, *, event: str | None = None, first: int | None = None,
 
 def prove_event(url: str, event: str) -> Bundle:
     """The proof that an event is in the ledger, checked."""
-    with open_reader(url) as engine, _read_ledger(engine) as connection:
+    with open_reader(url) as engine, read_ledger(engine) as connection:
         chosen = _choose_event(connection, event)
         genesis = _choose_event(connection, "0").content
         run = str(genesis.get("run"))
@@ -234,7 +234,8 @@ def show_many(events: Sequence[Event], size: int) -> Outcome:
 
 
 @contextmanager
-def _read_ledger(engine: Engine) -> Iterator[Connection]:
+def read_ledger(engine: Engine) -> Iterator[Connection]:
+    """A connection to a ledger of this version's tables, at one moment of it."""
     with read_snapshot(engine) as connection:
         check_schema(connection)
         yield connection

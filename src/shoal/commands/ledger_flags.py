@@ -16,6 +16,7 @@ def add_commands(commands: Commands) -> None:
     _add_show(actions)
     _add_prove(actions)
     _add_check(actions)
+    _add_tasks(actions)
 
 
 def _add_verify(actions: Commands) -> None:
@@ -53,6 +54,16 @@ def _add_check(actions: Commands) -> None:
     add("--run", metavar="NAME", help="name of the run, without a descriptor")
     add("--coordinator", metavar="HEX", help="the coordinator's public key, without a descriptor")
     parser.set_defaults(command=call_later("ledger", "run_check"))
+
+
+def _add_tasks(actions: Commands) -> None:
+    text = "say what became of each task: all accepted groups with their mean reward, with a signal or without"
+    parser = _add_reading(actions, "tasks", text)
+    add = parser.add_argument
+    add("--recipe", type=Path, required=True, metavar="FILE", help="the run's recipe")
+    add("--tasks", type=Path, metavar="FILE", help="its task set, if it has one, in any format that says the same")
+    add("--out", type=Path, metavar="FILE", help="JSONL file to write, a line for each group")
+    parser.set_defaults(command=call_later("ledger_tasks", "run_tasks"))
 
 
 def _add_reading(actions: Commands, name: str, text: str, *, has_json: bool = True) -> argparse.ArgumentParser:

@@ -266,6 +266,7 @@ def describe_tasks(core: RunConfig, layout: Layout) -> dict[str, Any]:
         size=layout.tasks.stat().st_size,
         filter=core.tasks.filter,
         weights=core.tasks.weights,
+        schedule=core.tasks.stages,
     )
     return {"family": SetFamily.name, "options": {}, "set": terms, "verifiers": verifiers}
 

@@ -139,7 +139,13 @@ def check_work(work: Work, policy: Policy, ground: Ground, *, seeded: bool) -> l
     """A report on every rollout, as a validator that looks at all of them makes it."""
     author, order = Author(ground.recipe), work.order
     plans = plan_groups(
-        author.family, policy.tokenizer, author.shape, beacon=order.beacon, first=order.first, count=order.count
+        author.family,
+        policy.tokenizer,
+        author.shape,
+        step=order.step,
+        beacon=order.beacon,
+        first=order.first,
+        count=order.count,
     )
     return check_rollouts(
         {work.version: policy.model},

@@ -52,7 +52,9 @@ class ProofForger(Author, ABC):
     def work_honestly(self, policy: Policy) -> Forged:
         """Honest work on tasks that nobody asked for."""
         beacon = derive_seed("study", policy.num_parameters)
-        plans = plan_groups(self.family, policy.tokenizer, self.shape, beacon=beacon, first=0, count=_STUDIED_GROUPS)
+        plans = plan_groups(
+            self.family, policy.tokenizer, self.shape, step=1, beacon=beacon, first=0, count=_STUDIED_GROUPS
+        )
         requests = [request for plan in plans for request in plan.requests]
         return decode_requests(policy.model, requests, eos_id=policy.eos_id)
 

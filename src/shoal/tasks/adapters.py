@@ -17,6 +17,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ class RewardFamily:
     @property
     def alphabet(self) -> str:
         return self._inner.alphabet
+
+    def at_step(self, step: int) -> "RewardFamily":
+        """The tasks of a step, scored by the same function."""
+        stage = copy(self)
+        stage._inner = self._inner.at_step(step)
+        return stage
 
     def make_task(self, rng: random.Random) -> Task:
         return self._inner.make_task(rng)

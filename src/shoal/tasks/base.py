@@ -96,6 +96,13 @@ def score_texts(family: Family, task: Task, completions: Sequence[str]) -> list[
     return scores
 
 
+def at_step(family: Family, step: int) -> Family:
+    """The tasks that are drawn for a step: those that a schedule names, or all where there is none."""
+    choose = getattr(family, "at_step", None)
+    chosen: Family = family if choose is None else choose(step)
+    return chosen
+
+
 def is_dear(family: Family) -> bool:
     """Whether to score again all that strangers hand in would cost too much: the family says so by `dear = True`."""
     return bool(getattr(family, "dear", False))

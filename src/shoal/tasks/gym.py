@@ -4,6 +4,8 @@
 - Only families that keep the package's own scorer are open: it compares an answer with the right one, and gives the
   share of it that is right where the right one is part of it. Others read answers with parsers that can run code or
   take for ever, and answers are strangers'.
+- Options are numbers up to `MAX_OPTION`, and tried in a process of its own before they are used here (tasks/trial.py):
+  recipes are strangers', and generators take sizes. No task is longer than `MAX_TEXT_CHARS`.
 - The answer is what stands in the last <answer>...</answer>, or else all of the completion after `</think>`.
 """
 
@@ -19,12 +21,15 @@ from shoal.config import Option
 from shoal.errors import ConfigError
 from shoal.rollout import Score
 from shoal.tasks.base import MAX_COMPLETION_CHARS, Task, build_task, quote_text
+from shoal.tasks.trial import try_options
 
 VERSION = 1
 MAX_OPTION = 10_000
 """of numbers among the options: sizes of what is generated"""
+MAX_TEXT_CHARS = 1 << 16
+"""of a question, and of its answer"""
 _SEED_BITS = 32
-_FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class GymFamily:
@@ -35,7 +40,6 @@ class GymFamily:
     def __init__(self, dataset: str, options: Mapping[str, Option]) -> None:
         self.dataset, self.options = dataset, dict(options)
         self.name = f"gym_{dataset}"
-        self.make_task(random.Random(0))  # refuses options that the generator does not take
 
     def make_task(self, rng: random.Random) -> Task:
         entry = self._generate(rng.getrandbits(_SEED_BITS))
@@ -55,10 +59,17 @@ class GymFamily:
     def _generate(self, seed: int) -> dict[str, Any]:
         try:
             made = _import_gym().create_dataset(self.dataset, seed=seed, size=1, **self.options)
-            return dict(made[0])
+            entry = dict(made[0])
+        except MemoryError:
+            raise ConfigError(f"tasks.options: {self.name} cannot be made with them (out of memory)") from None
         except _FAILURES as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
             raise ConfigError(f"tasks.options: {self.name} cannot be made with them ({reason})") from None
+        if max(len(str(entry["question"])), len(str(entry["answer"]))) > MAX_TEXT_CHARS:
+            raise ConfigError(
+                f"tasks.options: {self.name} makes tasks of more than {MAX_TEXT_CHARS} characters with them"
+            )
+        return entry
 
 
 def open_gym(dataset: str, options: Mapping[str, Option]) -> GymFamily:
@@ -67,7 +78,14 @@ def open_gym(dataset: str, options: Mapping[str, Option]) -> GymFamily:
     for key, value in options.items():
         if isinstance(value, str) or not abs(value) <= MAX_OPTION:
             raise ConfigError(f"tasks.options.{key} = {value!r}: allowed are numbers up to {MAX_OPTION}")
+    if options:
+        _try_once(dataset, tuple(sorted(options.items())))
     return GymFamily(dataset, options)
+
+
+@cache
+def _try_once(dataset: str, options: tuple[tuple[str, Option], ...]) -> None:
+    try_options(dataset, dict(options))
 
 
 def list_gym() -> tuple[str, ...]:

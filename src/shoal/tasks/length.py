@@ -25,7 +25,7 @@ import numpy as np
 
 from shoal.config import LengthConfig
 from shoal.rollout import Group, Score
-from shoal.tasks.base import Family, Message, Task, score_texts
+from shoal.tasks.base import Family, Message, Task, at_step, score_texts
 
 MARK = "@"
 
@@ -65,6 +65,11 @@ class TargetFamily:
     @property
     def dear(self) -> bool:
         return bool(getattr(self.inner, "dear", False))
+
+    def at_step(self, step: int) -> "TargetFamily":
+        """The tasks of a step, with target lengths."""
+        inner = at_step(self.inner, step)
+        return self if inner is self.inner else TargetFamily(inner, self.config)
 
     def make_task(self, rng: random.Random) -> Task:
         # The problem first: it is the one that the same seed gives without targets.

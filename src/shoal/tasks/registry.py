@@ -14,6 +14,7 @@ from shoal.tasks.options import OptionCard, apply_options, list_options
 from shoal.tasks.reverse import Reverse
 from shoal.tasks.sort import Sort
 from shoal.tasks.split import train_task
+from shoal.tasks.total import Total
 
 GYM = "gym_"
 _FAMILIES: dict[str, type[Family]] = {
@@ -22,6 +23,7 @@ _FAMILIES: dict[str, type[Family]] = {
     "countdown": Countdown,
     "reverse": Reverse,
     "sort": Sort,
+    "total": Total,
 }
 
 

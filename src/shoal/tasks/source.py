@@ -1,10 +1,11 @@
 """The tasks that a run's settings name: a family or a task set, with target lengths if they ask for them."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from shoal.config import FilterConfig, Option, RunConfig, TasksConfig
+from shoal.config import FilterConfig, Option, RunConfig, Stage, TasksConfig
 from shoal.errors import ConfigError
 from shoal.tasks.base import Family
 from shoal.tasks.length import aim_family
@@ -43,7 +44,7 @@ def open_family(config: TasksConfig, options: Mapping[str, Option] | None = None
         return load_environment(config.environment)
     if not config.set:
         return load_family(config.name, {**config.options, **(options or {})})
-    family = build_set_family(read_set(config), config.filter, config.weights)
+    family = build_set_family(read_set(config), config.filter, config.weights, config.stages)
     if config.reward:
         from shoal.tasks.adapters import RewardFamily
 
@@ -76,10 +77,15 @@ def _stamp_place(place: str) -> Hashable:
     return None
 
 
-def build_set_family(tasks: TaskSet, wanted: FilterConfig, weights: Mapping[str, int]) -> SetFamily:
-    """A set as settings or a recipe have it filtered and mixed."""
+def build_set_family(
+    tasks: TaskSet, wanted: FilterConfig, weights: Mapping[str, int], stages: Sequence[Stage]
+) -> SetFamily:
+    """A set as settings or a recipe have it filtered, mixed and scheduled."""
     kept = SetFilter(model=wanted.model, low=wanted.min, high=wanted.max, max_chars=wanted.max_chars)
-    return SetFamily(tasks, kept, weights)
+    narrowed = [
+        (stage.step, replace(kept, low=max(kept.low, stage.min), high=min(kept.high, stage.max))) for stage in stages
+    ]
+    return SetFamily(tasks, kept, weights, narrowed)
 
 
 def check_swarm(config: RunConfig) -> None:
@@ -88,4 +94,7 @@ def check_swarm(config: RunConfig) -> None:
         if value:
             raise ConfigError(f"tasks.{key}: own code scores in `shoal train` alone; a swarm has verifiers by name")
     if config.batch.curriculum:
-        raise ConfigError("batch.curriculum: a swarm's tasks follow from its beacons; it is for `shoal train` alone")
+        raise ConfigError(
+            "batch.curriculum: a swarm's tasks follow from its beacons; it is for `shoal train` alone. A curriculum by "
+            "step is tasks.schedule"
+        )

@@ -29,12 +29,12 @@ from transformers import PreTrainedTokenizerBase
 from shoal.group import GroupShape, Plan, plan_groups
 from shoal.policy.tokenizer import decode_completion
 from shoal.recipe import Recipe
-from shoal.rollout import Group, Request, Rollout
+from shoal.rollout import Group, Request, Rollout, Score
 from shoal.submission.claims import Contents
 from shoal.swarm.beacon import number_beacon
 from shoal.swarm.messages import Finding, Job, RolloutEntry
 from shoal.swarm.params import count_drawn
-from shoal.tasks.base import Family, is_dear, score_text
+from shoal.tasks.base import Family, is_dear, score_texts
 from shoal.tasks.verify.base import Agreement, compare_claim
 from shoal.toploc.logprobs import ROUNDING
 from shoal.toploc.termination import check_ending
@@ -62,7 +62,15 @@ class Meaning:
     def plan(self, job: Job) -> list[Plan]:
         """The groups that the job's lease asked for."""
         beacon = number_beacon(job.beacon)
-        return plan_groups(self._family, self._tokenizer, self._shape, beacon=beacon, first=job.first, count=job.count)
+        return plan_groups(
+            self._family,
+            self._tokenizer,
+            self._shape,
+            step=job.step,
+            beacon=beacon,
+            first=job.first,
+            count=job.count,
+        )
 
     def find_breaches(self, job: Job, plans: Sequence[Plan], contents: Contents) -> Iterator[Finding]:
         """Everything that is not as it must be; nothing, for honest work."""
@@ -83,14 +91,22 @@ class Meaning:
         if group.task_id != plan.task.id:
             yield note_breach("task", f"group {group.index}: another task than the lease's")
             return
-        scored = self._draw_scored(job, group)
-        for sample, (request, rollout) in enumerate(zip(plan.requests, group.rollouts, strict=True)):
-            if difference := _compare(request, rollout, job.version):
-                yield note_breach("request", f"{rollout.id}: {difference}")
+        pairs = list(zip(plan.requests, group.rollouts, strict=True))
+        differences = [_compare(request, rollout, job.version) for request, rollout in pairs]
+        asked = [sample for sample in sorted(self._draw_scored(job, group)) if not differences[sample]]
+        found = dict(zip(asked, self._score(plan, [group.rollouts[sample] for sample in asked]), strict=True))
+        for sample, (request, rollout) in enumerate(pairs):
+            if differences[sample]:
+                yield note_breach("request", f"{rollout.id}: {differences[sample]}")
                 continue
             yield from self._check_rollout(request, rollout)
-            if sample in scored:
-                yield from self._check_reward(plan, rollout, group.scores[sample].value)
+            if sample in found:
+                yield from _check_reward(rollout, group.scores[sample].value, found[sample])
+
+    def _score(self, plan: Plan, rollouts: Sequence[Rollout]) -> list[Score]:
+        """What ours gives for rollouts of one group; side by side where the verifier can do so."""
+        texts = [decode_completion(self._tokenizer, rollout.token_ids) for rollout in rollouts]
+        return score_texts(self._family, plan.task, texts)
 
     def _check_rollout(self, request: Request, rollout: Rollout) -> Iterator[Finding]:
         ending = check_ending(rollout, eos_id=self._eos_id, max_tokens=request.max_tokens)
@@ -101,18 +117,18 @@ class Meaning:
             wrong = most if most > ROUNDING else least
             yield note_breach("bounds", f"{rollout.id}: a log-prob of {wrong:.6g}, which no token that was drawn has")
 
-    def _check_reward(self, plan: Plan, rollout: Rollout, claimed: float) -> Iterator[Finding]:
-        found = score_text(self._family, plan.task, decode_completion(self._tokenizer, rollout.token_ids))
-        match compare_claim(claimed, found):
-            case Agreement.DIFFERS:
-                yield note_breach("reward", f"{rollout.id}: {claimed!r} claimed, {found.value!r} found")
-            case Agreement.UNSURE:
-                yield note_breach(LIMIT_CHECK, f"{rollout.id}: {claimed!r} claimed, {found.reason}")
-
     def _draw_scored(self, job: Job, group: Group) -> frozenset[int]:
         """Samples of a group whose reward is computed again."""
         size = len(group.rollouts)
         return draw_samples(job, group.index, size) if is_dear(self._family) else frozenset(range(size))
+
+
+def _check_reward(rollout: Rollout, claimed: float, found: Score) -> Iterator[Finding]:
+    match compare_claim(claimed, found):
+        case Agreement.DIFFERS:
+            yield note_breach("reward", f"{rollout.id}: {claimed!r} claimed, {found.value!r} found")
+        case Agreement.UNSURE:
+            yield note_breach(LIMIT_CHECK, f"{rollout.id}: {claimed!r} claimed, {found.reason}")
 
 
 def draw_samples(job: Job, group: int, size: int) -> frozenset[int]:

@@ -52,8 +52,15 @@ class Author:
 
     def plan(self, order: Order, tokenizer: PreTrainedTokenizerBase) -> list[Plan]:
         """The groups of an order, before they are generated."""
-        first, count = order.first, order.count
-        return plan_groups(self.family, tokenizer, self.shape, beacon=order.beacon, first=first, count=count)
+        return plan_groups(
+            self.family,
+            tokenizer,
+            self.shape,
+            step=order.step,
+            beacon=order.beacon,
+            first=order.first,
+            count=order.count,
+        )
 
     def finish(self, work: Work) -> Work:
         """What is handed in."""

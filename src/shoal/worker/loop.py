@@ -28,7 +28,7 @@ from shoal.swarm.messages import HeartbeatAnswer
 from shoal.swarm.postings import MICRO
 from shoal.worker.author import Author, Work
 from shoal.worker.delivery import AT_ONCE, Delivery
-from shoal.worker.intake import WorkLimits
+from shoal.worker.intake import Order, WorkLimits
 from shoal.worker.mill import Mill
 from shoal.worker.outbox import Outbox
 from shoal.worker.supply import Supply
@@ -49,8 +49,11 @@ class Worker:
     ) -> None:
         self._session, self._weights = session, weights
         self._done: asyncio.Queue[Work] = asyncio.Queue()
+        self._failed: asyncio.Queue[tuple[Order, str]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._mill = Mill(author, self._hand_over, limits=limits, slots=slots, spans=session.spans)
+        self._mill = Mill(
+            author, self._hand_over, limits=limits, give_back=self._hand_back, slots=slots, spans=session.spans
+        )
         self._outbox = Outbox(folder, author.write)
         self._supply = Supply(session, self._outbox, self._mill, author.recipe, limits, self._offer_pulled)
         self._delivery = Delivery(session, self._outbox, self._supply.end)
@@ -63,7 +66,8 @@ class Worker:
     async def run(self) -> None:
         """Work until the run is finished or the session stops."""
         deliveries = [self._delivery.run() for _ in range(AT_ONCE)]
-        beside = [self._turn_mill(), self._follow_weights(), self._tell_hunger(), self._collect_work()]
+        hands = [self._collect_work(), self._return_failed()]
+        beside = [self._turn_mill(), self._follow_weights(), self._tell_hunger(), *hands]
         await run_together(self._work(), *beside, *deliveries)
         if not self._supply.finished:
             await self._session.leave()
@@ -83,6 +87,8 @@ class Worker:
         wait = self._session.waits.longest()
         if self._session.problem:
             parts.append(self._session.problem)
+        elif self._supply.fault:
+            parts.append(f"gives leases back: {self._supply.fault}")
         elif wait is not None and (self._is_hungry or not self._mill.count_done()):
             parts.append(f"waits for {wait.for_whom}: {wait.detail or self._supply.reason or wait.name}")
         elif not self._supply.leases and self._supply.reason:
@@ -117,6 +123,10 @@ class Worker:
     def _hand_over(self, work: Work) -> None:
         """Called from the mill's thread."""
         self._loop.call_soon_threadsafe(self._done.put_nowait, work)
+
+    def _hand_back(self, order: Order, reason: str) -> None:
+        """Called from the mill's thread."""
+        self._loop.call_soon_threadsafe(self._failed.put_nowait, (order, reason))
 
     async def _follow_weights(self) -> None:
         """Offer every new version to the mill."""
@@ -196,6 +206,12 @@ class Worker:
                 self._supply.mark_written(work.order.lease)
                 parcel = await asyncio.to_thread(self._outbox.pack, work, lease.fence)
                 self._delivery.send(parcel)
+
+    async def _return_failed(self) -> None:
+        """Give back what this machine cannot score."""
+        while True:
+            order, reason = await self._failed.get()
+            await self._supply.give_back(order.lease, reason)
 
     def _describe_state(self) -> State:
         metrics = {"tokens_per_s": self._count_rate(), "queued": len(self._supply.leases)}

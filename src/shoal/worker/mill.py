@@ -7,6 +7,7 @@ Invariants:
   nothing is begun;
 - an order that no loaded version may write waits; those that may be written go ahead of it;
 - rollouts of several leases share the engine, each under the name of its lease; nothing else connects them;
+- what this machine could not score, tried twice, is not claimed: its order is given back with the reason;
 - what other threads may read, `_drafts` among it, is changed under the lock, and by the thread alone;
 - whoever calls `order`, `cancel`, `offer` or `stop` does not wait: they leave a word, and the thread reads it between
   two tokens.
@@ -14,17 +15,19 @@ Invariants:
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from shoal.engine.torch import TorchEngine
+from shoal.errors import ConfigError
 from shoal.group import Plan, score_group
 from shoal.node.spans import SpanLog
 from shoal.policy.model import Policy
-from shoal.rollout import Request, Rollout
+from shoal.rollout import Group, Request, Rollout
+from shoal.tasks.verify.base import is_fault
 from shoal.toploc.stream import ProofBuilder
 from shoal.worker.author import Author, Work, fit_slots
 from shoal.worker.intake import Order, WorkLimits
@@ -49,7 +52,11 @@ class _Draft:
 
 
 class Mill:
-    """Generates for a worker. `run` is the thread's body; `deliver` is called from it with finished work."""
+    """Generates for a worker. `run` is the thread's body, from which it calls back.
+
+    `deliver` gets finished work, `give_back` an order whose work cannot be scored here, with the reason; without one
+    that ends the thread.
+    """
 
     def __init__(
         self,
@@ -57,11 +64,13 @@ class Mill:
         deliver: Callable[[Work], None],
         *,
         limits: WorkLimits,
+        give_back: Callable[[Order, str], None] | None = None,
         slots: int = 256,
         spans: SpanLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._author, self._deliver, self._limits, self._slots, self._clock = author, deliver, limits, slots, clock
+        self._author, self._deliver, self._give_back = author, deliver, give_back or _refuse_order
+        self._limits, self._slots, self._clock = limits, slots, clock
         self._spans = spans or SpanLog(None, "worker")
         self._news = threading.Condition()
         self._waiting: list[Order] = []
@@ -227,16 +236,40 @@ class Mill:
             self.num_tokens += rollout.num_tokens
             if len(draft.rollouts) == draft.num_requests:
                 self._forget_draft(lease)
-                self._deliver(self._author.finish(self._collect(draft)))
+                self._hand_in(draft)
+
+    def _hand_in(self, draft: _Draft) -> None:
+        """Deliver what a lease asked for, or give the lease back: a fault of this machine is no reward."""
+        work = self._collect(draft)
+        if fault := find_fault(work.groups):
+            self._give_back(draft.order, fault)
+        else:
+            self._deliver(self._author.finish(work))
 
     def _collect(self, draft: _Draft) -> Work:
         names = [request.id for plan in draft.plans for request in plan.requests]
         proofs = dict(zip(names, self._proofs.take_many(draft.names()), strict=True))
-        assert self._tokenizer is not None, "something was under way"
-        family = self._author.family
-        groups = tuple(score_group(family, self._tokenizer, plan, draft.rollouts) for plan in draft.plans)
+        groups = tuple(self._score(plan, draft.rollouts) for plan in draft.plans)
         seconds = self._clock() - draft.begun
         return Work(order=draft.order, version=self.version, groups=groups, proofs=proofs, seconds=seconds)
+
+    def _score(self, plan: Plan, rollouts: Mapping[str, Rollout]) -> Group:
+        """A group with its scores; once more where the machine failed, for a box that died is replaced."""
+        assert self._tokenizer is not None, "something was under way"
+        group = score_group(self._author.family, self._tokenizer, plan, rollouts)
+        if not find_fault([group]):
+            return group
+        return score_group(self._author.family, self._tokenizer, plan, rollouts)
+
+
+def find_fault(groups: Sequence[Group]) -> str:
+    """Why this machine could not score all of them; empty if it could."""
+    scores = (score for group in groups for score in group.scores)
+    return next((score.reason for score in scores if is_fault(score)), "")
+
+
+def _refuse_order(order: Order, reason: str) -> None:
+    raise ConfigError(f"lease {order.lease}: its work cannot be scored here: {reason}")
 
 
 def _name(order: Order, request: Request) -> str:

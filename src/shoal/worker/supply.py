@@ -6,6 +6,7 @@ Invariants:
   while `MAX_HELD` leases are held, of whatever kind: what a coordinator can make a worker keep has an end;
 - who lost a lease for want of weights asks for no other before it has them: it would lose one after the other, and have
   to rest when they are there;
+- a lease that this machine cannot score is returned: it costs width, and the coordinator lets who returns many rest;
 - a lease whose work is written is the delivery's: heartbeats tell nothing more of it, and hear nothing. To the
   coordinator a lease is over once its manifest is there, and the file must not be dropped for that.
 """
@@ -61,6 +62,8 @@ class Supply:
         """version without which a lease was lost"""
         self._resumed: frozenset[str] = frozenset()
         """leases that an earlier process left, written or not"""
+        self.fault = ""
+        """why the last lease was given back; empty again once one is written"""
 
     @property
     def is_barren(self) -> bool:
@@ -108,12 +111,31 @@ class Supply:
     def mark_written(self, lease: str) -> None:
         """All of a lease is generated; what becomes of it is the delivery's business."""
         self._written.add(lease)
+        self.fault = ""
 
     def end(self, lease: str) -> None:
         """A lease is done with."""
         self.leases.pop(lease, None)
         self._written.discard(lease)
         self._news.set()
+
+    async def give_back(self, lease: str, reason: str) -> None:
+        """Return a lease that this machine cannot finish; nothing is claimed for it."""
+        if lease not in self.leases:
+            return  # cancelled in the meantime
+        self.fault = reason
+        self._session.note(f"lease {lease} is given back, nothing is claimed for it: {reason}")
+        client = self._session.client
+        try:
+            await self._session.waits.insist(
+                "return", lambda: client.return_lease(lease), for_whom="the coordinator", timeout_s=ASK_S, told=False
+            )
+        except RefusedError as error:
+            self._session.note(f"lease {lease} is not wanted back: {error}")
+        except (ForkError, KeepError) as error:
+            raise end_session(error) from None
+        await asyncio.to_thread(self._outbox.forget, lease)
+        self.end(lease)
 
     def list_progress(self) -> tuple[Progress, ...]:
         """How far each lease is, for the heartbeat."""

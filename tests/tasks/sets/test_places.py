@@ -167,3 +167,16 @@ def test_families_of_reasoning_gym_are_deterministic_and_score_their_own_answers
         load_family("gym_leg_counting", {"no_such_option": 4})
     with pytest.raises(ValueError, match="allowed are numbers"):
         load_family("gym_leg_counting", {"max_animals": 10**9})
+
+
+def test_options_of_a_stranger_that_cannot_be_afforded_are_refused_in_a_sentence(monkeypatch) -> None:
+    pytest.importorskip("reasoning_gym")
+    from shoal.tasks import trial
+    from shoal.tasks.registry import load_family
+
+    with pytest.raises(ValueError, match="tasks of more than 65536 characters"):
+        load_family("gym_rotate_matrix", {"min_n": 200, "max_n": 200})
+    monkeypatch.setattr(trial, "WALL_S", 0.01)
+    with pytest.raises(ValueError, match="took more than 10 s of CPU time or 2 GiB"):
+        load_family("gym_maze", {"max_grid_size": 9})
+    assert load_family("gym_maze", {}), "defaults need no trial"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.box.warden import BoxError, Warden
-from shoal.tasks.verify.base import GAVE_UP, Attempt, is_firm
+from shoal.tasks.verify.base import GAVE_UP, Agreement, Attempt, compare_claim, is_fault, is_firm
 from shoal.tasks.verify.code.compare import match_values
 
 WORKS = "shoal.box.code"
@@ -48,6 +48,16 @@ def test_a_zygote_that_dies_under_a_cell_is_the_fault_of_the_machine(boxes):
 def test_answers_of_a_candidates_own_making_never_raise(boxes, info, value):
     [score] = boxes.score_many([Attempt(info, "", write_raw(value))])
     assert score.value == 0.0 and "verifier failed" not in score.reason
+
+
+def test_what_no_box_could_run_is_the_fault_of_the_machine_and_of_no_completion(boxes, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise BoxError("no process can be started")
+
+    monkeypatch.setattr(Warden, "open_cell", fail)
+    [score] = boxes.score_many([Attempt(HALF, "", "```python\ndef f(x): return 0.5\n```")])
+    assert is_fault(score) and not is_firm(score) and score.value == 0.0
+    assert compare_claim(0.0, score) is Agreement.UNSURE, "right or wrong, nobody knows"
 
 
 def test_a_whole_number_without_a_float_equals_no_float():

@@ -5,7 +5,16 @@ import pytest
 from shoal.errors import ConfigError
 from shoal.rollout import Score
 from shoal.tasks.base import MAX_COMPLETION_CHARS
-from shoal.tasks.verify.base import Agreement, Attempt, compare_claim, give_up, is_firm, mark_near, score_safely
+from shoal.tasks.verify.base import (
+    Agreement,
+    Attempt,
+    compare_claim,
+    give_up,
+    is_firm,
+    mark_near,
+    own_fault,
+    score_safely,
+)
 from shoal.tasks.verify.registry import list_verifiers, open_verifier
 
 INFOS = {
@@ -71,6 +80,7 @@ def test_a_claim_is_held_against_nobody_where_the_score_is_not_firm():
     assert compare_claim(0.0, firm) is Agreement.AGREES
     assert compare_claim(1.0, give_up("late")) is Agreement.UNSURE
     assert compare_claim(0.0, give_up("late")) is Agreement.AGREES
+    assert compare_claim(0.0, own_fault("no box")) is Agreement.UNSURE, "it says nothing about the completion"
     assert compare_claim(0.0, near) is Agreement.UNSURE
     assert compare_claim(1.0, near) is Agreement.AGREES
     assert mark_near(near) == near and not is_firm(near)

@@ -9,7 +9,7 @@ from statistics import median_low
 from shoal.redteam.camp import Camp
 from shoal.swarm.beacon import derive_group
 from shoal.swarm.messages import Lease
-from shoal.tasks.base import Task
+from shoal.tasks.base import Task, at_step
 from shoal.tasks.split import train_task
 
 MAX_LEASES = 12
@@ -25,7 +25,7 @@ def rank_task(task: Task) -> Hardness:
 
 def is_hard(camp: Camp, lease: Lease) -> bool:
     """Whether a lease has a task that is harder than most of its step."""
-    family = camp.recipe.open_family()
+    family = at_step(camp.recipe.open_family(), lease.step)
     ranks = [rank_task(train_task(family, derive_group(lease.beacon, index, 1).task)) for index in range(SAMPLE)]
     usual = median_low(ranks)
     wanted = range(lease.first, lease.first + lease.count)

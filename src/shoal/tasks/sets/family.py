@@ -8,6 +8,9 @@ The choice. A draw is made with a random source r that follows from the group's 
 It is repeated until the task is on the wanted side of the split. So a group's task follows from beacon, index, the
 set's hash, its filter and its weights, and from nothing else.
 
+With a schedule the filter is that of the group's step: a public function of the step and of the set's own pass rates,
+so whoever knows (step, index) draws the same task. Evaluation has no step, and draws from all that the filter keeps.
+
 Changing breaks: every group of every run on a task set.
 """
 
@@ -15,6 +18,7 @@ import hashlib
 import random
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cache, cached_property
 from itertools import accumulate
 
@@ -23,6 +27,7 @@ from shoal.rollout import Score
 from shoal.tasks.base import MAX_COMPLETION_CHARS, Task
 from shoal.tasks.sets.record import RecordError, TaskRecord
 from shoal.tasks.sets.taskset import SetError, SetFilter, TaskSet, weigh_sources
+from shoal.tasks.split import Split, split_task
 from shoal.tasks.verify.base import Attempt, Verifier, score_safely
 from shoal.tasks.verify.registry import open_verifier
 
@@ -34,13 +39,26 @@ class SetFamily:
 
     name = "set"
 
-    def __init__(self, tasks: TaskSet, wanted: SetFilter, weights: Mapping[str, int]) -> None:
-        self.tasks, self.filter = tasks, wanted
-        kept = tasks.keep(wanted)
-        self.weights = weigh_sources(weights, {source: len(records) for source, records in kept.items()})
-        self._pools = [kept[source] for source in self.weights]
-        self._ends = list(accumulate(self.weights.values()))
+    def __init__(
+        self,
+        tasks: TaskSet,
+        wanted: SetFilter,
+        weights: Mapping[str, int],
+        stages: Sequence[tuple[int, SetFilter]] = (),
+    ) -> None:
+        """`stages` are filters with the steps that they begin at, the first of them 1, in order; none: one for all."""
+        self.tasks = tasks
         self._records = {record.id: record for record in tasks.records}
+        self._keep(wanted, weights)
+        self._starts = [step for step, _ in stages]
+        self._stages = [self._open_stage(step, narrowed, weights) for step, narrowed in stages]
+
+    def at_step(self, step: int) -> "SetFamily":
+        """The tasks that are drawn for a step."""
+        if not self._stages:
+            return self
+        assert step >= 1, "steps begin with 1"
+        return self._stages[bisect_right(self._starts, step) - 1]
 
     @cached_property
     def alphabet(self) -> str:
@@ -84,6 +102,27 @@ class SetFamily:
             return [self.score(task, completion) for completion in completions]
         attempts = [Attempt(task.info, task.prompt, completion) for completion in completions]
         return [_clean_reason(score) for score in verifier.score_many(attempts)]
+
+    def _keep(self, wanted: SetFilter, weights: Mapping[str, int]) -> None:
+        """Draw from what a filter leaves."""
+        self.filter, kept = wanted, self.tasks.keep(wanted)
+        self.weights = weigh_sources(weights, {source: len(records) for source, records in kept.items()})
+        self._pools = [kept[source] for source in self.weights]
+        self._ends = list(accumulate(self.weights.values()))
+
+    def _open_stage(self, step: int, narrowed: SetFilter, weights: Mapping[str, int]) -> "SetFamily":
+        """The same set from a step on; SetError where nothing of it could be trained on."""
+        stage = copy(self)
+        stage._stages = []
+        left = {record.source for record in self.tasks.records if narrowed.keeps(record)}
+        named = {source: weight for source, weight in weights.items() if source in left}
+        try:
+            stage._keep(narrowed, named if left & weights.keys() else weights)
+        except SetError as error:
+            raise SetError(f"tasks.schedule: from step {step} on: {error}") from None
+        if not any(split_task(make_task(record)) is Split.TRAIN for pool in stage._pools for record in pool):
+            raise SetError(f"tasks.schedule: from step {step} on no task is left to train on, all are held out")
+        return stage
 
     def find_verifier(self, task_type: str) -> Verifier:
         """The verifier of a task type."""

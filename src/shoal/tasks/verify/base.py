@@ -15,10 +15,12 @@ The edge. Work that cannot be counted (code that a model wrote) is limited by CP
     work <= limit / MARGIN           firm: every machine that is at most MARGIN times slower says the same
     limit / MARGIN < work <= limit   the score stands, and its reason begins with `NEAR_LIMIT`
     work > limit                     0, and its reason begins with `GAVE_UP`
+    no box, no process, no memory    0, and its reason begins with `FAULT`, which is a `GAVE_UP` as well
 
 Two who agree on the number agree, limits or not: code that never ends is 0 for both. Where they differ and what the
 validator found is not firm, nothing is known: `compare_claim` says UNSURE, which is inconclusive, unpaid and tried
-again elsewhere, never a punishment. Who claims 1 for what no validator can finish is not paid for it either.
+again elsewhere, never a punishment. Who claims 1 for what no validator can finish is not paid for it either. A fault
+says nothing about the completion: it agrees with no claim, and nobody may claim it; a worker gives such a lease back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,6 +39,7 @@ Info = Mapping[str, JSON]
 MARGIN = 4
 """how much slower a machine may be and still be held to the score of another. Changing breaks: verdicts at the edge."""
 GAVE_UP = "gave up: "
+FAULT = f"{GAVE_UP}a fault of this machine: "
 NEAR_LIMIT = "near a limit: "
 
 _FAILURES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -91,7 +94,7 @@ class Agreement(StrEnum):
 
 def compare_claim(claimed: float, found: Score) -> Agreement:
     """Whether a claim may be held against who made it (see "The edge")."""
-    if claimed == found.value:
+    if claimed == found.value and not is_fault(found):
         return Agreement.AGREES
     return Agreement.DIFFERS if is_firm(found) else Agreement.UNSURE
 
@@ -101,9 +104,19 @@ def is_firm(score: Score) -> bool:
     return not score.reason.startswith((GAVE_UP, NEAR_LIMIT))
 
 
+def is_fault(score: Score) -> bool:
+    """Whether it is about the machine that scored, and not about the completion."""
+    return score.reason.startswith(FAULT)
+
+
 def give_up(reason: str) -> Score:
-    """The score of what a limit, or a fault of this machine, kept from being scored."""
+    """The score of what met a limit."""
     return Score(0.0, GAVE_UP + reason)
+
+
+def own_fault(reason: str) -> Score:
+    """The score of what this machine could not score."""
+    return Score(0.0, FAULT + reason)
 
 
 def mark_near(score: Score) -> Score:

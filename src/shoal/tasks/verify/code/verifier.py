@@ -21,7 +21,7 @@ from shoal.box.warden import BoxError, Cell, EndedError, Pool, Report, Warden
 from shoal.rollout import Score
 from shoal.tasks.base import MAX_COMPLETION_CHARS, quote_text
 from shoal.tasks.verify.answers import drop_thoughts, find_block
-from shoal.tasks.verify.base import MARGIN, Attempt, Info, give_up, mark_near, score_safely
+from shoal.tasks.verify.base import MARGIN, Attempt, Info, give_up, mark_near, own_fault, score_safely
 from shoal.tasks.verify.code.compare import match_output, match_values
 from shoal.tasks.verify.code.tests import CallTests, JudgeTests, ScriptTests, Tests, read_tests
 
@@ -78,7 +78,7 @@ class CodeVerifier:
             with self._pool.borrow(self._wait_s) as warden:
                 return self._run_tests(warden, tests, source)
         except BoxError as error:
-            return give_up(str(error))
+            return own_fault(str(error))
 
     def score_many(self, attempts: Sequence[Attempt]) -> list[Score]:
         with ThreadPoolExecutor(max_workers=self._pool.size) as threads:

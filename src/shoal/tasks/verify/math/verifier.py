@@ -13,7 +13,7 @@ from shoal.box.warden import BoxError, EndedError, Pool
 from shoal.errors import ConfigError
 from shoal.rollout import Score
 from shoal.tasks.base import MAX_COMPLETION_CHARS, quote_text
-from shoal.tasks.verify.base import Cheap, Info, give_up
+from shoal.tasks.verify.base import Cheap, Info, give_up, own_fault
 from shoal.tasks.verify.math.equal import equal_answers, read_answer, same_text
 from shoal.tasks.verify.math.extract import MAX_ANSWER_CHARS, Refusal, find_answer
 from shoal.tasks.verify.math.parse import Tree, list_symbols
@@ -61,8 +61,10 @@ class MathVerifier(Cheap):
             is_right = equal_answers(
                 read_answer(answer), read_answer(info[_KEY]), self._judge_trees, about_percent=about_percent
             )
-        except (_LimitError, BoxError, ConfigError) as error:  # a machine without boxes can still compare numbers
+        except _LimitError as error:
             return give_up(str(error))
+        except (BoxError, ConfigError) as error:  # a machine without boxes can still compare numbers
+            return own_fault(str(error))
         return Score(1.0, "correct") if is_right else Score(0.0, f"wrong answer: {quote_text(answer)}")
 
     def close(self) -> None:

@@ -1,0 +1,164 @@
+"""TARGET-SHORT and TARGET-LONG: does a model learn the length that its prompt asks for, and what makes it learn?
+
+    python bench/length.py [--quick] [--json] [--only ARM:SEED]
+
+The model is warmed up on demonstrations whose length has nothing to do with the target in the prompt, so it starts by
+ignoring it. INTELLECT-2's two sets of targets, divided by 500. Each run is single-threaded and is not repeated once it
+is there; `--only long:0` makes one run and ends.
+
+    short, long   alpha 0.03 per token, at most 0.5; every group is trained on
+    control       long's targets in the prompt, length not rewarded
+    weak          long, alpha = 0.0003, INTELLECT-2's number
+    filter        long, with the online filter: groups whose answers are all right or all wrong are left out
+    slow          long, a tenth of the learning rate
+"""
+
+import argparse
+import json
+from itertools import product
+
+import numpy as np
+
+from common import SEEDS, Lines, build_parser, find_policy, finish, mean, open_plots, save_picture, train_arm
+from shoal.report import pick_series
+
+CONFIG = "examples/length.toml"
+
+
+def name_targets(targets: list[int]) -> str:
+    """The setting of them."""
+    return f"length.targets={json.dumps(targets)}"
+
+
+SHORT, LONG = [2, 4, 6, 8], [4, 8, 12, 16, 20]
+TARGETS = {"short": SHORT, "long": LONG, "control": LONG, "weak": LONG, "filter": LONG, "slow": LONG}
+OVERRIDES = {
+    "short": [],
+    "long": [],
+    "control": ["length.alpha=1e-9"],
+    "weak": ["length.alpha=0.0003"],
+    "filter": ["batch.filter=true"],
+    "slow": ["learner.lr=3e-5"],
+}
+START = ["steps=0", "eval.tasks=8", name_targets(sorted({*SHORT, *LONG}))]
+PASSES = {"sampled": "eval/pass_at_1", "greedy": "eval/greedy"}
+
+
+def main() -> None:
+    parser = build_parser(__doc__.splitlines()[0])
+    parser.add_argument("--only", metavar="ARM:SEED", help="make this run and end")
+    flags = parser.parse_args()
+    steps, seeds, names = (16, SEEDS[:1], ["long", "control"]) if flags.quick else (40, SEEDS, list(TARGETS))
+    if flags.only:
+        arm, _, seed = flags.only.partition(":")
+        run_arm(arm, int(seed), steps)
+        return
+    runs = {arm: [run_arm(arm, seed, steps) for seed in seeds] for arm in names}
+    if not flags.quick:
+        draw(runs)
+    show(flags, runs)
+
+
+def run_arm(arm: str, seed: int, steps: int) -> Lines:
+    """One run; the arms of a seed start from the same model, which has seen the targets of all of them."""
+    start = find_policy(CONFIG, "length", START, seed)
+    place = [f"policy.path={start}", "warmup.steps=0", f"steps={steps}"]
+    return train_arm(CONFIG, "length", arm, [*place, name_targets(TARGETS[arm]), *OVERRIDES[arm]], seed)
+
+
+def show(flags: argparse.Namespace, runs: dict[str, list[Lines]]) -> None:
+    finish(flags, "\n\n".join([format_arms(runs), format_targets(runs)]), collect_figures(runs))
+
+
+def best_constant(targets: list[int]) -> float:
+    """Mean |l - target| of the best length that does not depend on the target, targets being equally likely."""
+    return min(float(np.mean([abs(length - target) for target in targets])) for length in range(max(targets) + 1))
+
+
+def error_curve(lines: Lines, targets: list[int]) -> tuple[list[int], list[float]]:
+    """Steps, and mean |l - target| over held-out tasks, targets weighing alike."""
+    curves = [pick_series(lines, f"eval/error_{target}") for target in targets]
+    return curves[0][0], [mean(values) for values in zip(*(curve for _, curve in curves), strict=True)]
+
+
+def show_change(curves: list[list[float]], digits: int) -> str:
+    """First -> last of each seed."""
+    return " / ".join(f"{curve[0]:.{digits}f} -> {curve[-1]:.{digits}f}" for curve in curves)
+
+
+def format_arms(runs: dict[str, list[Lines]]) -> str:
+    head = "budget error, tokens, each seed | best constant | pass@1 sampled | greedy"
+    rows = [f"| arm | {head} |", "|---|---|---|---|---|"]
+    for arm, seeds in runs.items():
+        errors = show_change([error_curve(lines, TARGETS[arm])[1] for lines in seeds], 1)
+        passes = [show_change([pick_series(lines, name)[1] for lines in seeds], 2) for name in PASSES.values()]
+        rows.append(f"| {arm} | {errors} | {best_constant(TARGETS[arm]):.1f} | {' | '.join(passes)} |")
+    return "\n".join(rows)
+
+
+def format_targets(runs: dict[str, list[Lines]]) -> str:
+    """Mean over seeds, at the last step."""
+    columns = sorted({target for arm in runs for target in TARGETS[arm]})
+    rows = [f"| budget error by target | {' | '.join(map(str, columns))} |", "|---" * (len(columns) + 1) + "|"]
+    for arm, seeds in runs.items():
+        for name, place in (("before", 0), ("after", -1)):
+            cells = [
+                f"{mean([pick_series(lines, f'eval/error_{target}')[1][place] for lines in seeds]):.1f}"
+                if target in TARGETS[arm]
+                else ""
+                for target in columns
+            ]
+            rows.append(f"| {arm}, {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def collect_figures(runs: dict[str, list[Lines]]) -> dict[str, float]:
+    figures = {}
+    for arm, seeds in runs.items():
+        errors = [error_curve(lines, TARGETS[arm])[1] for lines in seeds]
+        figures[f"{arm}_error_before"] = mean([curve[0] for curve in errors])
+        figures[f"{arm}_error_after"] = mean([curve[-1] for curve in errors])
+        figures[f"{arm}_error_after_max"] = max(curve[-1] for curve in errors)
+        figures[f"{arm}_best_constant"] = best_constant(TARGETS[arm])
+        for name, metric in PASSES.items():
+            curves = [pick_series(lines, metric)[1] for lines in seeds]
+            figures[f"{arm}_{name}_before"] = mean([curve[0] for curve in curves])
+            figures[f"{arm}_{name}_after"] = mean([curve[-1] for curve in curves])
+    return figures
+
+
+def draw(runs: dict[str, list[Lines]]) -> None:
+    figure, axes = open_plots().subplots(2, 2, figsize=(9.5, 6.6), dpi=120)
+    colours = {arm: f"C{place}" for place, arm in enumerate(runs)}
+    panels = {"task reward": "reward/mean", "length penalty": "length/penalty"}
+    for (title, metric), panel in zip(panels.items(), axes[0], strict=True):
+        for arm, lines in ((arm, lines) for arm, seeds in runs.items() for lines in seeds):
+            if metric == "length/penalty" and arm in ("control", "weak"):
+                continue  # it is next to nothing there by definition
+            panel.plot(*pick_series(lines, metric), color=colours[arm], alpha=0.6, linewidth=1)
+        panel.set(xlabel="step", ylabel=f"{title}, training rollouts")
+    for arm, position in product(runs, range(len(next(iter(runs.values()))))):
+        curve = error_curve(runs[arm][position], TARGETS[arm])
+        axes[1][0].plot(*curve, color=colours[arm], alpha=0.7, label=None if position else arm)
+    for name, targets in (("short", SHORT), ("long", LONG)):
+        axes[1][0].axhline(best_constant(targets), color=colours[name], linestyle=":", linewidth=1)
+    axes[1][0].set(xlabel="step", ylabel="budget error, held-out (tokens)", ylim=(0, None))
+    axes[1][0].legend(frameon=False, fontsize=8)
+    draw_targets(axes[1][1], runs, colours)
+    for panel in axes.flat:
+        panel.grid(alpha=0.3)
+    save_picture(figure, "length.png")
+
+
+def draw_targets(panel, runs: dict[str, list[Lines]], colours: dict[str, str]) -> None:  # type: ignore[no-untyped-def]
+    """Budget error by target at the last step, mean of the seeds."""
+    for arm, seeds in runs.items():
+        errors = [
+            mean([pick_series(lines, f"eval/error_{target}")[1][-1] for lines in seeds]) for target in TARGETS[arm]
+        ]
+        panel.plot(TARGETS[arm], errors, "o-", color=colours[arm], alpha=0.8, label=arm)
+    panel.set(xlabel="target (tokens)", ylabel="budget error, last step (tokens)", ylim=(0, None))
+
+
+if __name__ == "__main__":
+    main()

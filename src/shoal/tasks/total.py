@@ -1,0 +1,61 @@
+"""Sums of digits modulo 10: `3825=` is answered by `33812358;8`, by `8`, or by anything between and beyond.
+
+A step is a digit and the total so far. How many are written is the writer's choice: with all of them the answer is
+certain, with none it is added in the head, and whoever has time goes over the digits again. So the length of a right
+answer is free, which is what target lengths need (tasks/length.py).
+"""
+
+import random
+import string
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from shoal.rollout import Score
+from shoal.seeds import derive_seed
+from shoal.tasks.base import Task, build_task, match_answer
+from shoal.tasks.options import STRICT, check_order
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Total:
+    """Add digits modulo 10, with as many written steps as the writer likes; only the result counts."""
+
+    name: ClassVar[str] = "total"
+    alphabet: ClassVar[str] = string.digits + "=;"
+
+    min_length: Annotated[int, Field(ge=1, le=64)] = 4
+    """fewest digits"""
+    max_length: Annotated[int, Field(ge=1, le=64)] = 6
+    """most digits"""
+    passes: Annotated[int, Field(ge=0, le=8)] = 1
+    """demonstrations go over the digits up to so often; how many steps one has follows from the problem"""
+
+    def __post_init__(self) -> None:
+        check_order("min_length", self.min_length, "max_length", self.max_length)
+
+    def make_task(self, rng: random.Random) -> Task:
+        length = rng.randint(self.min_length, self.max_length)
+        digits = [rng.choice(string.digits) for _ in range(length)]
+        answer = str(sum(map(int, digits)) % 10)
+        return build_task(self.name, f"{''.join(digits)}=", {"answer": answer}, kin="".join(sorted(digits)))
+
+    def demonstrate(self, task: Task) -> str:
+        digits = task.prompt.removesuffix("=")
+        drawn = random.Random(derive_seed("total", task.id)).randint(0, self.passes * len(digits))
+        steps = write_totals(digits, drawn)
+        return f"{steps};{task.info['answer']}" if steps else str(task.info["answer"])
+
+    def score(self, task: Task, completion: str) -> Score:
+        return match_answer(completion, task.info["answer"])
+
+
+def write_totals(digits: str, count: int) -> str:
+    """So many steps: each digit with the total so far, and after the last digit from the first one again."""
+    steps, total = "", 0
+    for position in range(count):
+        digit = int(digits[position % len(digits)])
+        total = (digit if position % len(digits) == 0 else total + digit) % 10
+        steps += f"{digit}{total}"
+    return steps
