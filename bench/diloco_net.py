@@ -1,10 +1,10 @@
 """DiLoCo's engine on the wire: sync time beside the rivals', utilisation behind slow links, and larger runs on paper.
 
-    python bench/diloco_net.py [--quick] [--json]
+    python bench/diloco_net.py [--quick] [--json] [--only sync|utilisation|paper] [--hivemind PYTHON]
 
 Sync: seconds from handing in a vector to holding the mean of all, between processes on loopback: this package's reducer
-(robust mean, signed, on disk before it is told), gloo's all-reduce, and torchft's and hivemind's where they are
-installed, all in one run on one machine, with the same number of floats.
+(robust mean, signed, on disk before it is told), gloo's all-reduce, torchft's where it is installed, and hivemind's
+where an interpreter that has it is named, all in one run on one machine, with the same number of floats.
 
 Utilisation: four peers, each behind a link of 100 Mbit/s and 25 ms each way, inner steps of a fixed length in the place
 of an accelerator's: share of the time in which they compute, waiting for each outcome and with the transfer overlapped.

@@ -94,7 +94,7 @@ class Site:
                 build_inner(self.policy.model, config.inner),
                 averager,
                 schedule=lambda step: config.inner.rate_at(step, config.steps),
-                habits=Habits(delay=way.delay, wait_s=WAIT_S, clip_norm=config.inner.clip_norm),
+                habits=Habits(way.delay, wait_s=WAIT_S, clip_norm=config.inner.clip_norm, aside=way.delay > 0),
                 report_lanes=self.reader.report,
             )
         except BaseException:
