@@ -18,13 +18,13 @@ import numpy as np
 
 from shoal.diloco.codecs import Codec, CodecError, encode_feedback, find_codec
 from shoal.diloco.codecs.base import FLOAT
+from shoal.diloco.pieces import PIECE, run_pieces
 from shoal.diloco.plan import Guard
 from shoal.diloco.round import MAX_TOKENS, RoundKey, Update
 
 CLIP_FROM = 3
 TRIM_SHARE = 4
 """One of so many values is left out at each end. Changing breaks: agreement between peers of different releases."""
-_SLICE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,12 @@ def _cap_weights(tokens: list[int], clip: float) -> list[float]:
 def _average_vectors(vectors: list[np.ndarray], weights: list[float], mode: str) -> np.ndarray:
     result = np.empty_like(vectors[0])
     column = np.array(weights, dtype=np.float64)[:, None]
-    for start in range(0, result.size, _SLICE):
-        rows = np.stack([vector[start : start + _SLICE] for vector in vectors]).astype(np.float64)
-        result[start : start + _SLICE] = _average_rows(rows, column, mode)
+
+    def average_piece(piece: slice) -> None:
+        rows = np.stack([vector[piece] for vector in vectors]).astype(np.float64)
+        result[piece] = _average_rows(rows, column, mode)
+
+    run_pieces(result.size, average_piece)
     return result
 
 
@@ -159,8 +162,17 @@ def _find_median(values: list[float]) -> float:
 
 
 def sum_squares(vector: np.ndarray) -> float:
-    """Sum of squares by halving: additions of whole vectors only, whose order no library or processor changes."""
-    values = vector.astype(np.float64) ** 2
+    """Sum of squares by pieces and halving: additions of whole vectors only, whose order nothing changes."""
+    sums = np.zeros(-(-vector.size // PIECE))
+
+    def sum_piece(piece: slice) -> None:
+        sums[piece.start // PIECE] = _sum_halves(vector[piece].astype(np.float64) ** 2)
+
+    run_pieces(vector.size, sum_piece)
+    return _sum_halves(sums)
+
+
+def _sum_halves(values: np.ndarray) -> float:
     while values.size > 1:
         half = values.size // 2
         values, odd = values[:half] + values[half : 2 * half], values[2 * half :]

@@ -53,7 +53,8 @@ def encode_feedback(codec: Codec, values: np.ndarray, residual: np.ndarray | Non
         return codec.encode(values), None
     meant = values if residual is None else values + residual
     payload = codec.encode(meant)
-    return payload, meant - codec.decode(payload, meant.size)
+    lost = codec.decode(payload, meant.size)
+    return payload, np.subtract(meant, lost, out=lost)
 
 
 def check_vector(values: np.ndarray) -> None:
@@ -87,6 +88,17 @@ def count_blocks(count: int) -> int:
     return -(-count // BLOCK)
 
 
+def find_blocks(piece: slice) -> slice:
+    """The blocks of a piece that begins with one."""
+    return slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
+
+
+def widen_scales(scales: np.ndarray, piece: slice) -> np.ndarray:
+    """The scale of every element of a piece."""
+    wide: np.ndarray = np.repeat(scales[find_blocks(piece)].astype(FLOAT), BLOCK)[: piece.stop - piece.start]
+    return wide
+
+
 def pick_scales(rows: np.ndarray, levels: int) -> np.ndarray:
     """One fp16 scale per block, rounded up, so that the largest element is at most `levels` scales."""
     wanted = np.abs(rows).max(axis=1, initial=0.0).astype(np.float64) / levels
@@ -99,8 +111,9 @@ def pick_scales(rows: np.ndarray, levels: int) -> np.ndarray:
 def quantize_rows(rows: np.ndarray, scales: np.ndarray, levels: int) -> np.ndarray:
     """Nearest multiple of the block's scale, as int8 in -levels .. levels."""
     wide = scales.astype(FLOAT)[:, None]
-    ratio = np.divide(rows, wide, out=np.zeros_like(rows), where=wide > 0)
-    return np.clip(np.rint(ratio), -levels, levels).astype(np.int8)
+    ratio = rows / np.where(wide > 0, wide, FLOAT.type(1.0))  # a block without a scale is zeros
+    np.rint(ratio, out=ratio)
+    return np.clip(ratio, -levels, levels, out=ratio).astype(np.int8)
 
 
 def bound_blocks(values: np.ndarray, levels: int) -> np.ndarray:

@@ -10,7 +10,8 @@ Streaming DiLoCo, arXiv 2501.18512; error feedback in DiLoCo: Therien et al., Mu
 import numpy as np
 
 from shoal.diloco.codecs import base
-from shoal.diloco.codecs.base import BLOCK, FLOAT, HALF
+from shoal.diloco.codecs.base import FLOAT, HALF
+from shoal.diloco.pieces import run_pieces
 
 LEVELS = 7
 _OFFSET = 8
@@ -23,12 +24,19 @@ class Int4Codec:
     has_feedback = True
 
     def encode(self, values: np.ndarray) -> bytes:
-        base.check_vector(values)
-        rows = base.pad_blocks(values)
-        scales = base.pick_scales(rows, LEVELS)
-        nibbles = (base.quantize_rows(rows, scales, LEVELS) + _OFFSET).astype(np.uint8).reshape(-1)
-        kept = nibbles[: values.size + values.size % 2]  # padding is level 0, so the last half byte is always 8
-        return scales.tobytes() + (kept[0::2] | (kept[1::2] << 4)).tobytes()
+        scales = np.empty(base.count_blocks(values.size), dtype=HALF)
+        packed = np.empty(-(-values.size // 2), dtype=np.uint8)
+
+        def encode_piece(piece: slice) -> None:
+            base.check_vector(values[piece])
+            rows = base.pad_blocks(values[piece])
+            found = scales[base.find_blocks(piece)] = base.pick_scales(rows, LEVELS)
+            nibbles = (base.quantize_rows(rows, found, LEVELS) + _OFFSET).view(np.uint8).reshape(-1)
+            # Padding is level 0, so the last half byte of an odd number of elements is always 8.
+            packed[_find_bytes(piece)] = (nibbles[0::2] | (nibbles[1::2] << 4))[: -(-(piece.stop - piece.start) // 2)]
+
+        run_pieces(values.size, encode_piece)
+        return scales.tobytes() + packed.tobytes()
 
     def decode(self, payload: bytes, count: int) -> np.ndarray:
         base.check_length(self, payload, count)
@@ -36,12 +44,19 @@ class Int4Codec:
         scales = np.frombuffer(payload, dtype=HALF, count=blocks)
         base.check_scales(scales)
         packed = np.frombuffer(payload, dtype=np.uint8, offset=2 * blocks)
-        nibbles = np.empty(2 * packed.size, dtype=np.uint8)
-        nibbles[0::2], nibbles[1::2] = packed & 15, packed >> 4
-        if (nibbles == 0).any() or (count % 2 and nibbles[-1] != _OFFSET):
-            raise base.CodecError("a level that no encoder writes")
-        levels = nibbles[:count].astype(FLOAT) - _OFFSET
-        values: np.ndarray = levels * np.repeat(scales.astype(FLOAT), BLOCK)[:count]
+        values = np.empty(count, dtype=FLOAT)
+
+        def decode_piece(piece: slice) -> None:
+            part = packed[_find_bytes(piece)]
+            nibbles = np.empty(2 * part.size, dtype=np.uint8)
+            nibbles[0::2], nibbles[1::2] = part & 15, part >> 4
+            size = piece.stop - piece.start
+            if not nibbles.all() or (size % 2 and nibbles[-1] != _OFFSET):
+                raise base.CodecError("a level that no encoder writes")
+            values[piece] = nibbles[:size].astype(FLOAT) - FLOAT.type(_OFFSET)
+            values[piece] *= base.widen_scales(scales, piece)
+
+        run_pieces(count, decode_piece)
         return values
 
     def count_bytes(self, count: int) -> int:
@@ -49,3 +64,7 @@ class Int4Codec:
 
     def bound_error(self, values: np.ndarray) -> np.ndarray:
         return base.bound_blocks(values, LEVELS)
+
+
+def _find_bytes(piece: slice) -> slice:
+    return slice(piece.start // 2, -(-piece.stop // 2))

@@ -9,7 +9,8 @@ Block-wise 8-bit quantisation as in Dettmers et al., arXiv 2110.02861, with line
 import numpy as np
 
 from shoal.diloco.codecs import base
-from shoal.diloco.codecs.base import BLOCK, FLOAT, HALF
+from shoal.diloco.codecs.base import FLOAT, HALF
+from shoal.diloco.pieces import run_pieces
 
 LEVELS = 127
 
@@ -21,21 +22,30 @@ class Int8Codec:
     has_feedback = True
 
     def encode(self, values: np.ndarray) -> bytes:
-        base.check_vector(values)
-        rows = base.pad_blocks(values)
-        scales = base.pick_scales(rows, LEVELS)
-        levels = base.quantize_rows(rows, scales, LEVELS)
-        return scales.tobytes() + levels.reshape(-1)[: values.size].tobytes()
+        scales, levels = np.empty(base.count_blocks(values.size), dtype=HALF), np.empty(values.size, dtype=np.int8)
+
+        def encode_piece(piece: slice) -> None:
+            base.check_vector(values[piece])
+            rows = base.pad_blocks(values[piece])
+            found = scales[base.find_blocks(piece)] = base.pick_scales(rows, LEVELS)
+            levels[piece] = base.quantize_rows(rows, found, LEVELS).reshape(-1)[: piece.stop - piece.start]
+
+        run_pieces(values.size, encode_piece)
+        return scales.tobytes() + levels.tobytes()
 
     def decode(self, payload: bytes, count: int) -> np.ndarray:
         base.check_length(self, payload, count)
         blocks = base.count_blocks(count)
         scales = np.frombuffer(payload, dtype=HALF, count=blocks)
         base.check_scales(scales)
-        levels = np.frombuffer(payload, dtype=np.int8, offset=2 * blocks)
-        if (levels < -LEVELS).any():
-            raise base.CodecError("a level that no encoder writes")
-        values: np.ndarray = levels.astype(FLOAT) * np.repeat(scales.astype(FLOAT), BLOCK)[:count]
+        levels, values = np.frombuffer(payload, dtype=np.int8, offset=2 * blocks), np.empty(count, dtype=FLOAT)
+
+        def decode_piece(piece: slice) -> None:
+            if (levels[piece] < -LEVELS).any():
+                raise base.CodecError("a level that no encoder writes")
+            np.multiply(levels[piece].astype(FLOAT), base.widen_scales(scales, piece), out=values[piece])
+
+        run_pieces(count, decode_piece)
         return values
 
     def count_bytes(self, count: int) -> int:
