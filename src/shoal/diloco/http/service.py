@@ -178,7 +178,7 @@ class _Maker:
 
     def _mend_chain(self) -> None:
         """Append rounds whose outcome is on disk and whose event is not: a kill came between the two."""
-        told = {event.subject for event in self._chain.events if event.kind == ROUND}
+        told = self._chain.list_subjects(ROUND)
         for outcome in self._shelf.list_outcomes():
             subject = name_subject(outcome.key)
             if subject not in told:
