@@ -2,16 +2,18 @@
 
     python bench/diloco.py                  the main table, 3 seeds
     python bench/diloco.py --ablations      and the single-seed variations
+    python bench/diloco.py --large          four arms at 1.27M parameters, one seed, 500 + 1,500 steps
     python bench/diloco.py --quick --json   a third of the steps, one seed
 
 A Llama-like model of 0.11M parameters reads characters of Python's own library. 600 steps of ordinary training by one
 worker, then 1,400 steps of each arm with 4 workers of 8 x 64 characters. The learning rates of the tuned arms and the
-tuned outer rule were chosen on seed 11, which is not evaluated. What was trained is kept in bench/out/diloco, so an
-interrupted benchmark goes on.
+tuned outer rule were chosen on seed 11, which is not evaluated (`bench/diloco_sweep.py`). What was trained is kept in
+bench/out/diloco, so an interrupted benchmark goes on. Utilisation is that of `bench/diloco_net.py`.
 """
 
 import argparse
 import os
+from collections.abc import Collection
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +22,9 @@ import torch
 
 from common import OUT, build_parser, finish
 from diloco_arms import Arm, Size, train_arm
+from diloco_crew import make_context
+from diloco_model import Shape
+from diloco_net import measure_utilisation
 
 COMMON_LR, DDP_LR, TUNED_LR = 3e-3, 1e-2, 6e-3
 TUNED = {"lr": TUNED_LR, "mu": 0.8}
@@ -64,6 +69,8 @@ ABLATIONS = [
     Arm("cold diloco average", "diloco", cold=True, rule="average"),
 ]
 QUICK = Size(warm=300, steps=400, held_out=512)
+LARGE = Size(warm=500, steps=1500, shape=Shape(width=160, layers=4, heads=4, hidden=432))
+LARGE_ARMS = ("one worker", "data parallel", "data parallel tuned", "diloco tuned int4")
 
 Found = dict[str, list[dict[str, Any]]]
 
@@ -72,19 +79,24 @@ def main() -> None:
     """Train what is not trained yet, print the table."""
     flags = parse_flags()
     torch.set_num_threads(1)
+    if flags.large:
+        found = train_arms(select_arms(MAIN, flags.only or LARGE_ARMS), LARGE, flags.seeds or [5])
+        finish(flags, format_table(found), {} if flags.only else find_large(found))
+        return
     size = QUICK if flags.quick else Size()
     seeds = flags.seeds or ([5] if flags.quick else [5, 6, 7])
-    found: Found = {}
-    for seed in seeds:
-        for arm in select_arms(MAIN, flags.only):
-            found.setdefault(arm.name, []).append(train_arm(arm, size, seed, OUT / "diloco"))
-    for arm in select_arms(ABLATIONS, flags.only) if flags.ablations else []:
-        found[arm.name] = [train_arm(arm, size, seeds[0], OUT / "diloco")]
-    if flags.picture and not flags.only:
+    found = train_arms(select_arms(MAIN, flags.only), size, seeds)
+    if flags.ablations:
+        found |= train_arms(select_arms(ABLATIONS, flags.only), size, seeds[:1])
+    if flags.only:
+        finish(flags, format_table(found), {})
+        return
+    if flags.picture:
         from diloco_chart import draw_curves
 
         draw_curves(found, "diloco.png")
-    finish(flags, format_table(found), {} if flags.only else find_figures(found))
+    _, overlapped = measure_utilisation(make_context(), 4)
+    finish(flags, format_table(found), find_figures(found) | {"utilisation": overlapped})
 
 
 def parse_flags() -> argparse.Namespace:
@@ -92,12 +104,22 @@ def parse_flags() -> argparse.Namespace:
     parser = build_parser("DiLoCo against data parallelism: loss and bytes")
     parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="of the workers' data (default: 5 6 7)")
     parser.add_argument("--ablations", action="store_true", help="also the variations, on the first seed")
+    parser.add_argument("--large", action="store_true", help="instead: four arms at 1.27M parameters, on seed 5")
     parser.add_argument("--only", nargs="+", metavar="ARM", help="only these arms, and no figures")
     parser.add_argument("--picture", action="store_true", help="draw docs/img/diloco.png")
     return parser.parse_args()
 
 
-def select_arms(arms: list[Arm], only: list[str] | None) -> list[Arm]:
+def train_arms(arms: list[Arm], size: Size, seeds: list[int]) -> Found:
+    """Every arm on every seed."""
+    found: Found = {}
+    for seed in seeds:
+        for arm in arms:
+            found.setdefault(arm.name, []).append(train_arm(arm, size, seed, OUT / "diloco"))
+    return found
+
+
+def select_arms(arms: list[Arm], only: Collection[str] | None) -> list[Arm]:
     """The arms to train."""
     return [arm for arm in arms if only is None or arm.name in only]
 
@@ -113,6 +135,17 @@ def find_figures(found: Found) -> dict[str, float]:
         "loss_gap_to_tuned_ddp_fp32": loss["diloco tuned fp32"] - loss["data parallel tuned"],
         "gain_over_single": loss["one worker"] - loss["diloco int4"],
         "bytes_ratio_int4": sent["data parallel"] / sent["diloco int4"],
+    }
+
+
+def find_large(found: Found) -> dict[str, float]:
+    """Which share of data parallelism's gain over one worker DiLoCo has, at the common rate and at its own."""
+    loss = {name: runs[0]["loss"] for name, runs in found.items()}
+    gain = loss["one worker"] - loss["diloco tuned int4"]
+    return {
+        "large_share_of_ddp": gain / (loss["one worker"] - loss["data parallel"]),
+        "large_share_of_tuned_ddp": gain / (loss["one worker"] - loss["data parallel tuned"]),
+        "large_gap_to_tuned_ddp": loss["diloco tuned int4"] - loss["data parallel tuned"],
     }
 
 
