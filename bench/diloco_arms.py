@@ -53,7 +53,6 @@ class Arm:
     kind: str
     """single, ddp or diloco"""
     lr: float = 3e-3
-    beta1: float = 0.9
     beta2: float = 0.95
     workers: int = 4
     interval: int = 50
@@ -210,7 +209,7 @@ def _train(arm: Arm, size: Size, seed: int, folder: Path) -> dict[str, Any]:
     begun = 0 if arm.cold else size.warm
     for step, chars in enumerate(_draw_batches(arm, seed, size.steps), 1):
         stack.loss(chars).sum().backward()  # type: ignore[no-untyped-call]
-        inner.step(find_rate(begun + step - 1, arm.lr, begun + size.steps), arm.beta1, arm.beta2)
+        inner.step(find_rate(begun + step - 1, arm.lr, begun + size.steps), beta2=arm.beta2)
         if site is not None and site.end_step(step) and arm.fragments == 1 and step % every == 0:
             curve.append((step, evaluate(size, site.weights, size.held_out // 8)))
         elif site is None and step % every == 0:
