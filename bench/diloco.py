@@ -27,7 +27,7 @@ from diloco_model import Shape
 from diloco_net import measure_utilisation
 
 COMMON_LR, DDP_LR, TUNED_LR = 3e-3, 1e-2, 6e-3
-TUNED = {"lr": TUNED_LR, "mu": 0.8}
+TUNED = {"lr": TUNED_LR, "eta": 1.0, "mu": 0.8, "fade": 8}
 MAIN = [
     Arm("one worker", "single"),
     Arm("data parallel", "ddp"),
