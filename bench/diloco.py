@@ -12,6 +12,7 @@ bench/out/diloco, so an interrupted benchmark goes on. Utilisation is that of `b
 """
 
 import argparse
+import math
 import os
 from collections.abc import Collection
 from typing import Any
@@ -26,8 +27,8 @@ from diloco_crew import make_context
 from diloco_model import Shape
 from diloco_net import measure_utilisation
 
-COMMON_LR, DDP_LR, TUNED_LR = 3e-3, 1e-2, 6e-3
-TUNED = {"lr": TUNED_LR, "eta": 1.0, "mu": 0.8, "fade": 8}
+DDP_LR = 1e-2
+TUNED = {"lr": 6e-3, "eta": 1.0, "mu": 0.8, "fade": 8}
 MAIN = [
     Arm("one worker", "single"),
     Arm("data parallel", "ddp"),
@@ -150,14 +151,23 @@ def find_large(found: Found) -> dict[str, float]:
 
 
 def format_table(found: Found) -> str:
-    """One line per arm: losses by seed, mean, megabytes that a worker sends."""
-    lines = ["| arm | loss by seed | mean | MB sent per worker | CPU s |", "|---|---|---|---|---|"]
+    """One line per arm, in the columns of OpenDiLoCo's tables; perplexity is of a character."""
+    heads = ("arm", "syncs", "MB sent", "compute, data", "loss by seed", "mean", "perplexity", "CPU s")
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for name, runs in found.items():
-        losses = [run["loss"] for run in runs]
-        by_seed = " ".join(f"{loss:.4f}" for loss in losses)
-        cpu_s = sum(run["cpu_s"] for run in runs) / len(runs)
-        megabytes = runs[0]["bytes"] / 1e6
-        lines.append(f"| {name} | {by_seed} | {sum(losses) / len(losses):.4f} | {megabytes:.2f} | {cpu_s:.0f} |")
+        arm, losses = Arm(**runs[0]["arm"]), [run["loss"] for run in runs]
+        mean = sum(losses) / len(losses)
+        cells = [
+            name,
+            str(runs[0]["syncs"]),
+            f"{runs[0]['bytes'] / 1e6:.2f}",
+            "1x" if arm.kind == "single" else f"{arm.workers}x",
+            " ".join(f"{loss:.4f}" for loss in losses),
+            f"{mean:.4f}",
+            f"{math.exp(mean):.3f}",
+            f"{sum(run['cpu_s'] for run in runs) / len(runs):.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -216,7 +216,8 @@ def _train(arm: Arm, size: Size, seed: int, folder: Path) -> dict[str, Any]:
             curve.append((step, evaluate(size, stack.split_rows(stack.flat)[0], size.held_out // 8)))
     weights = stack.split_rows(stack.flat)[0] if site is None else site.weights
     sent = {"single": 0, "ddp": 4 * size.shape.num_params * size.steps}.get(arm.kind, site.bytes_sent if site else 0)
-    return {"loss": evaluate(size, weights, size.held_out), "curve": curve, "bytes": sent}
+    syncs = {"single": 0, "ddp": size.steps}.get(arm.kind, size.steps // arm.interval * arm.fragments)
+    return {"loss": evaluate(size, weights, size.held_out), "curve": curve, "bytes": sent, "syncs": syncs}
 
 
 def warm_up(size: Size, folder: Path) -> Start:
