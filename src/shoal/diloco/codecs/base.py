@@ -8,15 +8,22 @@ Invariants:
   the payload decides how much is allocated.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+
+from shoal.diloco.pieces import run_pieces
 
 BLOCK = 256
 """Elements that share a scale. Changing breaks: every payload of the block codecs."""
 FLOAT = np.dtype("<f4")
 HALF = np.dtype("<f2")
 MAX_HALF = 65504.0
+
+
+ReadPiece = Callable[[slice], np.ndarray]
+"""the fp32 elements of a piece (`pieces.run_pieces`); raises `CodecError` where they are none"""
 
 
 class CodecError(ValueError):
@@ -36,11 +43,30 @@ class Codec(Protocol):
     def decode(self, payload: bytes, count: int) -> np.ndarray:
         """The fp32 vector of `count` elements in a payload."""
 
+    def open_payload(self, payload: bytes, count: int) -> ReadPiece:
+        """The same piece by piece, so that many vectors need not be in memory at once. Checks the length at once."""
+
     def count_bytes(self, count: int) -> int:
         """Length of the payload of `count` elements."""
 
     def bound_error(self, values: np.ndarray) -> np.ndarray:
         """The most by which each element may be off after one way through the codec."""
+
+
+class Decoder:
+    """Decoding whole, for codecs that decode by pieces."""
+
+    def open_payload(self, payload: bytes, count: int) -> ReadPiece:
+        raise NotImplementedError
+
+    def decode(self, payload: bytes, count: int) -> np.ndarray:
+        read, values = self.open_payload(payload, count), np.empty(count, dtype=FLOAT)
+
+        def decode_piece(piece: slice) -> None:
+            values[piece] = read(piece)
+
+        run_pieces(count, decode_piece)
+        return values
 
 
 def encode_feedback(codec: Codec, values: np.ndarray, residual: np.ndarray | None) -> tuple[bytes, np.ndarray | None]:
@@ -94,8 +120,10 @@ def find_blocks(piece: slice) -> slice:
 
 
 def widen_scales(scales: np.ndarray, piece: slice) -> np.ndarray:
-    """The scale of every element of a piece."""
-    wide: np.ndarray = np.repeat(scales[find_blocks(piece)].astype(FLOAT), BLOCK)[: piece.stop - piece.start]
+    """The scale of every element of a piece, if they make finite numbers of ordinary sign."""
+    part = scales[find_blocks(piece)]
+    check_scales(part)
+    wide: np.ndarray = np.repeat(part.astype(FLOAT), BLOCK)[: piece.stop - piece.start]
     return wide
 
 

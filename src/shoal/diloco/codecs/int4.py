@@ -17,7 +17,7 @@ LEVELS = 7
 _OFFSET = 8
 
 
-class Int4Codec:
+class Int4Codec(base.Decoder):
     """All scales, then the nibbles q + 8, the first of two in the low half. Nibble 0 is written by nobody."""
 
     name = "int4"
@@ -38,26 +38,23 @@ class Int4Codec:
         run_pieces(values.size, encode_piece)
         return scales.tobytes() + packed.tobytes()
 
-    def decode(self, payload: bytes, count: int) -> np.ndarray:
+    def open_payload(self, payload: bytes, count: int) -> base.ReadPiece:
         base.check_length(self, payload, count)
         blocks = base.count_blocks(count)
         scales = np.frombuffer(payload, dtype=HALF, count=blocks)
-        base.check_scales(scales)
         packed = np.frombuffer(payload, dtype=np.uint8, offset=2 * blocks)
-        values = np.empty(count, dtype=FLOAT)
 
-        def decode_piece(piece: slice) -> None:
-            part = packed[_find_bytes(piece)]
+        def read_piece(piece: slice) -> np.ndarray:
+            part, size = packed[_find_bytes(piece)], piece.stop - piece.start
             nibbles = np.empty(2 * part.size, dtype=np.uint8)
             nibbles[0::2], nibbles[1::2] = part & 15, part >> 4
-            size = piece.stop - piece.start
             if not nibbles.all() or (size % 2 and nibbles[-1] != _OFFSET):
                 raise base.CodecError("a level that no encoder writes")
-            values[piece] = nibbles[:size].astype(FLOAT) - FLOAT.type(_OFFSET)
-            values[piece] *= base.widen_scales(scales, piece)
+            values: np.ndarray = nibbles[:size].astype(FLOAT) - FLOAT.type(_OFFSET)
+            values *= base.widen_scales(scales, piece)
+            return values
 
-        run_pieces(count, decode_piece)
-        return values
+        return read_piece
 
     def count_bytes(self, count: int) -> int:
         return 2 * base.count_blocks(count) + -(-count // 2)

@@ -15,7 +15,7 @@ from shoal.diloco.pieces import run_pieces
 LEVELS = 127
 
 
-class Int8Codec:
+class Int8Codec(base.Decoder):
     """All scales, then one signed byte per element."""
 
     name = "int8"
@@ -33,20 +33,20 @@ class Int8Codec:
         run_pieces(values.size, encode_piece)
         return scales.tobytes() + levels.tobytes()
 
-    def decode(self, payload: bytes, count: int) -> np.ndarray:
+    def open_payload(self, payload: bytes, count: int) -> base.ReadPiece:
         base.check_length(self, payload, count)
         blocks = base.count_blocks(count)
         scales = np.frombuffer(payload, dtype=HALF, count=blocks)
-        base.check_scales(scales)
-        levels, values = np.frombuffer(payload, dtype=np.int8, offset=2 * blocks), np.empty(count, dtype=FLOAT)
+        levels = np.frombuffer(payload, dtype=np.int8, offset=2 * blocks)
 
-        def decode_piece(piece: slice) -> None:
+        def read_piece(piece: slice) -> np.ndarray:
             if (levels[piece] < -LEVELS).any():
                 raise base.CodecError("a level that no encoder writes")
-            np.multiply(levels[piece].astype(FLOAT), base.widen_scales(scales, piece), out=values[piece])
+            values: np.ndarray = levels[piece].astype(FLOAT)
+            values *= base.widen_scales(scales, piece)
+            return values
 
-        run_pieces(count, decode_piece)
-        return values
+        return read_piece
 
     def count_bytes(self, count: int) -> int:
         return 2 * base.count_blocks(count) + count
