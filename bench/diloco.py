@@ -2,16 +2,19 @@
 
     python bench/diloco.py                  the main table, 3 seeds
     python bench/diloco.py --ablations      and the single-seed variations
+    python bench/diloco.py --large          four arms at 1.27M parameters, one seed, 500 + 1,500 steps
     python bench/diloco.py --quick --json   a third of the steps, one seed
 
 A Llama-like model of 0.11M parameters reads characters of Python's own library. 600 steps of ordinary training by one
 worker, then 1,400 steps of each arm with 4 workers of 8 x 64 characters. The learning rates of the tuned arms and the
-tuned outer rule were chosen on seed 11, which is not evaluated. What was trained is kept in bench/out/diloco, so an
-interrupted benchmark goes on.
+tuned outer rule were chosen on seed 11, which is not evaluated (`bench/diloco_sweep.py`). What was trained is kept in
+bench/out/diloco, so an interrupted benchmark goes on. Utilisation is that of `bench/diloco_net.py`.
 """
 
 import argparse
+import math
 import os
+from collections.abc import Collection
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,20 +23,23 @@ import torch
 
 from common import OUT, build_parser, finish
 from diloco_arms import Arm, Size, train_arm
+from diloco_crew import make_context
+from diloco_model import Shape
+from diloco_net import measure_utilisation
 
-COMMON_LR, DDP_LR, TUNED_LR = 3e-3, 1e-2, 6e-3
-TUNED = {"lr": TUNED_LR, "mu": 0.8}
+DDP_LR = 1e-2
+TUNED = {"lr": 6e-3, "eta": 1.0, "mu": 0.8, "fade": 8}
 MAIN = [
     Arm("one worker", "single"),
     Arm("data parallel", "ddp"),
     Arm("data parallel tuned", "ddp", lr=DDP_LR),
     Arm("diloco fp32", "diloco"),
+    Arm("diloco fp16", "diloco", codec="fp16"),
     Arm("diloco int4", "diloco", codec="int4"),
     Arm("diloco tuned fp32", "diloco", **TUNED),
     Arm("diloco tuned int4", "diloco", codec="int4", **TUNED),
 ]
 ABLATIONS = [
-    Arm("diloco fp16", "diloco", codec="fp16"),
     Arm("diloco int8", "diloco", codec="int8"),
     Arm("diloco topk", "diloco", codec="topk"),
     Arm("diloco H=25", "diloco", interval=25),
@@ -44,7 +50,11 @@ ABLATIONS = [
     Arm("diloco 2 workers", "diloco", workers=2),
     Arm("diloco 8 workers", "diloco", workers=8),
     Arm("diloco average", "diloco", rule="average"),
+    Arm("diloco momentum 0", "diloco", mu=0.0),
     Arm("diloco momentum 0.6", "diloco", mu=0.6),
+    Arm("diloco momentum 0.8", "diloco", mu=0.8),
+    Arm("diloco eta 0.5", "diloco", eta=0.5),
+    Arm("diloco eta 1", "diloco", eta=1.0),
     Arm("diloco 2 fragments", "diloco", fragments=2),
     Arm("diloco delay 10", "diloco", delay=10),
     Arm("diloco delay 10 alpha 0.5", "diloco", delay=10, alpha=0.5),
@@ -60,6 +70,8 @@ ABLATIONS = [
     Arm("cold diloco average", "diloco", cold=True, rule="average"),
 ]
 QUICK = Size(warm=300, steps=400, held_out=512)
+LARGE = Size(warm=500, steps=1500, shape=Shape(width=160, layers=4, heads=4, hidden=432))
+LARGE_ARMS = ("one worker", "data parallel", "data parallel tuned", "diloco tuned int4")
 
 Found = dict[str, list[dict[str, Any]]]
 
@@ -68,19 +80,24 @@ def main() -> None:
     """Train what is not trained yet, print the table."""
     flags = parse_flags()
     torch.set_num_threads(1)
+    if flags.large:
+        found = train_arms(select_arms(MAIN, flags.only or LARGE_ARMS), LARGE, flags.seeds or [5])
+        finish(flags, format_table(found), {} if flags.only else find_large(found))
+        return
     size = QUICK if flags.quick else Size()
     seeds = flags.seeds or ([5] if flags.quick else [5, 6, 7])
-    found: Found = {}
-    for seed in seeds:
-        for arm in select_arms(MAIN, flags.only):
-            found.setdefault(arm.name, []).append(train_arm(arm, size, seed, OUT / "diloco"))
-    for arm in select_arms(ABLATIONS, flags.only) if flags.ablations else []:
-        found[arm.name] = [train_arm(arm, size, seeds[0], OUT / "diloco")]
-    if flags.picture and not flags.only:
+    found = train_arms(select_arms(MAIN, flags.only), size, seeds)
+    if flags.ablations:
+        found |= train_arms(select_arms(ABLATIONS, flags.only), size, seeds[:1])
+    if flags.only:
+        finish(flags, format_table(found), {})
+        return
+    if flags.picture:
         from diloco_chart import draw_curves
 
         draw_curves(found, "diloco.png")
-    finish(flags, format_table(found), {} if flags.only else find_figures(found))
+    _, overlapped = measure_utilisation(make_context(), 4)
+    finish(flags, format_table(found), find_figures(found) | {"utilisation": overlapped})
 
 
 def parse_flags() -> argparse.Namespace:
@@ -88,12 +105,22 @@ def parse_flags() -> argparse.Namespace:
     parser = build_parser("DiLoCo against data parallelism: loss and bytes")
     parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="of the workers' data (default: 5 6 7)")
     parser.add_argument("--ablations", action="store_true", help="also the variations, on the first seed")
+    parser.add_argument("--large", action="store_true", help="instead: four arms at 1.27M parameters, on seed 5")
     parser.add_argument("--only", nargs="+", metavar="ARM", help="only these arms, and no figures")
     parser.add_argument("--picture", action="store_true", help="draw docs/img/diloco.png")
     return parser.parse_args()
 
 
-def select_arms(arms: list[Arm], only: list[str] | None) -> list[Arm]:
+def train_arms(arms: list[Arm], size: Size, seeds: list[int]) -> Found:
+    """Every arm on every seed."""
+    found: Found = {}
+    for seed in seeds:
+        for arm in arms:
+            found.setdefault(arm.name, []).append(train_arm(arm, size, seed, OUT / "diloco"))
+    return found
+
+
+def select_arms(arms: list[Arm], only: Collection[str] | None) -> list[Arm]:
     """The arms to train."""
     return [arm for arm in arms if only is None or arm.name in only]
 
@@ -112,15 +139,35 @@ def find_figures(found: Found) -> dict[str, float]:
     }
 
 
+def find_large(found: Found) -> dict[str, float]:
+    """Which share of data parallelism's gain over one worker DiLoCo has, at the common rate and at its own."""
+    loss = {name: runs[0]["loss"] for name, runs in found.items()}
+    gain = loss["one worker"] - loss["diloco tuned int4"]
+    return {
+        "large_share_of_ddp": gain / (loss["one worker"] - loss["data parallel"]),
+        "large_share_of_tuned_ddp": gain / (loss["one worker"] - loss["data parallel tuned"]),
+        "large_gap_to_tuned_ddp": loss["diloco tuned int4"] - loss["data parallel tuned"],
+    }
+
+
 def format_table(found: Found) -> str:
-    """One line per arm: losses by seed, mean, megabytes that a worker sends."""
-    lines = ["| arm | loss by seed | mean | MB sent per worker | CPU s |", "|---|---|---|---|---|"]
+    """One line per arm, in the columns of OpenDiLoCo's tables; perplexity is of a character."""
+    heads = ("arm", "syncs", "MB sent", "compute, data", "loss by seed", "mean", "perplexity", "CPU s")
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for name, runs in found.items():
-        losses = [run["loss"] for run in runs]
-        by_seed = " ".join(f"{loss:.4f}" for loss in losses)
-        cpu_s = sum(run["cpu_s"] for run in runs) / len(runs)
-        megabytes = runs[0]["bytes"] / 1e6
-        lines.append(f"| {name} | {by_seed} | {sum(losses) / len(losses):.4f} | {megabytes:.2f} | {cpu_s:.0f} |")
+        arm, losses = Arm(**runs[0]["arm"]), [run["loss"] for run in runs]
+        mean = sum(losses) / len(losses)
+        cells = [
+            name,
+            str(runs[0]["syncs"]),
+            f"{runs[0]['bytes'] / 1e6:.2f}",
+            "1x" if arm.kind == "single" else f"{arm.workers}x",
+            " ".join(f"{loss:.4f}" for loss in losses),
+            f"{mean:.4f}",
+            f"{math.exp(mean):.3f}",
+            f"{sum(run['cpu_s'] for run in runs) / len(runs):.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

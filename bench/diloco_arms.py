@@ -53,6 +53,7 @@ class Arm:
     kind: str
     """single, ddp or diloco"""
     lr: float = 3e-3
+    beta2: float = 0.95
     workers: int = 4
     interval: int = 50
     codec: str = "fp32"
@@ -190,16 +191,16 @@ def train_arm(arm: Arm, size: Size, seed: int, folder: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text())
         if Arm(**found["arm"]) == arm:
             return found
-    began = time.process_time()
-    found = _train(arm, size, seed) | {"arm": asdict(arm), "seed": seed}
-    found["cpu_s"] = round(time.process_time() - began, 1)
     folder.mkdir(parents=True, exist_ok=True)
+    began = time.process_time()
+    found = _train(arm, size, seed, folder) | {"arm": asdict(arm), "seed": seed}
+    found["cpu_s"] = round(time.process_time() - began, 1)
     path.write_text(json.dumps(found) + "\n")
     return found
 
 
-def _train(arm: Arm, size: Size, seed: int) -> dict[str, Any]:
-    start = _fresh_start(size) if arm.cold else warm_up(size)
+def _train(arm: Arm, size: Size, seed: int, folder: Path) -> dict[str, Any]:
+    start = _fresh_start(size) if arm.cold else warm_up(size, folder)
     stack = Stack(size.shape, arm.workers if arm.kind == "diloco" else 1)
     inner = Inner(stack, start)
     site = Site(arm, size, stack, start) if arm.kind == "diloco" else None
@@ -208,19 +209,29 @@ def _train(arm: Arm, size: Size, seed: int) -> dict[str, Any]:
     begun = 0 if arm.cold else size.warm
     for step, chars in enumerate(_draw_batches(arm, seed, size.steps), 1):
         stack.loss(chars).sum().backward()  # type: ignore[no-untyped-call]
-        inner.step(find_rate(begun + step - 1, arm.lr, begun + size.steps))
+        inner.step(find_rate(begun + step - 1, arm.lr, begun + size.steps), beta2=arm.beta2)
         if site is not None and site.end_step(step) and arm.fragments == 1 and step % every == 0:
             curve.append((step, evaluate(size, site.weights, size.held_out // 8)))
         elif site is None and step % every == 0:
             curve.append((step, evaluate(size, stack.split_rows(stack.flat)[0], size.held_out // 8)))
     weights = stack.split_rows(stack.flat)[0] if site is None else site.weights
     sent = {"single": 0, "ddp": 4 * size.shape.num_params * size.steps}.get(arm.kind, site.bytes_sent if site else 0)
-    return {"loss": evaluate(size, weights, size.held_out), "curve": curve, "bytes": sent}
+    syncs = {"single": 0, "ddp": size.steps}.get(arm.kind, size.steps // arm.interval * arm.fragments)
+    return {"loss": evaluate(size, weights, size.held_out), "curve": curve, "bytes": sent, "syncs": syncs}
 
 
-@cache
-def warm_up(size: Size) -> Start:
-    """The shared warm start: one worker, ordinary training."""
+def warm_up(size: Size, folder: Path) -> Start:
+    """The shared warm start: one worker, ordinary training; read from the folder where it was made before."""
+    path = folder / f"warm-{size.tag}.npy"
+    if not path.exists():
+        with path.with_suffix(".part").open("wb") as file:
+            np.save(file, torch.stack(_warm_up(size)).numpy())
+        path.with_suffix(".part").rename(path)
+    return Start(*torch.from_numpy(np.load(path)), step=size.warm)
+
+
+def _warm_up(size: Size) -> list[Tensor]:
+    """Weights and AdamW's moments after the warm-up."""
     start = _fresh_start(size)
     stack = Stack(size.shape, 1)
     inner = Inner(stack, start)
@@ -228,8 +239,7 @@ def warm_up(size: Size) -> Start:
     for step, chars in enumerate(_draw_batches(arm, 1000, size.warm)):
         stack.loss(chars).sum().backward()  # type: ignore[no-untyped-call]
         inner.step(find_rate(step, arm.lr, size.warm + size.steps))
-    rows = [stack.split_rows(part).detach()[0].clone() for part in (stack.flat, inner.first, inner.second)]
-    return Start(*rows, step=size.warm)
+    return [stack.split_rows(part).detach()[0].clone() for part in (stack.flat, inner.first, inner.second)]
 
 
 def find_rate(step: int, peak: float, total: int) -> float:

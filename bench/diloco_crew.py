@@ -226,7 +226,7 @@ def train_peer(
     averager = HttpAverager(plan, key, [parse_place(f"http://127.0.0.1:{ports[rank]}")], reducer)
     model = torch.nn.Linear(plan.sizes[0], 1, bias=False)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    habits = Habits(delay=work.delay, wait_s=PATIENCE_S, clip_norm=0.0)
+    habits = Habits(work.delay, wait_s=PATIENCE_S, clip_norm=0.0, aside=work.delay > 0)
     peer = Peer(key.public, plan, map_model(model), inner, averager, habits=habits)
     gradient = torch.randn(model.weight.shape, generator=torch.Generator().manual_seed(rank))
     model.weight.grad = gradient

@@ -1,10 +1,10 @@
 """DiLoCo's engine on the wire: sync time beside the rivals', utilisation behind slow links, and larger runs on paper.
 
-    python bench/diloco_net.py [--quick] [--json]
+    python bench/diloco_net.py [--quick] [--json] [--only sync|utilisation|paper] [--hivemind PYTHON]
 
 Sync: seconds from handing in a vector to holding the mean of all, between processes on loopback: this package's reducer
-(robust mean, signed, on disk before it is told), gloo's all-reduce, and torchft's and hivemind's where they are
-installed, all in one run on one machine, with the same number of floats.
+(robust mean, signed, on disk before it is told), gloo's all-reduce, torchft's where it is installed, and hivemind's
+where an interpreter that has it is named, all in one run on one machine, with the same number of floats.
 
 Utilisation: four peers, each behind a link of 100 Mbit/s and 25 ms each way, inner steps of a fixed length in the place
 of an accelerator's: share of the time in which they compute, waiting for each outcome and with the transfer overlapped.
@@ -13,11 +13,15 @@ On paper: round time and utilisation of 1B and 10B parameters on 4 and 14 sites 
 element measured here.
 """
 
+import argparse
 import importlib.util
 import math
+import time
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from common import build_parser, finish
 from diloco_crew import (
@@ -33,7 +37,11 @@ from diloco_crew import (
     sync_torchft,
     train_peer,
 )
-from shoal.diloco.codecs import find_codec
+from diloco_rival import time_hivemind
+from shoal.diloco.codecs import encode_feedback, find_codec
+from shoal.diloco.reduce import Closed, apply_outcome, close_round
+from shoal.diloco.round import Update
+from shoal.diloco.state import start_state
 
 RATE, DELAY_S = 100e6 / 8, 0.025
 SIZES = (2_500_000, 25_000_000)
@@ -46,6 +54,20 @@ FLOPS = 8 * 989e12 * 0.4
 STEP_TOKENS = 1 << 19
 """tokens of an inner step of a site on paper"""
 REDUCER_RATE = 10e9 / 8
+REDUCER_CORES = 8
+"""which share the pieces of a vector (`shoal.diloco.pieces`)"""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a core per element."""
+
+    encode: float
+    """an update, at its site"""
+    reduce: float
+    """each site's update, at the reducer"""
+    apply: float
+    """an outcome, at a site: decode, outer step, hash"""
 
 
 @dataclass(frozen=True)
@@ -74,21 +96,37 @@ class Row:
 
 
 def main() -> None:
-    flags = build_parser(__doc__ or "").parse_args()
+    flags = parse_flags()
     context = make_context()
-    sizes, repeats = (SIZES[:1], 4) if flags.quick else (SIZES, 5)
-    lines, figures = measure_sync(context, sizes, repeats)
-    waiting, overlapped = measure_utilisation(context, 4 if flags.quick else 8)
-    figures |= {"utilisation": overlapped, "utilisation_waiting": waiting}
-    lines += ["", f"utilisation of 4 peers at 100 Mbit/s, 50 ms there and back, {WORK_PARAMETERS:,} parameters, int4,"]
-    lines += [f"rounds of {WORK_INTERVAL} steps of {1000 * WORK_STEP_S:.0f} ms:"]
-    lines += [f"  every outcome waited for {waiting:.1%}, transfer overlapped {overlapped:.1%}", ""]
-    reduce_s = figures["reduce_ns_per_element"] * 1e-9
-    lines += format_paper(make_table(reduce_s))
+    lines: list[str] = []
+    figures: dict[str, float] = {}
+    if flags.only in (None, "sync"):
+        sizes, repeats = (SIZES[:1], 4) if flags.quick else (SIZES, 5)
+        lines, figures = measure_sync(context, sizes, repeats, flags.hivemind)
+    if flags.only in (None, "utilisation"):
+        waiting, overlapped = measure_utilisation(context, 4 if flags.quick else 8)
+        figures |= {"utilisation": overlapped, "utilisation_waiting": waiting}
+        lines += ["", f"utilisation of 4 peers at 100 Mbit/s, 50 ms there and back, {WORK_PARAMETERS:,} parameters,"]
+        lines += [f"int4, rounds of {WORK_INTERVAL} steps of {1000 * WORK_STEP_S:.0f} ms:"]
+        lines += [f"  every outcome waited for {waiting:.1%}, transfer overlapped {overlapped:.1%}"]
+    if flags.only in (None, "paper"):
+        costs = min((measure_costs(SIZES[0]) for _ in range(5)), key=lambda found: found.reduce)
+        figures |= {f"{name}_ns_per_element": 1e9 * seconds for name, seconds in costs.__dict__.items()}
+        lines += ["", *format_paper(make_table(costs))]
     finish(flags, "\n".join(lines), figures)
 
 
-def measure_sync(context: Any, sizes: tuple[int, ...], repeats: int) -> tuple[list[str], dict[str, float]]:
+def parse_flags() -> argparse.Namespace:
+    """The flags of every benchmark, and what to measure."""
+    parser = build_parser("DiLoCo's engine on the wire: sync time, utilisation, and larger runs on paper")
+    parser.add_argument("--only", choices=("sync", "utilisation", "paper"), help="one of the three parts")
+    parser.add_argument("--hivemind", metavar="PYTHON", help="an interpreter that has hivemind 1.1.12")
+    return parser.parse_args()
+
+
+def measure_sync(
+    context: Any, sizes: tuple[int, ...], repeats: int, hivemind: str | None
+) -> tuple[list[str], dict[str, float]]:
     """Seconds per sync of every engine that is here."""
     lines, figures = ["sync, seconds (median of the slowest peer, without the first round)"], {}
     for size in sizes:
@@ -97,23 +135,17 @@ def measure_sync(context: Any, sizes: tuple[int, ...], repeats: int) -> tuple[li
             cells["gloo"] = pick_time(run_workers(context, sync_gloo, count, size, find_ports(1)[0], repeats))
             if importlib.util.find_spec("torchft") is not None:
                 cells["torchft"] = time_torchft(context, size, count, repeats)
+            for codec in ("fp32", "fp16") if hivemind else ():
+                cells[f"hivemind {codec}"] = time_hivemind(hivemind, size, count, codec, repeats)
             shown = ", ".join(f"{name} {seconds:.3f}" for name, seconds in cells.items())
             lines.append(f"  {size / 1e6:g}M floats, {count} peers: {shown}")
-            figures |= {f"sync_{name}_{size // 100_000}e5_{count}": seconds for name, seconds in cells.items()}
-    lines += [f"  {name}: {reason}" for name, reason in list_absent().items()]
-    figures["reduce_ns_per_element"] = 1e9 * measure_reduce(sizes[0])
+            names = {name: name.replace(" ", "_") for name in cells}
+            figures |= {f"sync_{names[name]}_{size // 100_000}e5_{count}": cell for name, cell in cells.items()}
+    if importlib.util.find_spec("torchft") is None:
+        lines.append("  torchft: not measured, it is not installed (pip install torchft==0.2.0)")
+    if not hivemind:
+        lines.append("  hivemind: not measured (--hivemind PYTHON)")
     return lines, figures
-
-
-def list_absent() -> dict[str, str]:
-    """Rivals that were not measured, and why."""
-    found = {}
-    for name, version in (("torchft", "0.2.0"), ("hivemind", "1.1.12")):
-        if importlib.util.find_spec(name) is None:
-            found[name] = f"not measured, it is not installed (pip install {name}=={version})"
-    if importlib.util.find_spec("hivemind") is not None:
-        found["hivemind"] = "not measured, its averager starts processes of its own that outlive a forked worker"
-    return found
 
 
 def time_http(context: Any, size: int, count: int, codec: str, repeats: int) -> float:
@@ -139,23 +171,21 @@ def pick_time(times: list[list[float]]) -> float:
     return median([max(row) for row in zip(*times, strict=True)][1:])
 
 
-def measure_reduce(size: int) -> float:
-    """CPU seconds per element and peer that closing a round of four takes, on one core."""
-    import time
-
-    import numpy as np
-
-    from shoal.diloco.reduce import close_round
-    from shoal.diloco.round import Update
-    from shoal.diloco.state import start_state
-
+def measure_costs(size: int) -> Costs:
+    """CPU seconds per element of one core: of four updates on their way into a round and out of it."""
     plan, state = make_plan(size, "int4"), start_state((np.zeros(size, dtype=np.float32),))
     key, codec, random = plan.name_round(state, 0), find_codec("int4"), np.random.default_rng(0)
-    payloads = [codec.encode(random.standard_normal(size, dtype=np.float32)) for _ in range(4)]
-    updates = [Update(key, f"{n:064x}", 1, 1, payload, "int4") for n, payload in enumerate(payloads)]
+    vectors = [random.standard_normal(size, dtype=np.float32) for _ in range(4)]
     start = time.process_time()
-    close_round(plan, state, key, updates)
-    return (time.process_time() - start) / (4 * size)
+    payloads = [encode_feedback(codec, vector, vector)[0] for vector in vectors]
+    encoded = time.process_time()
+    updates = [Update(key, f"{n:064x}", 1, 1, payload, "int4") for n, payload in enumerate(payloads)]
+    closed = close_round(plan, state, key, updates)
+    reduced = time.process_time()
+    assert isinstance(closed, Closed), "sound updates are averaged"
+    apply_outcome(plan, start_state((np.zeros(size, dtype=np.float32),)), closed.outcome)
+    applied = time.process_time()
+    return Costs((encoded - start) / 4 / size, (reduced - encoded) / 4 / size, (applied - reduced) / size)
 
 
 def measure_utilisation(context: Any, rounds: int) -> tuple[float, float]:
@@ -173,19 +203,24 @@ def measure_utilisation(context: Any, rounds: int) -> tuple[float, float]:
     return shares[0], shares[1]
 
 
-def make_table(reduce_s: float) -> list[Row]:
-    """1B and 10B parameters on 4 and 14 sites, from 100 Mbit/s to 1 Gbit/s; `reduce_s` per element and peer."""
-    rows = []
-    for parameters in (1e9, 1e10):
-        payload = float(find_codec("int4").count_bytes(int(parameters)))
-        step_s = 6 * parameters * STEP_TOKENS / FLOPS
-        for sites in (4, 14):
-            for rate in (100e6 / 8, 300e6 / 8, 1e9 / 8):
-                # The reducer's own link carries every site's payload; up and down, one after the other.
-                way_s = 2 * max(payload / rate, sites * payload / REDUCER_RATE)
-                sync_s = way_s + reduce_s * sites * parameters + 8 * DELAY_S
-                rows.append(Row(parameters, sites, rate, sync_s, step_s))
-    return rows
+def make_table(costs: Costs) -> list[Row]:
+    """1B and 10B parameters on 4 and 14 sites, from 100 Mbit/s to 1 Gbit/s."""
+    return [
+        make_row(costs, parameters, sites, rate)
+        for parameters in (1e9, 1e10)
+        for sites in (4, 14)
+        for rate in (100e6 / 8, 300e6 / 8, 1e9 / 8)
+    ]
+
+
+def make_row(costs: Costs, parameters: float, sites: int, rate: float) -> Row:
+    """The formula of docs/diloco_engine.md."""
+    payload = float(find_codec("int4").count_bytes(int(parameters)))
+    # The reducer's own link carries every site's payload; up and down, one after the other.
+    way_s = 2 * max(payload / rate, sites * payload / REDUCER_RATE)
+    reduce_s = costs.reduce * sites * parameters / REDUCER_CORES
+    own_s = (costs.encode + costs.apply) * parameters
+    return Row(parameters, sites, rate, way_s + reduce_s + own_s + 8 * DELAY_S, 6 * parameters * STEP_TOKENS / FLOPS)
 
 
 def format_paper(rows: list[Row]) -> list[str]:

@@ -21,7 +21,7 @@ def test_bytes_of_a_link_pass_one_after_the_other_and_arrive_a_delay_later() -> 
 
 
 def test_the_table_on_paper_follows_from_bytes_and_rates() -> None:
-    rows = diloco_net.make_table(reduce_s=0.0)
+    rows = diloco_net.make_table(diloco_net.Costs(0.0, 0.0, 0.0))
     assert len(rows) == 12
     slow = rows[0]
     payload = 1e9 * 0.5078125

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from shoal.diloco.codecs import CODECS, CodecError, encode_feedback, find_codec
+from shoal.diloco.pieces import MANY, PIECE
 
 NAMES = sorted(CODECS)
 SIZES = (0, 1, 2, 255, 256, 257, 1000)
@@ -115,3 +116,17 @@ def test_topk_indices_that_repeat_or_point_outside_are_refused() -> None:
 def test_a_codec_is_looked_up_and_never_made_of_a_name() -> None:
     with pytest.raises(CodecError, match="no such codec"):
         find_codec("../int4")
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_a_long_vector_in_pieces_and_threads_is_encoded_as_its_blocks_are(name: str) -> None:
+    """Scales and levels of every block are those it has alone, whichever thread took its piece."""
+    codec, size = find_codec(name), MANY * PIECE + 257
+    values = draw_vector(size)
+    whole = codec.decode(codec.encode(values), size)
+    for start in (0, PIECE - 256, PIECE, size - 257):
+        part = values[start : start + 512]
+        assert (codec.decode(codec.encode(part), part.size) == whole[start : start + 512]).all()
+    values[3 * PIECE] = np.nan
+    with pytest.raises(CodecError, match="finite"):
+        codec.encode(values)

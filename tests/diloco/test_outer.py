@@ -41,6 +41,19 @@ def test_steady_drift_is_amplified_sevenfold() -> None:
     assert path[-2] - path[-1] == pytest.approx(0.007, rel=1e-2)
 
 
+def test_at_outer_rate_one_what_the_peers_reach_is_held_from_the_second_round_on() -> None:
+    """In a direction that peers run to its minimum (here 0.25) d = theta - minimum; 0.7 takes longer to settle."""
+    paths = {}
+    for lr in (0.7, 1.0):
+        part = FragmentState(0, 0, np.ones(1, dtype=np.float32), np.zeros(1, dtype=np.float32))
+        paths[lr] = []
+        for _ in range(4):
+            part = step_outer(OuterRule(lr=lr, momentum=0.8), part, part.theta - np.float32(0.25))
+            paths[lr].append(float(part.theta[0]) - 0.25)
+    assert paths[1.0] == pytest.approx([-0.6, 0.0, 0.0, 0.0], abs=1e-6)
+    assert [abs(off) > 0.01 for off in paths[0.7]] == [True] * 4
+
+
 def test_plain_averaging_goes_where_the_peers_arrived() -> None:
     assert run_rule(OuterRule(name="average"), [0.25, 0.5]) == [0.75, 0.25]
 

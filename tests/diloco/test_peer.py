@@ -376,3 +376,25 @@ def test_plain_averaging_leaves_a_lone_peer_where_it_arrived() -> None:
         peer.tallies[0].add(8, 1, 0.1)
         peer.poll()
         assert flat_weights(model) == pytest.approx(alone, abs=1e-6)
+
+
+def test_a_thread_beside_the_inner_steps_ends_in_the_same_bits() -> None:
+    """Encoding and outer steps aside change when the work is done, not what comes out."""
+    ends = []
+    for aside in (False, True):
+        group = build_group(Rules(interval=6, dynamic=False), 2)
+        reports = train_crew(group, "abc", 36, habits=Habits(delay=2, wait_s=20.0, aside=aside))
+        assert all(r.peers == ("a", "b", "c") for found in reports.values() for r in found)
+        ends.append([r.state for r in reports["a"]])
+    assert len(ends[0]) == 11 and ends[0] == ends[1]
+
+
+def test_weights_that_cannot_be_encoded_are_given_up_when_a_thread_finds_out() -> None:
+    group = build_group(FAST)
+    peer, model = build_peer(group, "a", habits=Habits(delay=3, wait_s=20.0, aside=True))
+    train_peer(peer, model, 4)
+    with torch.no_grad():
+        model.head.weight[0, 0] = float("nan")
+    reports = train_peer(peer, model, 4)
+    assert reports and "started over" in reports[0].note and reports[0].is_dropped
+    assert (flat_weights(model) != flat_weights(model)).sum() == 0

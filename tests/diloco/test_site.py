@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ from tests.diloco.test_train import SMALL
 
 from shoal.config import build_config
 from shoal.diloco.checkpoint import was_settled
-from shoal.diloco.http.service import ReducerConfig, open_reducer
+from shoal.diloco.http.service import ReducerConfig, open_reducer, settle_plan
 from shoal.diloco.plan import Plan
 from shoal.diloco.settings import DilocoConfig
-from shoal.diloco.site import Way, make_start, run_site
+from shoal.diloco.site import Site, Way, make_start, run_site
+from shoal.errors import ConfigError
 from shoal.learner.checkpoint import find_newest
 from shoal.swarm.link import parse_place
 
@@ -72,3 +74,18 @@ def test_a_site_that_was_stopped_goes_on_with_its_own_optimizer(tmp_path: Path, 
         policy = run_site(config, plan, way, said.append)
     assert "going on from step 12, with the optimizer of step 6" in said
     assert (policy / "model.safetensors").exists()
+
+
+def test_a_site_reads_in_the_order_of_the_run_whatever_its_own_seed(tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    words = [f"data.source={book}", f"out={tmp_path / 'runs'}", *SMALL, "steps=6"]
+    with serve_run(build_config(DilocoConfig, {}, [*words, "seed=7"]), tmp_path / "reducer") as (plan, url, reducer):
+        assert settle_plan(plan).seed == 7, "the card has it"
+        way, folder = Way([parse_place(url)], reducer), tmp_path / "site"
+        folder.mkdir()
+        site = Site(build_config(DilocoConfig, {}, [*words, "seed=8"]), plan, way, folder, print)
+        site.peer.close()
+    assert site.reader.seed == plan.seed == 7
+    with pytest.raises(ConfigError, match="seeds up to"):
+        settle_plan(replace(plan, seed=1 << 60))

@@ -8,23 +8,25 @@
   (of two nobody knows which is the bad one).
 - The trimmed mean leaves out the lowest and the highest floor(k / 4) values of every coordinate, from four peers on
   (Yin et al., arXiv 1803.01498), and weights the rest by tokens.
+- Vectors are decoded a piece at a time, twice: memory does not grow with the number of peers.
 - One bad peer of four can then move a coordinate no further than its honest neighbours lie apart.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from shoal.diloco.codecs import Codec, CodecError, encode_feedback, find_codec
-from shoal.diloco.codecs.base import FLOAT
+from shoal.diloco.codecs.base import FLOAT, ReadPiece
+from shoal.diloco.pieces import PIECE, run_pieces
 from shoal.diloco.plan import Guard
 from shoal.diloco.round import MAX_TOKENS, RoundKey, Update
 
 CLIP_FROM = 3
 TRIM_SHARE = 4
 """One of so many values is left out at each end. Changing breaks: agreement between peers of different releases."""
-_SLICE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,16 @@ class Aggregate:
     """what the codec lost, for the fragment's next aggregate"""
 
 
+@dataclass(frozen=True, slots=True)
+class _Sound:
+    """An update that is whole and finite."""
+
+    peer: str
+    tokens: int
+    read: ReadPiece
+    norm: float
+
+
 def aggregate_updates(
     key: RoundKey,
     updates: Sequence[Update],
@@ -61,20 +73,27 @@ def aggregate_updates(
     """The encoded mean of these updates of `size` elements, and who was refused and why."""
     codec = find_codec(codec_name)
     refused: list[Refusal] = []
-    sound: list[tuple[Update, np.ndarray]] = []
+    sound: list[_Sound] = []
     seen: set[str] = set()
     for update in sorted(updates, key=lambda update: (update.peer, update.payload)):
         try:
-            sound.append((update, _open_update(key, update, size, codec, seen)))
+            sound.append(_open_update(key, update, size, codec, seen))
         except CodecError as error:
             refused.append(Refusal(update.peer, str(error)))
     if not sound:
         return Aggregate(b"", (), tuple(refused), residual=residual)
-    vectors, clipped = _clip_norms([vector for _, vector in sound], guard.clip)
-    weights = _cap_weights([update.tokens for update, _ in sound], guard.clip)
-    payload, residual = _encode_mean(codec, _average_vectors(vectors, weights, guard.mode), residual)
-    peers = tuple(update.peer for update, _ in sound)
-    return Aggregate(payload, peers, tuple(refused), tuple(peers[i] for i in clipped), residual)
+    factors = _clip_norms([found.norm for found in sound], guard.clip)
+    weights = _cap_weights([found.tokens for found in sound], guard.clip)
+    readers = [_scale_reader(found.read, factor) for found, factor in zip(sound, factors, strict=True)]
+    payload, residual = _encode_mean(codec, _average_readers(readers, size, weights, guard.mode), residual)
+    clipped = tuple(found.peer for found, factor in zip(sound, factors, strict=True) if factor < 1.0)
+    return Aggregate(payload, tuple(found.peer for found in sound), tuple(refused), clipped, residual)
+
+
+def measure_payload(codec: Codec, payload: bytes, size: int) -> float:
+    """The norm of a payload's vector; `CodecError` if any of it is no number. A piece at a time is in memory."""
+    read = codec.open_payload(payload, size)
+    return math.sqrt(sum_squares(read, size))
 
 
 def _encode_mean(codec: Codec, mean: np.ndarray, residual: np.ndarray | None) -> tuple[bytes, np.ndarray | None]:
@@ -85,7 +104,7 @@ def _encode_mean(codec: Codec, mean: np.ndarray, residual: np.ndarray | None) ->
         return encode_feedback(codec, mean, None)  # a mean of what was decoded can always be encoded
 
 
-def _open_update(key: RoundKey, update: Update, size: int, codec: Codec, seen: set[str]) -> np.ndarray:
+def _open_update(key: RoundKey, update: Update, size: int, codec: Codec, seen: set[str]) -> _Sound:
     if update.key != key:
         raise CodecError("made for another round, or from another outer state")
     if update.codec != codec.name:
@@ -94,20 +113,23 @@ def _open_update(key: RoundKey, update: Update, size: int, codec: Codec, seen: s
         raise CodecError("a token count that is not above zero, or absurd")
     if update.peer in seen:
         raise CodecError("a second update in the same round")
-    vector = codec.decode(update.payload, size)
+    norm = measure_payload(codec, update.payload, size)
     seen.add(update.peer)
-    return vector
+    return _Sound(update.peer, update.tokens, codec.open_payload(update.payload, size), norm)
 
 
-def _clip_norms(vectors: list[np.ndarray], clip: float) -> tuple[list[np.ndarray], list[int]]:
-    if len(vectors) < CLIP_FROM:
-        return vectors, []
-    norms = [float(np.sqrt(sum_squares(vector))) for vector in vectors]
+def _clip_norms(norms: list[float], clip: float) -> list[float]:
+    """What to multiply each vector with."""
+    if len(norms) < CLIP_FROM:
+        return [1.0] * len(norms)
     limit = clip * _find_median(norms)
-    clipped = [i for i, norm in enumerate(norms) if norm > limit]
-    for i in clipped:
-        vectors[i] = (vectors[i].astype(np.float64) * (limit / norms[i])).astype(FLOAT)
-    return vectors, clipped
+    return [limit / norm if norm > limit else 1.0 for norm in norms]
+
+
+def _scale_reader(read: ReadPiece, factor: float) -> ReadPiece:
+    if factor == 1.0:
+        return read
+    return lambda piece: (read(piece).astype(np.float64) * factor).astype(FLOAT)
 
 
 def _cap_weights(tokens: list[int], clip: float) -> list[float]:
@@ -117,12 +139,15 @@ def _cap_weights(tokens: list[int], clip: float) -> list[float]:
     return [min(float(count), limit) for count in tokens]
 
 
-def _average_vectors(vectors: list[np.ndarray], weights: list[float], mode: str) -> np.ndarray:
-    result = np.empty_like(vectors[0])
+def _average_readers(readers: list[ReadPiece], size: int, weights: list[float], mode: str) -> np.ndarray:
+    result = np.empty(size, dtype=FLOAT)
     column = np.array(weights, dtype=np.float64)[:, None]
-    for start in range(0, result.size, _SLICE):
-        rows = np.stack([vector[start : start + _SLICE] for vector in vectors]).astype(np.float64)
-        result[start : start + _SLICE] = _average_rows(rows, column, mode)
+
+    def average_piece(piece: slice) -> None:
+        rows = np.stack([read(piece) for read in readers]).astype(np.float64)
+        result[piece] = _average_rows(rows, column, mode)
+
+    run_pieces(size, average_piece)
     return result
 
 
@@ -158,9 +183,18 @@ def _find_median(values: list[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
 
 
-def sum_squares(vector: np.ndarray) -> float:
-    """Sum of squares by halving: additions of whole vectors only, whose order no library or processor changes."""
-    values = vector.astype(np.float64) ** 2
+def sum_squares(read: ReadPiece, size: int) -> float:
+    """Sum of squares by pieces and halving: additions of whole vectors only, whose order nothing changes."""
+    sums = np.zeros(-(-size // PIECE))
+
+    def sum_piece(piece: slice) -> None:
+        sums[piece.start // PIECE] = _sum_halves(read(piece).astype(np.float64) ** 2)
+
+    run_pieces(size, sum_piece)
+    return _sum_halves(sums)
+
+
+def _sum_halves(values: np.ndarray) -> float:
     while values.size > 1:
         half = values.size // 2
         values, odd = values[:half] + values[half : 2 * half], values[2 * half :]

@@ -24,23 +24,25 @@ Invariants:
 - after a round the outer state has the hash that the outcome names, or it is fetched anew;
 - no wait is longer than `wait_s`.
 
-    inner steps -> submit -> (delay inner steps) -> collect -> apply -> inner steps
+    inner steps -> encode -> submit -> (delay inner steps) -> collect -> next outer weights -> apply -> inner steps
 """
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
+from shoal.diloco.aside import Aside
 from shoal.diloco.averager import Averager, AveragerAwayError, RefusedUpdateError, StaleRoundError
 from shoal.diloco.codecs import CodecError, encode_feedback, find_codec
 from shoal.diloco.fragments import FragmentMap
 from shoal.diloco.outer import pseudo_gradient
 from shoal.diloco.plan import Plan
-from shoal.diloco.reduce import StateMismatchError, apply_outcome
-from shoal.diloco.round import Outcome, Update
+from shoal.diloco.reduce import StateMismatchError, move_part, settle_part
+from shoal.diloco.round import Outcome, RoundKey, Update
 from shoal.diloco.state import FragmentState, OuterState
 
 CLIP_NORM = 1.0
@@ -60,6 +62,8 @@ class Habits:
     """longest wait for one outcome"""
     clip_norm: float = CLIP_NORM
     """of inner gradients; 0: none"""
+    aside: bool = False
+    """whether a thread encodes updates and makes the next outer weights during the `delay` steps"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +108,32 @@ class Tally:
 class _Pending:
     """An update on its way, and what is needed once its outcome comes."""
 
-    update: Update
+    key: RoundKey
+    made: "Future[tuple[Update, np.ndarray | None]]"
+    """the update, and the residual of the codec if it counts"""
     arrived: np.ndarray
     """weights when it was made"""
-    residual: np.ndarray | None
-    """of the codec, if the update counts"""
     tally: Tally
     """as it was"""
+    outcome: Outcome | None = None
+    moved: "Future[FragmentState] | None" = None
+    """the fragment that the outcome leads to"""
     steps_since: int = 0
     waited_s: float = 0.0
     is_sent: bool = False
     """whether it may be in a round"""
     is_held: bool = False
     """whether the averager has it in hand"""
+
+    @property
+    def update(self) -> Update:
+        """What is handed in; raises `CodecError` if the weights cannot be brought to anybody."""
+        return self.made.result()[0]
+
+    @property
+    def residual(self) -> np.ndarray | None:
+        """What the codec lost so far, if the update counts."""
+        return self.made.result()[1]
 
 
 @dataclass
@@ -141,6 +158,7 @@ class Peer:
         assert self.plan.sizes == self.fragments.sizes, "the plan was made for this model"
         self.tallies = [Tally() for _ in self.plan.sizes]
         self._pending: dict[int, _Pending] = {}
+        self._aside = Aside(is_threaded=self.habits.aside)
         self._pace = 1.0
         self._mark = time.perf_counter()
         self.adopt_state(self.averager.fetch_state(self.habits.wait_s))
@@ -185,6 +203,7 @@ class Peer:
 
     def close(self) -> None:
         """Leave the run."""
+        self._aside.close()
         self.averager.close()
 
     def _step_inner(self) -> None:
@@ -207,52 +226,60 @@ class Peer:
     def _advance_rounds(self) -> RoundReport | None:
         # Where the fragment's last round is still open its next one cannot begin, and inner steps go on.
         if self._taken >= self._span and self._turn not in self._pending:
-            try:
-                self._hand_in(self._turn)
-            except CodecError as error:
-                return self._start_over(str(error))
+            self._hand_in(self._turn)
         report = None
         for fragment, pending in list(self._pending.items()):
-            if not pending.is_held or pending.steps_since >= self.habits.delay:
+            if pending is self._pending.get(fragment):  # or else all were given up with the one before
                 report = self._follow_up(fragment, pending) or report
         return report
 
     def _hand_in(self, fragment: int) -> None:
-        tally, part = self.tallies[fragment], self.state.fragments[fragment]
-        codec, arrived = find_codec(self.plan.rules.codec), self.fragments.read(fragment)
-        payload, residual = encode_feedback(codec, pseudo_gradient(part.theta, arrived), tally.residual)
+        tally, arrived = self.tallies[fragment], self.fragments.read(fragment)
+        key, lanes = self.plan.name_round(self.state, fragment), self.report_lanes()
+        theta = self.state.fragments[fragment].theta
+        made = self._aside.start(self._make_update, key, theta, arrived, tally, lanes)
+        self._pending[fragment] = _Pending(key, made, arrived, tally)
+        self.tallies[fragment] = Tally(residual=tally.residual)
+        self._begin_span(self._due, (fragment + 1) % len(self.plan.sizes))
+
+    def _make_update(
+        self, key: RoundKey, theta: np.ndarray, arrived: np.ndarray, tally: Tally, lanes: tuple[tuple[int, int], ...]
+    ) -> tuple[Update, np.ndarray | None]:
+        codec = find_codec(self.plan.rules.codec)
+        payload, residual = encode_feedback(codec, pseudo_gradient(theta, arrived), tally.residual)
         update = Update(
-            key=self.plan.name_round(self.state, fragment),
+            key=key,
             peer=self.name,
             tokens=tally.tokens,
             steps=tally.steps,
             payload=payload,
             codec=codec.name,
-            lanes=self.report_lanes(),
+            lanes=lanes,
             compute_ms=max(1, round(1000 * tally.compute_s)),
         )
-        self._pending[fragment] = _Pending(update, arrived, residual, tally)
-        self.tallies[fragment] = Tally(residual=tally.residual)
-        self._begin_span(self._due, (fragment + 1) % len(self.plan.sizes))
+        return update, residual
 
-    def _start_over(self, reason: str) -> RoundReport:
+    def _start_over(self, fragment: int, reason: str) -> RoundReport:
         """Back to the outer weights with an empty inner optimizer: what this peer has cannot be brought to anybody."""
-        turn, part = self._turn, self.state.fragments[self._turn]
+        part = self.state.fragments[fragment]
         self.adopt_state(self.state)
         self.inner.state.clear()
         self.tallies = [Tally() for _ in self.plan.sizes]
         note = f"started over from the outer weights: {reason}"
-        return RoundReport(turn, part.round, (), part.hash, 0, 0, 0.0, note, is_dropped=True)
+        return RoundReport(fragment, part.round, (), part.hash, 0, 0, 0.0, note, is_dropped=True)
 
     def _follow_up(self, fragment: int, pending: _Pending) -> RoundReport | None:
         """Send, look for the outcome, apply it. An averager that is away is asked again after the next step."""
         start = time.perf_counter()
         try:
-            outcome = self._exchange(pending)
-            state = None if outcome is None else apply_outcome(self.plan, self.state, outcome)
+            outcome = self._exchange(fragment, pending)
+            part = None if outcome is None or pending.moved is None else pending.moved.result()
+            state = None if outcome is None or part is None else settle_part(self.state, part, outcome)
         except AveragerAwayError:
             pending.is_held = False
             return None
+        except CodecError as error:
+            return self._start_over(fragment, str(error))
         except (StaleRoundError, RefusedUpdateError, StateMismatchError) as error:
             # Told once, it is over for the averager; should the state not be at hand now, it is submitted anew.
             pending.is_held = False
@@ -266,15 +293,21 @@ class Peer:
         note = "" if self.name in outcome.peers else "the round closed without this peer's update"
         return self._report(fragment, pending, outcome.peers, len(outcome.payload), note)
 
-    def _exchange(self, pending: _Pending) -> Outcome | None:
+    def _exchange(self, fragment: int, pending: _Pending) -> Outcome | None:
+        """The outcome once it is to be applied."""
+        is_due = pending.steps_since >= self.habits.delay
+        if not is_due and not pending.made.done():
+            return None
         if not pending.is_held:
             self.averager.submit(pending.update)
             pending.is_sent = pending.is_held = True
-        if pending.steps_since < self.habits.delay:
-            return None
-        # The one planned wait; who is later than that is looked for after every step and never waited for.
-        is_planned = pending.steps_since == self.habits.delay
-        return self.averager.collect(pending.update.key, self.habits.wait_s if is_planned else 0.0)
+        if pending.outcome is None and (is_due or self.habits.aside):
+            # The one planned wait; who is later than that is looked for after every step and never waited for.
+            is_planned = pending.steps_since == self.habits.delay
+            pending.outcome = self.averager.collect(pending.key, self.habits.wait_s if is_planned else 0.0)
+            if pending.outcome is not None:
+                pending.moved = self._aside.start(move_part, self.plan, self.state.fragments[fragment], pending.outcome)
+        return pending.outcome if is_due else None
 
     def _apply(self, fragment: int, pending: _Pending, outcome: Outcome, state: OuterState) -> None:
         """New outer weights, with the inner steps that are not in them on top."""
@@ -348,7 +381,7 @@ class Peer:
     ) -> RoundReport:
         return RoundReport(
             fragment=fragment,
-            round=pending.update.key.round,
+            round=pending.key.round,
             peers=peers,
             state=self.state.fragments[fragment].hash,
             bytes_up=len(pending.update.payload) * pending.is_sent,

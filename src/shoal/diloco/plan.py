@@ -49,6 +49,8 @@ class Plan:
     rules: Rules = field(default_factory=Rules)
     num_lanes: int = 0
     """data lanes; 0 where the data are none of the averager's business"""
+    seed: int = 0
+    """of the data's order, which all peers must share for every sequence to be read once in an epoch"""
 
     def name_round(self, state: OuterState, fragment: int) -> RoundKey:
         """The round of a fragment that starts from this state."""

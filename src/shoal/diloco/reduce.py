@@ -71,17 +71,29 @@ def close_round(
 
 def apply_outcome(plan: Plan, state: OuterState, outcome: Outcome) -> OuterState:
     """The state after a round."""
+    if not 0 <= outcome.key.fragment < len(plan.sizes):
+        raise StateMismatchError(f"there is no fragment {outcome.key.fragment}")
+    return settle_part(state, move_part(plan, state.fragments[outcome.key.fragment], outcome), outcome)
+
+
+def move_part(plan: Plan, part: FragmentState, outcome: Outcome) -> FragmentState:
+    """The fragment after its round: the work of `apply_outcome`, which needs nothing of the other fragments."""
     key = outcome.key
-    if not 0 <= key.fragment < len(plan.sizes) or key != plan.name_round(state, key.fragment):
+    if key != RoundKey(plan.run, part.round, part.index, part.hash):
         raise StateMismatchError(f"round {key.round} of fragment {key.fragment} does not start from this state")
-    if len(outcome.lanes) != len(state.lanes):
-        raise StateMismatchError(f"{len(outcome.lanes)} data lanes instead of {len(state.lanes)}")
     try:
-        part = _step_fragment(plan, state.fragments[key.fragment], outcome.payload)
+        moved = _step_fragment(plan, part, outcome.payload)
     except CodecError as error:
         raise StateMismatchError(f"round {key.round} of fragment {key.fragment}: {error}") from None
-    if part.hash != outcome.state:
+    if moved.hash != outcome.state:
         raise StateMismatchError(f"round {key.round} of fragment {key.fragment} leads to another state than it says")
+    return moved
+
+
+def settle_part(state: OuterState, part: FragmentState, outcome: Outcome) -> OuterState:
+    """The state with the fragment that its round led to, and the positions after it."""
+    if len(outcome.lanes) != len(state.lanes):
+        raise StateMismatchError(f"{len(outcome.lanes)} data lanes instead of {len(state.lanes)}")
     return _replace_part(state, part, outcome)
 
 

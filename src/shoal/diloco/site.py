@@ -51,7 +51,7 @@ def make_start(config: DilocoConfig) -> tuple[Plan, OuterState]:
     policy = load_policy(config.policy, alphabet=find_alphabet(texts), seed=config.seed)
     fragments = map_model(policy.model, config.fragments)
     thetas = tuple(fragments.read(index) for index in range(config.fragments))
-    plan = Plan(config.name, fragments.sizes, config.rules, config.data.lanes)
+    plan = Plan(config.name, fragments.sizes, config.rules, config.data.lanes, config.seed)
     return plan, start_state(thetas, config.data.lanes)
 
 
@@ -85,7 +85,7 @@ class Site:
             raise ConfigError("policy: another model than the run's, or cut into other fragments")
         key = _load_key(folder / "site.key")
         averager = HttpAverager(plan, key, way.places, way.reducer, note=note)
-        self.reader = LaneReader(len(self.data.train), plan.num_lanes, config.seed, key.public)
+        self.reader = LaneReader(len(self.data.train), plan.num_lanes, plan.seed, key.public)
         try:
             self.peer = Peer(
                 key.public,
@@ -94,7 +94,7 @@ class Site:
                 build_inner(self.policy.model, config.inner),
                 averager,
                 schedule=lambda step: config.inner.rate_at(step, config.steps),
-                habits=Habits(delay=way.delay, wait_s=WAIT_S, clip_norm=config.inner.clip_norm),
+                habits=Habits(way.delay, wait_s=WAIT_S, clip_norm=config.inner.clip_norm, aside=way.delay > 0),
                 report_lanes=self.reader.report,
             )
         except BaseException:

@@ -8,15 +8,22 @@ Invariants:
   the payload decides how much is allocated.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+
+from shoal.diloco.pieces import run_pieces
 
 BLOCK = 256
 """Elements that share a scale. Changing breaks: every payload of the block codecs."""
 FLOAT = np.dtype("<f4")
 HALF = np.dtype("<f2")
 MAX_HALF = 65504.0
+
+
+ReadPiece = Callable[[slice], np.ndarray]
+"""the fp32 elements of a piece (`pieces.run_pieces`); raises `CodecError` where they are none"""
 
 
 class CodecError(ValueError):
@@ -36,11 +43,30 @@ class Codec(Protocol):
     def decode(self, payload: bytes, count: int) -> np.ndarray:
         """The fp32 vector of `count` elements in a payload."""
 
+    def open_payload(self, payload: bytes, count: int) -> ReadPiece:
+        """The same piece by piece, so that many vectors need not be in memory at once. Checks the length at once."""
+
     def count_bytes(self, count: int) -> int:
         """Length of the payload of `count` elements."""
 
     def bound_error(self, values: np.ndarray) -> np.ndarray:
         """The most by which each element may be off after one way through the codec."""
+
+
+class Decoder:
+    """Decoding whole, for codecs that decode by pieces."""
+
+    def open_payload(self, payload: bytes, count: int) -> ReadPiece:
+        raise NotImplementedError
+
+    def decode(self, payload: bytes, count: int) -> np.ndarray:
+        read, values = self.open_payload(payload, count), np.empty(count, dtype=FLOAT)
+
+        def decode_piece(piece: slice) -> None:
+            values[piece] = read(piece)
+
+        run_pieces(count, decode_piece)
+        return values
 
 
 def encode_feedback(codec: Codec, values: np.ndarray, residual: np.ndarray | None) -> tuple[bytes, np.ndarray | None]:
@@ -53,7 +79,8 @@ def encode_feedback(codec: Codec, values: np.ndarray, residual: np.ndarray | Non
         return codec.encode(values), None
     meant = values if residual is None else values + residual
     payload = codec.encode(meant)
-    return payload, meant - codec.decode(payload, meant.size)
+    lost = codec.decode(payload, meant.size)
+    return payload, np.subtract(meant, lost, out=lost)
 
 
 def check_vector(values: np.ndarray) -> None:
@@ -87,6 +114,19 @@ def count_blocks(count: int) -> int:
     return -(-count // BLOCK)
 
 
+def find_blocks(piece: slice) -> slice:
+    """The blocks of a piece that begins with one."""
+    return slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
+
+
+def widen_scales(scales: np.ndarray, piece: slice) -> np.ndarray:
+    """The scale of every element of a piece, if they make finite numbers of ordinary sign."""
+    part = scales[find_blocks(piece)]
+    check_scales(part)
+    wide: np.ndarray = np.repeat(part.astype(FLOAT), BLOCK)[: piece.stop - piece.start]
+    return wide
+
+
 def pick_scales(rows: np.ndarray, levels: int) -> np.ndarray:
     """One fp16 scale per block, rounded up, so that the largest element is at most `levels` scales."""
     wanted = np.abs(rows).max(axis=1, initial=0.0).astype(np.float64) / levels
@@ -99,8 +139,9 @@ def pick_scales(rows: np.ndarray, levels: int) -> np.ndarray:
 def quantize_rows(rows: np.ndarray, scales: np.ndarray, levels: int) -> np.ndarray:
     """Nearest multiple of the block's scale, as int8 in -levels .. levels."""
     wide = scales.astype(FLOAT)[:, None]
-    ratio = np.divide(rows, wide, out=np.zeros_like(rows), where=wide > 0)
-    return np.clip(np.rint(ratio), -levels, levels).astype(np.int8)
+    ratio = rows / np.where(wide > 0, wide, FLOAT.type(1.0))  # a block without a scale is zeros
+    np.rint(ratio, out=ratio)
+    return np.clip(ratio, -levels, levels, out=ratio).astype(np.int8)
 
 
 def bound_blocks(values: np.ndarray, levels: int) -> np.ndarray:

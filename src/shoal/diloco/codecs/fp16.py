@@ -7,27 +7,32 @@ OpenDiLoCo sends its pseudo-gradients this way and sees no loss of quality (Jagh
 
 import numpy as np
 
-from shoal.diloco.codecs.base import FLOAT, HALF, MAX_HALF, CodecError, check_length, check_vector
+from shoal.diloco.codecs import base
+from shoal.diloco.codecs.base import FLOAT, HALF, MAX_HALF, CodecError
 
 
-class Fp16Codec:
+class Fp16Codec(base.Decoder):
     """Little-endian fp16, one after the other."""
 
     name = "fp16"
     has_feedback = False
 
     def encode(self, values: np.ndarray) -> bytes:
-        check_vector(values)
+        base.check_vector(values)
         if values.size and np.abs(values).max() > MAX_HALF:
             raise CodecError(f"an element above {MAX_HALF:g}, beyond fp16")
         return values.astype(HALF).tobytes()
 
-    def decode(self, payload: bytes, count: int) -> np.ndarray:
-        check_length(self, payload, count)
-        values = np.frombuffer(payload, dtype=HALF).astype(FLOAT)
-        if not np.isfinite(values).all():
-            raise CodecError("a number that is not finite")
-        return values
+    def open_payload(self, payload: bytes, count: int) -> base.ReadPiece:
+        base.check_length(self, payload, count)
+        halves = np.frombuffer(payload, dtype=HALF)
+
+        def read_piece(piece: slice) -> np.ndarray:
+            values: np.ndarray = halves[piece].astype(FLOAT)
+            base.check_vector(values)
+            return values
+
+        return read_piece
 
     def count_bytes(self, count: int) -> int:
         return 2 * count

@@ -2,25 +2,29 @@
 
 import numpy as np
 
-from shoal.diloco.codecs.base import FLOAT, CodecError, check_length, check_vector
+from shoal.diloco.codecs import base
+from shoal.diloco.codecs.base import FLOAT
 
 
-class Fp32Codec:
+class Fp32Codec(base.Decoder):
     """Little-endian fp32, one after the other."""
 
     name = "fp32"
     has_feedback = False
 
     def encode(self, values: np.ndarray) -> bytes:
-        check_vector(values)
+        base.check_vector(values)
         return values.tobytes()
 
-    def decode(self, payload: bytes, count: int) -> np.ndarray:
-        check_length(self, payload, count)
+    def open_payload(self, payload: bytes, count: int) -> base.ReadPiece:
+        base.check_length(self, payload, count)
         values = np.frombuffer(payload, dtype=FLOAT)
-        if not np.isfinite(values).all():
-            raise CodecError("a number that is not finite")
-        return values
+
+        def read_piece(piece: slice) -> np.ndarray:
+            base.check_vector(values[piece])
+            return values[piece]
+
+        return read_piece
 
     def count_bytes(self, count: int) -> int:
         return 4 * count

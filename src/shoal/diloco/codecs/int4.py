@@ -10,42 +10,58 @@ Streaming DiLoCo, arXiv 2501.18512; error feedback in DiLoCo: Therien et al., Mu
 import numpy as np
 
 from shoal.diloco.codecs import base
-from shoal.diloco.codecs.base import BLOCK, FLOAT, HALF
+from shoal.diloco.codecs.base import FLOAT, HALF
+from shoal.diloco.pieces import run_pieces
 
 LEVELS = 7
 _OFFSET = 8
 
 
-class Int4Codec:
+class Int4Codec(base.Decoder):
     """All scales, then the nibbles q + 8, the first of two in the low half. Nibble 0 is written by nobody."""
 
     name = "int4"
     has_feedback = True
 
     def encode(self, values: np.ndarray) -> bytes:
-        base.check_vector(values)
-        rows = base.pad_blocks(values)
-        scales = base.pick_scales(rows, LEVELS)
-        nibbles = (base.quantize_rows(rows, scales, LEVELS) + _OFFSET).astype(np.uint8).reshape(-1)
-        kept = nibbles[: values.size + values.size % 2]  # padding is level 0, so the last half byte is always 8
-        return scales.tobytes() + (kept[0::2] | (kept[1::2] << 4)).tobytes()
+        scales = np.empty(base.count_blocks(values.size), dtype=HALF)
+        packed = np.empty(-(-values.size // 2), dtype=np.uint8)
 
-    def decode(self, payload: bytes, count: int) -> np.ndarray:
+        def encode_piece(piece: slice) -> None:
+            base.check_vector(values[piece])
+            rows = base.pad_blocks(values[piece])
+            found = scales[base.find_blocks(piece)] = base.pick_scales(rows, LEVELS)
+            nibbles = (base.quantize_rows(rows, found, LEVELS) + _OFFSET).view(np.uint8).reshape(-1)
+            # Padding is level 0, so the last half byte of an odd number of elements is always 8.
+            packed[_find_bytes(piece)] = (nibbles[0::2] | (nibbles[1::2] << 4))[: -(-(piece.stop - piece.start) // 2)]
+
+        run_pieces(values.size, encode_piece)
+        return scales.tobytes() + packed.tobytes()
+
+    def open_payload(self, payload: bytes, count: int) -> base.ReadPiece:
         base.check_length(self, payload, count)
         blocks = base.count_blocks(count)
         scales = np.frombuffer(payload, dtype=HALF, count=blocks)
-        base.check_scales(scales)
         packed = np.frombuffer(payload, dtype=np.uint8, offset=2 * blocks)
-        nibbles = np.empty(2 * packed.size, dtype=np.uint8)
-        nibbles[0::2], nibbles[1::2] = packed & 15, packed >> 4
-        if (nibbles == 0).any() or (count % 2 and nibbles[-1] != _OFFSET):
-            raise base.CodecError("a level that no encoder writes")
-        levels = nibbles[:count].astype(FLOAT) - _OFFSET
-        values: np.ndarray = levels * np.repeat(scales.astype(FLOAT), BLOCK)[:count]
-        return values
+
+        def read_piece(piece: slice) -> np.ndarray:
+            part, size = packed[_find_bytes(piece)], piece.stop - piece.start
+            nibbles = np.empty(2 * part.size, dtype=np.uint8)
+            nibbles[0::2], nibbles[1::2] = part & 15, part >> 4
+            if not nibbles.all() or (size % 2 and nibbles[-1] != _OFFSET):
+                raise base.CodecError("a level that no encoder writes")
+            values: np.ndarray = nibbles[:size].astype(FLOAT) - FLOAT.type(_OFFSET)
+            values *= base.widen_scales(scales, piece)
+            return values
+
+        return read_piece
 
     def count_bytes(self, count: int) -> int:
         return 2 * base.count_blocks(count) + -(-count // 2)
 
     def bound_error(self, values: np.ndarray) -> np.ndarray:
         return base.bound_blocks(values, LEVELS)
+
+
+def _find_bytes(piece: slice) -> slice:
+    return slice(piece.start // 2, -(-piece.stop // 2))

@@ -17,7 +17,7 @@ SHARE = 32
 _INDEX = np.dtype("<u4")
 
 
-class TopKCodec:
+class TopKCodec(base.Decoder):
     """All indices, rising, then their values."""
 
     name = "topk"
@@ -30,18 +30,23 @@ class TopKCodec:
         indices = np.sort(_pick_largest(values))
         return indices.astype(_INDEX).tobytes() + values[indices].astype(HALF).tobytes()
 
-    def decode(self, payload: bytes, count: int) -> np.ndarray:
+    def open_payload(self, payload: bytes, count: int) -> base.ReadPiece:
         base.check_length(self, payload, count)
         kept = _count_kept(count)
-        indices = np.frombuffer(payload, dtype=_INDEX, count=kept).astype(np.int64)
-        if kept and (indices[-1] >= count or (np.diff(indices) <= 0).any()):
+        indices = np.frombuffer(payload, dtype=_INDEX, count=kept)
+        if kept and (indices[-1] >= count or (indices[1:] <= indices[:-1]).any()):
             raise CodecError("indices that do not rise or lie outside")
-        picked = np.frombuffer(payload, dtype=HALF, offset=_INDEX.itemsize * kept).astype(FLOAT)
-        if not np.isfinite(picked).all():
-            raise CodecError("a number that is not finite")
-        values = np.zeros(count, dtype=FLOAT)
-        values[indices] = picked
-        return values
+        halves = np.frombuffer(payload, dtype=HALF, offset=_INDEX.itemsize * kept)
+
+        def read_piece(piece: slice) -> np.ndarray:
+            first, last = np.searchsorted(indices, (piece.start, piece.stop))
+            picked = halves[first:last].astype(FLOAT)
+            base.check_vector(picked)
+            values = np.zeros(piece.stop - piece.start, dtype=FLOAT)
+            values[indices[first:last].astype(np.int64) - piece.start] = picked
+            return values
+
+        return read_piece
 
     def count_bytes(self, count: int) -> int:
         return (_INDEX.itemsize + HALF.itemsize) * _count_kept(count)

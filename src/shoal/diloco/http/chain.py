@@ -11,7 +11,7 @@ Invariants:
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,14 @@ class RoundChain:
         self._run, self._key, self._clock_ms = run, key, clock_ms
         folder.mkdir(parents=True, exist_ok=True)
         repair_jsonl(self._path)
+        self._frontier = Frontier()
+        self._last: Event | None = None
         try:
-            self.events = read_chain(self._path, run, key.public, self._head_path)
+            for event in walk_chain(self._path, run, key.public, self._head_path):
+                self._note_event(event)
         except ChainError as error:
             raise ConfigError(f"{self._path}: {error}") from None
-        self._frontier = Frontier()
-        for event in self.events:
-            self._frontier, _ = self._frontier.grow_leaf(hash_leaf(event.hash))
-        if not self.events:
+        if self._last is None:
             self.append(GENESIS, run, {"run": run, "coordinator": key.public})
             self.write_head()
 
@@ -62,16 +62,23 @@ class RoundChain:
         made: list[Event] = []
         for kind, subject, body in entries:
             assert kind in KINDS
-            made.append(self._make_event([*self.events[-1:], *made], len(made), kind, subject, body))
+            made.append(self._make_event(made[-1] if made else self._last, kind, subject, body))
         append_lines(self._path, [_dump_event(event).decode() for event in made])
         for event in made:
-            self._frontier, _ = self._frontier.grow_leaf(hash_leaf(event.hash))
-        self.events += made
+            self._note_event(event)
 
-    def _make_event(self, before: list[Event], ahead: int, kind: str, subject: str, body: dict[str, Any]) -> Event:
-        last = before[-1] if before else None
+    def list_subjects(self, kind: str) -> set[str]:
+        """What the events of a kind are about; reads the file."""
+        events = walk_chain(self._path, self._run, self._key.public)
+        return {event.subject for event in events if event.kind == kind}
+
+    def _note_event(self, event: Event) -> None:
+        self._frontier, _ = self._frontier.grow_leaf(hash_leaf(event.hash))
+        self._last = event
+
+    def _make_event(self, last: Event | None, kind: str, subject: str, body: dict[str, Any]) -> Event:
         time_ms = max(self._clock_ms(), 0 if last is None else last.time_ms)
-        prev, seq = GENESIS_PREV if last is None else last.hash, len(self.events) + ahead
+        prev, seq = (GENESIS_PREV, 0) if last is None else (last.hash, last.seq + 1)
         return seal_event(Event(seq, time_ms, kind, self._key.public, subject, encode_body(body), b"", prev, b""))
 
     def write_head(self) -> None:
@@ -80,42 +87,54 @@ class RoundChain:
 
     def sign_head(self) -> SignedHead:
         """The signed head of the ledger as it is."""
-        last, root = self.events[-1], self._frontier.compute_root().hex()
-        return sign_head(self._key, Head(self._run, len(self.events), root, last.hash.hex(), last.time_ms))
+        assert self._last is not None, "a chain begins with its genesis"
+        size, root = self._frontier.size, self._frontier.compute_root().hex()
+        return sign_head(self._key, Head(self._run, size, root, self._last.hash.hex(), self._last.time_ms))
 
 
 def read_chain(path: Path, run: str, reducer: str, head_path: Path | None = None) -> list[Event]:
     """All events of a ledger; `ChainError` says where it is not what this reducer signed."""
+    return list(walk_chain(path, run, reducer, head_path))
+
+
+def walk_chain(path: Path, run: str, reducer: str, head_path: Path | None = None) -> Iterator[Event]:
+    """The events one after the other, each checked before it is given out, the signed head after the last.
+
+    One line is in memory at a time, however long the run was.
+    """
     if not path.exists():
-        return []
-    events: list[Event] = []
-    frontier, roots = Frontier(), [""]
-    for number, line in enumerate(path.read_bytes().splitlines()):
-        event = _parse_event(line, number)
-        prev = events[-1] if events else None
-        if event.prev_hash != (GENESIS_PREV if prev is None else prev.hash) or event.compute_hash() != event.hash:
-            raise ChainError(f"event {number}: does not have its hash, or not that of the one before")
-        if event.actor != reducer or (prev is not None and event.time_ms < prev.time_ms):
-            raise ChainError(f"event {number}: of another reducer, or earlier than the one before")
-        events.append(event)
-        frontier, _ = frontier.grow_leaf(hash_leaf(event.hash))
-        roots.append(frontier.compute_root().hex())
-    if events and (events[0].kind != GENESIS or events[0].content != {"run": run, "coordinator": reducer}):
+        return
+    head = _open_head(head_path, run, reducer) if head_path is not None and head_path.exists() else None
+    frontier, prev, root = Frontier(), None, ""
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES + 1), b"")):
+            event = _parse_event(line.removesuffix(b"\n"), number)
+            _check_link(event, prev, run, reducer)
+            frontier, _ = frontier.grow_leaf(hash_leaf(event.hash))
+            if head is not None and head.size == frontier.size:
+                root = frontier.compute_root().hex()
+            yield event
+            prev = event
+    if head is not None and root != head.root:
+        raise ChainError(f"the events do not give the head that was signed over {head.size} of them")
+
+
+def _check_link(event: Event, prev: Event | None, run: str, reducer: str) -> None:
+    if event.prev_hash != (GENESIS_PREV if prev is None else prev.hash) or event.compute_hash() != event.hash:
+        raise ChainError(f"event {event.seq}: does not have its hash, or not that of the one before")
+    if event.actor != reducer or (prev is not None and event.time_ms < prev.time_ms):
+        raise ChainError(f"event {event.seq}: of another reducer, or earlier than the one before")
+    if prev is None and (event.kind != GENESIS or event.content != {"run": run, "coordinator": reducer}):
         raise ChainError("the ledger of another run or reducer")
-    if head_path is not None and head_path.exists():
-        _check_head(head_path, run, reducer, roots)
-    return events
 
 
-def _check_head(path: Path, run: str, reducer: str, roots: list[str]) -> None:
+def _open_head(path: Path, run: str, reducer: str) -> Head:
     try:
         signed = SignedHead.from_bytes(path.read_bytes())
         signed.check_signed(run, reducer)
     except HeadError as error:
         raise ChainError(f"its head: {error}") from None
-    head = signed.head
-    if head.size >= len(roots) or roots[head.size] != head.root:
-        raise ChainError(f"the events do not give the head that was signed over {head.size} of them")
+    return signed.head
 
 
 def _dump_event(event: Event) -> bytes:

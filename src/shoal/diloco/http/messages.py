@@ -29,6 +29,7 @@ CHUNK_BYTES = 1 << 20
 MAX_PEERS = 128
 MAX_FRAGMENTS = 256
 MAX_LANES = 4096
+MAX_SEED = (1 << 53) - 1
 MAX_ELEMENTS = 1 << 36
 MAX_DOCUMENT_BYTES = 1 << 18
 _LENGTH = struct.Struct("<I")
@@ -49,6 +50,8 @@ class Card(Message):
     run: RunName
     sizes: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_ELEMENTS)], ...], Field(max_length=MAX_FRAGMENTS)]
     num_lanes: Annotated[int, Field(ge=0, le=MAX_LANES)]
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
+    """of the data's order"""
     rules: Annotated[str, StringConstraints(max_length=4096)]
     """JSON of `Rules`; as text, for it holds fractions"""
 
@@ -145,7 +148,8 @@ class WatchAnswer(Message):
 
 def make_card(plan: Plan) -> Card:
     """A plan as it is shown."""
-    return Card(run=plan.run, sizes=plan.sizes, num_lanes=plan.num_lanes, rules=plan.rules.model_dump_json())
+    rules = plan.rules.model_dump_json()
+    return Card(run=plan.run, sizes=plan.sizes, num_lanes=plan.num_lanes, seed=plan.seed, rules=rules)
 
 
 def read_card(card: Card) -> Plan:
@@ -154,7 +158,7 @@ def read_card(card: Card) -> Plan:
         rules = Rules.model_validate_json(card.rules)
     except ValidationError:
         raise TalkError("the reducer's rules are none that this release knows") from None
-    return Plan(card.run, card.sizes, rules, card.num_lanes)
+    return Plan(card.run, card.sizes, rules, card.num_lanes, card.seed)
 
 
 def make_offer(update: Update) -> Offer:

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from shoal.diloco.aggregate import measure_payload
 from shoal.diloco.codecs import CodecError, find_codec
 from shoal.diloco.http.chain import ROUND, UPDATE, RoundChain
 from shoal.diloco.http.messages import Offer, OfferAnswer, count_payload, encode_outcome, read_update
@@ -203,7 +204,7 @@ class Reducer:
     def _find_fault(self, update: Update) -> str:
         """Why an update cannot be used; empty if it can."""
         try:
-            find_codec(update.codec).decode(update.payload, self.plan.sizes[update.key.fragment])
+            measure_payload(find_codec(update.codec), update.payload, self.plan.sizes[update.key.fragment])
         except CodecError as error:
             return str(error)
         return ""

@@ -23,7 +23,16 @@ from shoal.config import Settings
 from shoal.diloco.http.app import ReducerApp
 from shoal.diloco.http.chain import REBUILT, ROUND, UP, RoundChain
 from shoal.diloco.http.desk import Desk
-from shoal.diloco.http.messages import MAX_FRAGMENTS, MAX_LANES, Card, TalkError, make_card, read_card, read_message
+from shoal.diloco.http.messages import (
+    MAX_FRAGMENTS,
+    MAX_LANES,
+    MAX_SEED,
+    Card,
+    TalkError,
+    make_card,
+    read_card,
+    read_message,
+)
 from shoal.diloco.http.rebuild import Rebuild
 from shoal.diloco.http.reducer import Reducer, name_subject
 from shoal.diloco.http.settings import Patience, ReducerLimits
@@ -178,7 +187,7 @@ class _Maker:
 
     def _mend_chain(self) -> None:
         """Append rounds whose outcome is on disk and whose event is not: a kill came between the two."""
-        told = {event.subject for event in self._chain.events if event.kind == ROUND}
+        told = self._chain.list_subjects(ROUND)
         for outcome in self._shelf.list_outcomes():
             subject = name_subject(outcome.key)
             if subject not in told:
@@ -190,6 +199,8 @@ def settle_plan(plan: Plan) -> Plan:
     """The plan as its peers will read it; `ConfigError` if it is more than this engine takes."""
     if plan.num_lanes > MAX_LANES or len(plan.sizes) > MAX_FRAGMENTS:
         raise ConfigError(f"this engine takes up to {MAX_LANES} data lanes and {MAX_FRAGMENTS} fragments")
+    if plan.seed > MAX_SEED:
+        raise ConfigError(f"seed {plan.seed}: this engine takes seeds up to {MAX_SEED}")
     return read_card(make_card(plan))
 
 
