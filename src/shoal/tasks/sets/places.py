@@ -5,6 +5,7 @@
     hf:ORGANISATION/NAME, hf:FOLDER         rows of a Hugging Face dataset; #SPLIT for another split than train
     gym:NAME:COUNT, family:NAME:COUNT       so many tasks of a family of reasoning-gym, or of our own; 1000 if not said.
                                             NAME?KEY=VALUE&KEY=VALUE for other options than the default ones
+    rules:COUNT                             short sentences under rules that can be checked (rules.py)
     chat:PLACE, chat:SHOTS:PLACE            the tasks of a place as messages, after so many solved ones (chat.py)
 
 Generated tasks are drawn by number, 0, 1, ..., so a longer set holds the shorter one.
@@ -22,6 +23,7 @@ from shoal.tasks.sets.chat import put_in_chat, split_shots
 from shoal.tasks.sets.formats import FORMATS, guess_format, read_row
 from shoal.tasks.sets.record import TaskRecord
 from shoal.tasks.sets.rows import Row, read_hub, read_rows
+from shoal.tasks.sets.rules import make_rules
 from shoal.tasks.sets.taskset import MAX_TASKS, SetError, TaskSet
 from shoal.toml import parse_value
 
@@ -48,13 +50,15 @@ def read_place(place: str) -> Iterator[TaskRecord]:
         case "chat":
             shots, inner = split_shots(place, rest)
             return put_in_chat(read_place(inner), shots)
+        case "rules":
+            return _check_count(place, make_rules(count := _read_count(place, rest)), count)
         case "gym":
             return _make_records(*_split_count(place, rest), prefix=GYM)
         case "family":
             return _make_records(*_split_count(place, rest), prefix="")
         case _ if kind in FORMATS:
             return _read_records(read_rows(rest), kind)
-    kinds = ", ".join(sorted([*FORMATS, "chat", "hf", "gym", "family"]))
+    kinds = ", ".join(sorted([*FORMATS, "chat", "hf", "gym", "family", "rules"]))
     raise SetError(f"tasks.set: {place!r} is no file, and {kind!r} is no kind of place; those are {kinds}")
 
 
@@ -66,10 +70,24 @@ def _read_records(rows: Iterator[Row], name: str) -> Iterator[TaskRecord]:
 
 def _split_count(place: str, rest: str) -> tuple[str, int]:
     name, colon, text = rest.partition(":")
-    count = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else (0 if colon else DEFAULT_COUNT)
+    return name, _read_count(place, text) if colon else DEFAULT_COUNT
+
+
+def _read_count(place: str, text: str) -> int:
+    count = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0
     if not 1 <= count <= MAX_TASKS:
         raise SetError(f"tasks.set: {place!r} must end in a number of tasks from 1 to {MAX_TASKS}")
-    return name, count
+    return count
+
+
+def _check_count(place: str, records: Iterator[TaskRecord], count: int) -> Iterator[TaskRecord]:
+    """The same records; SetError if they are fewer than was said."""
+    found = 0
+    for record in records:
+        found += 1
+        yield record
+    if found < count:
+        raise SetError(f"tasks.set: {place!r} has no {count} different tasks, found were {found}")
 
 
 def _make_records(name: str, count: int, *, prefix: str) -> Iterator[TaskRecord]:
