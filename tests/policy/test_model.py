@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from shoal.config import PolicyConfig, TinyConfig
 from shoal.errors import ConfigError
-from shoal.policy.model import Policy, load_policy, open_policy, save_policy
+from shoal.policy.model import WEIGHTS, Policy, copy_policy, load_policy, open_policy, save_policy
 from shoal.policy.tokenizer import build_tokenizer, encode_prompt
 
 SMALL = TinyConfig(layers=1, width=16, heads=2, kv_heads=1, context=64)
@@ -174,3 +174,50 @@ def test_code_of_a_folder_is_never_run(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no causal LM can be loaded"):
         open_policy(folder)
     assert not mark.exists()
+
+
+def make_tied(seed: int) -> Policy:
+    """A policy as most small models of the hub are: one matrix for the first layer and the last."""
+    tokenizer = build_tokenizer("abc")
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    return Policy(model=AutoModelForCausalLM.from_config(config), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("make", [make_tiny, make_tied])
+def test_a_copy_has_the_weights_of_the_file_and_leaves_the_other_alone(
+    make: Callable[[int], Policy], tmp_path: Path
+) -> None:
+    first, second = make(1), make(2)
+    before = {name: tensor.clone() for name, tensor in first.model.state_dict().items()}
+    save_policy(second, tmp_path / "second")
+    copied = copy_policy(first, tmp_path / "second" / WEIGHTS)
+    assert copied is not None
+    wanted = second.model.state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in copied.model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in first.model.state_dict().items())
+
+
+def test_a_copy_of_tied_weights_is_tied(tmp_path: Path) -> None:
+    save_policy(make_tied(2), tmp_path / "second")
+    copied = copy_policy(make_tied(1), tmp_path / "second" / WEIGHTS)
+    assert copied is not None
+    model = copied.model
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_a_file_that_lacks_a_tensor_is_no_copy(tmp_path: Path) -> None:
+    for make in (make_tiny, make_tied):
+        save_policy(make(2), tmp_path / "second")
+        weights = load_file(tmp_path / "second" / WEIGHTS)
+        weights.pop("model.embed_tokens.weight")
+        save_file(weights, tmp_path / "less.safetensors", metadata={"format": "pt"})
+        assert copy_policy(make(1), tmp_path / "less.safetensors") is None

@@ -10,13 +10,14 @@ import pytest
 
 from shoal.engine.torch import TorchEngine
 from shoal.errors import ConfigError
-from shoal.group import generate_groups
+from shoal.group import encode_task, generate_groups
 from shoal.policy.model import open_policy
 from shoal.recipe import Recipe
 from shoal.rollout import Score
 from shoal.tasks.base import Family, Task
+from shoal.tasks.sets import SetFamily, SetFilter, open_set
 from shoal.tasks.verify.base import FAULT, own_fault
-from shoal.worker.author import Author, Work, fit_slots
+from shoal.worker.author import Author, Work, bound_prompts, fit_slots
 from shoal.worker.intake import Order, WorkLimits, take_order
 from shoal.worker.mill import Mill
 
@@ -193,6 +194,20 @@ def test_slots_are_as_many_as_memory_allows(recipe: Recipe, versions) -> None:
     config.num_hidden_layers = 1000
     with pytest.raises(ConfigError, match="one rollout of this model may need"):
         fit_slots(config, recipe, WorkLimits(memory_mb=64), 3)
+
+
+def test_slots_are_reckoned_with_the_prompts_of_a_set_not_with_the_whole_context(recipe: Recipe, versions) -> None:
+    """A model with a context of 8,192 tokens and a set of short questions would else decode ten at a time."""
+    policy = open_policy(versions[0])
+    family = SetFamily(open_set(["chat:1:family:sort?max_length=6:30"]), SetFilter(), {})
+    longest = bound_prompts(family, policy.tokenizer)
+    assert longest is not None
+    assert all(len(encode_task(policy.tokenizer, task)) <= longest < 64 for task in family.list_tasks())
+    config = policy.model.config
+    config.max_position_embeddings = 8192
+    known = fit_slots(config, recipe, WorkLimits(memory_mb=64), 10**6, longest=longest)
+    assert known > 50 * fit_slots(config, recipe, WorkLimits(memory_mb=64), 10**6)
+    assert bound_prompts(Author(recipe).family, policy.tokenizer) is None, "a family makes its tasks one by one"
 
 
 def test_a_mill_with_orders_that_no_version_may_write_is_starved(recipe: Recipe, versions, order_of) -> None:

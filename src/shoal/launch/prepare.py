@@ -166,6 +166,7 @@ def build_params(prepared: Prepared) -> RunParams:
         lease_min_s=lease_min_s,
         lease_first_s=swarm.lease_s,
         lease_max_s=max(LEASE_MAX_S, swarm.lease_s),
+        claim_s=swarm.claim_s,
         trainers=(prepared.identities["trainer"].key.public,),
         validators=prepared.validators,
         **turn_dial(config.validation),

@@ -19,6 +19,7 @@ from shoal.launch.evidence import Evidence, collect_evidence
 from shoal.launch.glance import read_lines
 from shoal.launch.layout import Layout
 from shoal.launch.prepare import Prepared
+from shoal.launch.rollouts import show_rollouts
 from shoal.launch.timeline import Broadcast, Track, find_broadcasts, find_period, read_tracks
 from shoal.report import pick_series
 from shoal.swarm.postings import MICRO
@@ -53,6 +54,7 @@ def write_report(prepared: Prepared) -> str:
     title = f"{config.run}: {config.steps} steps, async level {config.async_level}"
     sections = [
         describe_learning(lines, tracks, config.steps),
+        describe_rollouts(layout),
         describe_times(tracks),
         describe_broadcasts(broadcasts),
         describe_verdicts(evidence, prepared.names),
@@ -95,6 +97,13 @@ def describe_learning(lines: Sequence[Mapping[str, Any]], tracks: Sequence[Track
     text += f"; no batch was older than {max(ages):.0f} versions." if ages else "."
     chart = [*draw_chart(lines, last_step=steps, width=76, height=15), f"     {describe_marks()}"]
     return Section(title="Learning", text=text, rows=rows, blocks=("\n".join(chart),))
+
+
+def describe_rollouts(layout: Layout) -> Section:
+    """What was written and trained on."""
+    blocks = show_rollouts(layout.root / "rollouts", layout.start)
+    text = "Groups of the first batch and of the last, as they were trained on; those that all or none solve are not."
+    return Section(title="Rollouts", text=text if blocks else "None were kept.", blocks=blocks)
 
 
 def describe_times(tracks: Sequence[Track]) -> Section:

@@ -64,6 +64,8 @@ class SwarmConfig(Settings):
     """between two signs of life of a node"""
     lease_s: Annotated[int, Field(ge=10, le=3600)] = 120
     """time for a lease until it is known how long they take"""
+    claim_s: Annotated[int, Field(ge=10, le=3600)] = 120
+    """time for a validator to judge what it took on; a large model on a busy machine needs more"""
     join_work: Annotated[int, Field(ge=1, le=2**30)] = 4096
     """hashes that joining costs: little, where nobody is a stranger"""
     calibration: Annotated[int, Field(ge=64, le=2**20)] = 1024

@@ -7,7 +7,7 @@ is.
 import copy
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,13 +107,20 @@ def copy_policy(policy: Policy, weights: Path) -> Policy | None:
     except (OSError, SafetensorError):
         return None
     model = copy.deepcopy(policy.model)
-    own = model.state_dict()
+    own = _name_tensors(model, found)
     if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in found.items()}:
         return None
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(found[name])
     return Policy(model=model, tokenizer=policy.tokenizer)
+
+
+def _name_tensors(model: PreTrainedModel, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model's tensors, each once. Tied ones are one tensor, and a file holds it under one of its names."""
+    own = model.state_dict()
+    given = {own[name].data_ptr() for name in own.keys() & found.keys()}
+    return {name: tensor for name, tensor in own.items() if name in found or tensor.data_ptr() not in given}
 
 
 def save_policy(policy: Policy, folder: Path) -> None:

@@ -14,9 +14,12 @@ from shoal.errors import ConfigError
 from shoal.group import GroupShape, Plan, plan_groups
 from shoal.node.weights import Opener
 from shoal.policy.model import Policy
+from shoal.policy.tokenizer import encode_chat
 from shoal.recipe import Recipe
 from shoal.rollout import Group
 from shoal.submission.write import Proofs, Written, write_submission
+from shoal.tasks.base import Family
+from shoal.tasks.sets import SetFamily
 from shoal.worker.intake import Order, WorkLimits
 
 
@@ -71,11 +74,14 @@ class Author:
         return write_submission(path, groups, proofs)
 
 
-def fit_slots(config: PretrainedConfig, recipe: Recipe, limits: WorkLimits, slots: int) -> int:
-    """Rollouts decoded side by side, as many as asked for or as memory allows."""
+def fit_slots(
+    config: PretrainedConfig, recipe: Recipe, limits: WorkLimits, slots: int, *, longest: int | None = None
+) -> int:
+    """Rollouts decoded side by side, as many as asked for or as memory allows; `longest` is that of all prompts."""
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # Prompts are as long as the context at most; what is reserved for one rollout is what it may need.
-    length = min(config.max_position_embeddings, limits.max_tokens + recipe.max_tokens)
+    # What is reserved for one rollout is what it may need: where nobody knows the prompts, all of the context.
+    prompt = limits.max_tokens if longest is None else longest
+    length = min(config.max_position_embeddings, prompt + recipe.max_tokens)
     bytes_per_slot = 4 * (2 * config.num_hidden_layers * config.num_key_value_heads * head_size * length)
     fitting = (limits.memory_mb << 20) // bytes_per_slot
     if fitting < 1:
@@ -83,3 +89,16 @@ def fit_slots(config: PretrainedConfig, recipe: Recipe, limits: WorkLimits, slot
             f"memory_mb = {limits.memory_mb}: one rollout of this model may need {bytes_per_slot >> 20} MB; allow more"
         )
     return int(min(slots, fitting))
+
+
+def bound_prompts(family: Family, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """How long prompts are at most, in tokens; None where tasks are made one by one, and nobody knows.
+
+    A token of a byte-level vocabulary is a byte at least. What a template adds is measured on empty messages.
+    """
+    if not isinstance(family, SetFamily):
+        return None
+    tasks = family.list_tasks()
+    forms = {tuple(message.role for message in task.messages) for task in tasks}
+    frame = max(len(encode_chat(tokenizer, [(role, "") for role in form])) if form else 1 for form in forms)
+    return frame + max(len(task.prompt.encode()) for task in tasks)

@@ -29,7 +29,7 @@ from shoal.policy.model import Policy
 from shoal.rollout import Group, Request, Rollout
 from shoal.tasks.verify.base import is_fault
 from shoal.toploc.stream import ProofBuilder
-from shoal.worker.author import Author, Work, fit_slots
+from shoal.worker.author import Author, Work, bound_prompts, fit_slots
 from shoal.worker.intake import Order, WorkLimits
 
 
@@ -194,7 +194,8 @@ class Mill:
 
     def _load(self, version: int, policy: Policy) -> None:
         if self._engine is None:
-            slots = fit_slots(policy.model.config, self._author.recipe, self._limits, self._slots)
+            longest = bound_prompts(self._author.family, policy.tokenizer)
+            slots = fit_slots(policy.model.config, self._author.recipe, self._limits, self._slots, longest=longest)
             self._engine = TorchEngine(
                 policy.model, eos_id=policy.eos_id, slots=slots, version=version, sink=self._proofs
             )

@@ -3,7 +3,10 @@
     train.jsonl, train.parquet, FOLDER      rows in a format that is guessed from their columns
     gsm8k:train.jsonl                       rows in a format by name (formats.py)
     hf:ORGANISATION/NAME, hf:FOLDER         rows of a Hugging Face dataset; #SPLIT for another split than train
-    gym:NAME:COUNT, family:NAME:COUNT       so many tasks of a family of reasoning-gym, or of our own; 1000 if not said
+    gym:NAME:COUNT, family:NAME:COUNT       so many tasks of a family of reasoning-gym, or of our own; 1000 if not said.
+                                            NAME?KEY=VALUE&KEY=VALUE for other options than the default ones
+    rules:COUNT                             short sentences under rules that can be checked (rules.py)
+    chat:PLACE, chat:SHOTS:PLACE            the tasks of a place as messages, after so many solved ones (chat.py)
 
 Generated tasks are drawn by number, 0, 1, ..., so a longer set holds the shorter one.
 """
@@ -12,13 +15,17 @@ import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from shoal.config import Option
 from shoal.seeds import derive_seed
 from shoal.tasks.base import Family
 from shoal.tasks.registry import GYM, load_family
+from shoal.tasks.sets.chat import put_in_chat, split_shots
 from shoal.tasks.sets.formats import FORMATS, guess_format, read_row
 from shoal.tasks.sets.record import TaskRecord
 from shoal.tasks.sets.rows import Row, read_hub, read_rows
+from shoal.tasks.sets.rules import make_rules
 from shoal.tasks.sets.taskset import MAX_TASKS, SetError, TaskSet
+from shoal.toml import parse_value
 
 DEFAULT_COUNT = 1000
 _MISSES = 1000
@@ -40,13 +47,18 @@ def read_place(place: str) -> Iterator[TaskRecord]:
     match kind:
         case "hf":
             return _read_records(read_hub(rest), "")
+        case "chat":
+            shots, inner = split_shots(place, rest)
+            return put_in_chat(read_place(inner), shots)
+        case "rules":
+            return _check_count(place, make_rules(count := _read_count(place, rest)), count)
         case "gym":
             return _make_records(*_split_count(place, rest), prefix=GYM)
         case "family":
             return _make_records(*_split_count(place, rest), prefix="")
         case _ if kind in FORMATS:
             return _read_records(read_rows(rest), kind)
-    kinds = ", ".join(sorted([*FORMATS, "hf", "gym", "family"]))
+    kinds = ", ".join(sorted([*FORMATS, "chat", "hf", "gym", "family", "rules"]))
     raise SetError(f"tasks.set: {place!r} is no file, and {kind!r} is no kind of place; those are {kinds}")
 
 
@@ -58,14 +70,29 @@ def _read_records(rows: Iterator[Row], name: str) -> Iterator[TaskRecord]:
 
 def _split_count(place: str, rest: str) -> tuple[str, int]:
     name, colon, text = rest.partition(":")
-    count = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else (0 if colon else DEFAULT_COUNT)
+    return name, _read_count(place, text) if colon else DEFAULT_COUNT
+
+
+def _read_count(place: str, text: str) -> int:
+    count = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0
     if not 1 <= count <= MAX_TASKS:
         raise SetError(f"tasks.set: {place!r} must end in a number of tasks from 1 to {MAX_TASKS}")
-    return name, count
+    return count
+
+
+def _check_count(place: str, records: Iterator[TaskRecord], count: int) -> Iterator[TaskRecord]:
+    """The same records; SetError if they are fewer than was said."""
+    found = 0
+    for record in records:
+        found += 1
+        yield record
+    if found < count:
+        raise SetError(f"tasks.set: {place!r} has no {count} different tasks, found were {found}")
 
 
 def _make_records(name: str, count: int, *, prefix: str) -> Iterator[TaskRecord]:
-    family = load_family(f"{prefix}{name}", {})
+    name, _, options = name.partition("?")
+    family = load_family(f"{prefix}{name}", _parse_options(options))
     seen: set[str] = set()
     for record in _draw_records(family, is_gym=bool(prefix)):
         if len(seen) < count and record.id not in seen:
@@ -74,6 +101,18 @@ def _make_records(name: str, count: int, *, prefix: str) -> Iterator[TaskRecord]
         if len(seen) == count:
             return
     raise SetError(f"tasks.set: {family.name} has no {count} different tasks, found were {len(seen)}")
+
+
+def _parse_options(text: str) -> dict[str, Option]:
+    """`min_length=3&items=numbers` as options of a family, each of the type that it is spelled as."""
+    options: dict[str, Option] = {}
+    for part in text.split("&") if text else ():
+        key, equals, spelled = part.partition("=")
+        value = parse_value(spelled)
+        if not (key and equals) or not isinstance(value, Option):
+            raise SetError(f"tasks.set: {part!r} is no option, which is KEY=VALUE")
+        options[key] = value
+    return options
 
 
 def _draw_records(family: Family, *, is_gym: bool) -> Iterator[TaskRecord]:
