@@ -15,7 +15,7 @@ from shoal.redteam.attacks.int8 import Int8Author
 from shoal.redteam.attacks.stale import StaleAuthor
 from shoal.rollout import Group, Rollout, Score
 from shoal.swarm.messages import RolloutEntry, Verdict
-from shoal.tasks.base import score_text
+from shoal.tasks.base import score_texts
 from shoal.tasks.verify.base import mark_near
 from shoal.validator import meaning
 from shoal.validator.judge import Judge
@@ -79,7 +79,7 @@ def test_a_reward_that_our_verifier_cannot_be_sure_of_is_held_against_nobody(han
         first, *rest = groups
         return (replace(first, scores=(Score(0.75, ""), *first.scores[1:])), *rest)
 
-    monkeypatch.setattr(meaning, "score_text", lambda *words: mark_near(score_text(*words)))
+    monkeypatch.setattr(meaning, "score_texts", lambda *words: list(map(mark_near, score_texts(*words))))
     assert hand_in().opinion().verdict is Verdict.ACCEPTED, "two who agree on the number agree"
     opinion = hand_in(edit=claim).opinion()
     assert opinion.verdict is Verdict.INCONCLUSIVE and failed(opinion) == {"limit"}
