@@ -17,6 +17,7 @@ from shoal.swarm.state.queue import (
     find_lapse,
     find_like,
     find_next,
+    list_barred,
     list_claimed,
     list_lapsed,
 )
@@ -64,11 +65,14 @@ def holds_claim(turn: Turn, job: JobRow, caller: Rows) -> bool:
 
 
 def expire_claims(turn: Turn) -> bool:
-    """End claims that passed their deadline; whether there may be more."""
+    """End claims that passed their deadline, and those of who may judge no more; whether there may be more."""
     lapsed = list_lapsed(turn.connection, turn.now_ms, MAX_AT_ONCE)
     for job in lapsed:
         _lapse_claim(turn, job)
-    return len(lapsed) == MAX_AT_ONCE
+    barred = list_barred(turn.connection, MAX_AT_ONCE)  # or the run would wait for what nobody may say
+    for job in barred:
+        _lapse_claim(turn, job)
+    return MAX_AT_ONCE in (len(lapsed), len(barred))
 
 
 def _lapse_claim(turn: Turn, job: JobRow) -> None:

@@ -231,3 +231,23 @@ def test_who_let_claims_lapse_together_claims_one_at_a_time_until_it_has_judged(
     (job,) = claim("judge-a")
     world.post("judge-a", world.describe_verdict(job))
     assert len(claim("judge-a")) == 8, "it judges again"
+
+
+def test_what_a_validator_has_claimed_goes_to_others_when_it_is_limited(make_world):
+    """Or a run would stand still for `claim_s`, for a verdict that would not be heard."""
+    world = begin(make_world)
+    for _ in range(SILENT_AT - 1):
+        fall_silent(world)
+    for _ in range(4):
+        world.submit("w1", world.lease("w1"))
+    first, *others = world.run(world.coordinator.claim_jobs(world.id("judge-a"), most=2)).jobs
+    world.post("judge-a", abstain_job(first).state(first))
+    while (job := world.claim("judge-b").job) is not None and standing_of(world, "judge-a") != Standing.LIMITED:
+        world.post("judge-b", world.describe_verdict(job))
+    assert standing_of(world, "judge-a") == Standing.LIMITED and others
+    world.wait(1)
+    left = set()
+    while (job := world.claim("judge-b").job) is not None:
+        left.add(job.submission)
+        world.post("judge-b", world.describe_verdict(job))
+    assert {job.submission for job in others} <= left

@@ -138,6 +138,10 @@ class VerdictRow(NamedTuple):
 _JOBS, _VERDICTS = f"SELECT {list_columns(JOB)} FROM job", f"SELECT {list_columns(VERDICT)} FROM verdict"
 _SELECT_JOB = Sql(f"{_JOBS} WHERE submission = :submission")
 _SELECT_CLAIMED = Sql(f"{_JOBS} WHERE {_CLAIMED} AND validator = :validator AND deadline_ms > :now_ms ORDER BY seq")
+_SELECT_BARRED = Sql(
+    f"SELECT j.* FROM ({_JOBS} WHERE {_CLAIMED}) AS j JOIN node n ON n.node = j.validator "
+    "JOIN owner o ON o.owner = n.owner WHERE o.standing IN ('limited', 'banned') ORDER BY j.submission LIMIT :most"
+)
 _SELECT_LIKE = Sql(
     f"SELECT j.* FROM ({_JOBS} WHERE {_READY} AND judge = '' ORDER BY turn, seq LIMIT :window) AS j "
     "JOIN submission s ON s.submission = j.submission AND s.version = :version "
@@ -261,6 +265,11 @@ def count_ready(connection: Connection, most: int) -> int:
 def list_lapsed(connection: Connection, now_ms: int, most: int) -> list[JobRow]:
     """Jobs whose claim passed its deadline."""
     return fetch_rows(connection, _SELECT_LAPSED, JobRow, now_ms=now_ms, most=most)
+
+
+def list_barred(connection: Connection, most: int) -> list[JobRow]:
+    """Jobs that are claimed by who may not judge any more; of all that is claimed, which never is much."""
+    return fetch_rows(connection, _SELECT_BARRED, JobRow, most=most)
 
 
 def find_lapse(connection: Connection, submission: str, owner: str, round_number: int) -> str | None:
