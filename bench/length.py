@@ -1,6 +1,6 @@
 """TARGET-SHORT and TARGET-LONG: does a model learn the length that its prompt asks for, and what makes it learn?
 
-    python bench/length.py [--quick] [--json] [--only ARM:SEED]
+    python bench/length.py [--quick] [--json] [--arms ARM ...] [--only ARM:SEED]
 
 INTELLECT-2's two sets of targets, divided by 333. The model is warmed up on demonstrations of which three in ten keep
 to the target in their prompt; the others have any length, right answers all. Each run is single-threaded and is not
@@ -45,8 +45,10 @@ PASSES = {"sampled": "eval/pass_at_1", "greedy": "eval/greedy"}
 def main() -> None:
     parser = build_parser(__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="ARM:SEED", help="make this run and end")
+    parser.add_argument("--arms", nargs="+", choices=list(TARGETS), help="compare these (default: all)")
     flags = parser.parse_args()
     steps, seeds, names = (16, SEEDS[:1], ["long", "control"]) if flags.quick else (40, SEEDS, list(TARGETS))
+    names = flags.arms or names
     if flags.only:
         arm, _, seed = flags.only.partition(":")
         run_arm(arm, int(seed), steps)
@@ -138,8 +140,8 @@ def draw(runs: dict[str, list[Lines]]) -> None:
     for arm, position in product(runs, range(len(next(iter(runs.values()))))):
         curve = error_curve(runs[arm][position], TARGETS[arm])
         axes[1][0].plot(*curve, color=colours[arm], alpha=0.7, label=None if position else arm)
-    for name, targets in (("short", SHORT), ("long", LONG)):
-        axes[1][0].axhline(best_constant(targets), color=colours[name], linestyle=":", linewidth=1)
+    for name in runs.keys() & {"short", "long"}:
+        axes[1][0].axhline(best_constant(TARGETS[name]), color=colours[name], linestyle=":", linewidth=1)
     axes[1][0].set(xlabel="step", ylabel="budget error, held-out (tokens)", ylim=(0, None))
     axes[1][0].legend(frameon=False, fontsize=8)
     draw_targets(axes[1][1], runs, colours)
