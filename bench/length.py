@@ -1,6 +1,6 @@
 """TARGET-SHORT and TARGET-LONG: does a model learn the length that its prompt asks for, and what makes it learn?
 
-    python bench/length.py [--quick] [--json] [--arms ARM ...] [--only ARM:SEED]
+    python bench/length.py [--quick] [--json] [--arms ARM ...] [--seeds N ...] [--only ARM:SEED]
 
 INTELLECT-2's two sets of targets, divided by 333. The model is warmed up on demonstrations of which three in ten keep
 to the target in their prompt; the others have any length, right answers all. Each run is single-threaded and is not
@@ -46,9 +46,10 @@ def main() -> None:
     parser = build_parser(__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="ARM:SEED", help="make this run and end")
     parser.add_argument("--arms", nargs="+", choices=list(TARGETS), help="compare these (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="with these seeds (default: 0 1 2)")
     flags = parser.parse_args()
-    steps, seeds, names = (16, SEEDS[:1], ["long", "control"]) if flags.quick else (40, SEEDS, list(TARGETS))
-    names = flags.arms or names
+    steps, seeds, names = (16, SEEDS[:1], ["long", "control"]) if flags.quick else (30, SEEDS, list(TARGETS))
+    names, seeds = flags.arms or names, flags.seeds or seeds
     if flags.only:
         arm, _, seed = flags.only.partition(":")
         run_arm(arm, int(seed), steps)
