@@ -1,16 +1,15 @@
 """TARGET-SHORT and TARGET-LONG: does a model learn the length that its prompt asks for, and what makes it learn?
 
-    python bench/length.py [--quick] [--json] [--only ARM:SEED]
+    python bench/length.py [--quick] [--json] [--arms ARM ...] [--seeds N ...] [--only ARM:SEED]
 
-The model is warmed up on demonstrations whose length has nothing to do with the target in the prompt, so it starts by
-ignoring it. INTELLECT-2's two sets of targets, divided by 500. Each run is single-threaded and is not repeated once it
-is there; `--only long:0` makes one run and ends.
+INTELLECT-2's two sets of targets, divided by 333. The model is warmed up on demonstrations of which three in ten keep
+to the target in their prompt; the others have any length, right answers all. Each run is single-threaded and is not
+repeated once it is there; `--only long:0` makes one run and ends.
 
-    short, long   alpha 0.03 per token, at most 0.5; every group is trained on
-    control       long's targets in the prompt, length not rewarded
+    short, long   alpha 0.02 per token, at most 0.5
+    control       long, length not rewarded
     weak          long, alpha = 0.0003, INTELLECT-2's number
-    filter        long, with the online filter: groups whose answers are all right or all wrong are left out
-    slow          long, a tenth of the learning rate
+    deaf          long, from a start whose demonstrations had nothing to do with the targets in their prompts
 """
 
 import argparse
@@ -30,15 +29,14 @@ def name_targets(targets: list[int]) -> str:
     return f"length.targets={json.dumps(targets)}"
 
 
-SHORT, LONG = [2, 4, 6, 8], [4, 8, 12, 16, 20]
-TARGETS = {"short": SHORT, "long": LONG, "control": LONG, "weak": LONG, "filter": LONG, "slow": LONG}
+SHORT, LONG = [3, 6, 9, 12], [6, 12, 18, 24, 30]
+TARGETS = {"short": SHORT, "long": LONG, "control": LONG, "weak": LONG, "deaf": LONG}
 OVERRIDES = {
     "short": [],
     "long": [],
     "control": ["length.alpha=1e-9"],
     "weak": ["length.alpha=0.0003"],
-    "filter": ["batch.filter=true"],
-    "slow": ["learner.lr=3e-5"],
+    "deaf": ["tasks.options.heed=0"],
 }
 START = ["steps=0", "eval.tasks=8", name_targets(sorted({*SHORT, *LONG}))]
 PASSES = {"sampled": "eval/pass_at_1", "greedy": "eval/greedy"}
@@ -47,8 +45,11 @@ PASSES = {"sampled": "eval/pass_at_1", "greedy": "eval/greedy"}
 def main() -> None:
     parser = build_parser(__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="ARM:SEED", help="make this run and end")
+    parser.add_argument("--arms", nargs="+", choices=list(TARGETS), help="compare these (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="with these seeds (default: 0 1 2)")
     flags = parser.parse_args()
-    steps, seeds, names = (16, SEEDS[:1], ["long", "control"]) if flags.quick else (40, SEEDS, list(TARGETS))
+    steps, seeds, names = (16, SEEDS[:1], ["long", "control"]) if flags.quick else (30, SEEDS, list(TARGETS))
+    names, seeds = flags.arms or names, flags.seeds or seeds
     if flags.only:
         arm, _, seed = flags.only.partition(":")
         run_arm(arm, int(seed), steps)
@@ -60,8 +61,8 @@ def main() -> None:
 
 
 def run_arm(arm: str, seed: int, steps: int) -> Lines:
-    """One run; the arms of a seed start from the same model, which has seen the targets of all of them."""
-    start = find_policy(CONFIG, "length", START, seed)
+    """One run; the arms of a seed, but for the deaf one, start from the same model, which has seen all targets."""
+    start = find_policy(CONFIG, "length", [*START, *(OVERRIDES[arm] if arm == "deaf" else [])], seed)
     place = [f"policy.path={start}", "warmup.steps=0", f"steps={steps}"]
     return train_arm(CONFIG, "length", arm, [*place, name_targets(TARGETS[arm]), *OVERRIDES[arm]], seed)
 
@@ -140,8 +141,8 @@ def draw(runs: dict[str, list[Lines]]) -> None:
     for arm, position in product(runs, range(len(next(iter(runs.values()))))):
         curve = error_curve(runs[arm][position], TARGETS[arm])
         axes[1][0].plot(*curve, color=colours[arm], alpha=0.7, label=None if position else arm)
-    for name, targets in (("short", SHORT), ("long", LONG)):
-        axes[1][0].axhline(best_constant(targets), color=colours[name], linestyle=":", linewidth=1)
+    for name in runs.keys() & {"short", "long"}:
+        axes[1][0].axhline(best_constant(TARGETS[name]), color=colours[name], linestyle=":", linewidth=1)
     axes[1][0].set(xlabel="step", ylabel="budget error, held-out (tokens)", ylim=(0, None))
     axes[1][0].legend(frameon=False, fontsize=8)
     draw_targets(axes[1][1], runs, colours)

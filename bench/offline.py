@@ -1,6 +1,6 @@
 """Offline and online filter on tasks of mixed difficulty: pass rate against generated tokens, the filter's own counted.
 
-    python bench/offline.py [--quick] [--json] [--only ARM:SEED]
+    python bench/offline.py [--quick] [--json] [--arms ARM ...] [--seeds N ...] [--only ARM:SEED]
 
 A third of the tasks is too easy for the model, a third right, a third hopeless. `shoal filter` measures them with the
 model that training starts from; the pass rates are a column of the set, and the arms differ in what is done with them:
@@ -55,13 +55,15 @@ OVERRIDES = {
 def main() -> None:
     parser = build_parser(__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="ARM:SEED", help="make this run and end")
+    parser.add_argument("--arms", nargs="+", choices=list(STEPS), help="compare these (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="with these seeds (default: 0 1 2)")
     flags = parser.parse_args()
-    seeds, share = (SEEDS[:1], 4) if flags.quick else (SEEDS, 1)
+    seeds, share = (SEEDS[:1], 4) if flags.quick else (flags.seeds or SEEDS, 1)
     if flags.only:
         arm, _, seed = flags.only.partition(":")
         run_arm(arm, int(seed), share)
         return
-    runs = {arm: [run_arm(arm, seed, share) for seed in seeds] for arm in STEPS}
+    runs = {arm: [run_arm(arm, seed, share) for seed in seeds] for arm in flags.arms or STEPS}
     costs = [count_filter(seed) for seed in seeds]
     if not flags.quick:
         draw(runs, costs)

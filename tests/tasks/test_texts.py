@@ -2,10 +2,12 @@
 
 import random
 
+from shoal.config import LengthConfig
 from shoal.tasks import load_family
 from shoal.tasks.base import build_task
 from shoal.tasks.chain import reduce_expression
 from shoal.tasks.expression import parse_expression
+from shoal.tasks.length import aim_family
 from shoal.tasks.total import write_totals
 
 
@@ -62,3 +64,15 @@ def test_how_many_totals_are_written_differs_from_problem_to_problem_and_never_f
     assert set(lengths) == set(range(1, 11)), "from one step to two passes"
     assert [family.demonstrate(task) for task in tasks] == [family.demonstrate(task) for task in tasks]
     assert all(family.score(task, task.info["answer"]).value == 1.0 for task in tasks), "without any step as well"
+
+
+def test_as_many_demonstrations_keep_to_their_target_as_the_option_says() -> None:
+    config = LengthConfig(mode="exact", targets=[11], template="{target}:{prompt}")
+    options = {"min_length": 4, "max_length": 4, "passes": 8}
+    for heed, low, high in ((100, 1.0, 1.0), (30, 0.27, 0.37), (0, 0.0, 0.1)):
+        family = aim_family(load_family("total", {**options, "heed": heed}), config)
+        tasks = [family.make_task(random.Random(seed)) for seed in range(2000)]
+        texts = [family.demonstrate(task) for task in tasks]
+        kept = sum(len(text) + 1 == 11 for text in texts) / len(texts)
+        assert low <= kept <= high
+        assert all(family.score(task, text).value == 1.0 for task, text in zip(tasks, texts, strict=True))

@@ -17,7 +17,7 @@ Invariants:
 
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -77,7 +77,10 @@ class TargetFamily:
         return add_target(task, rng.choice(self.config.targets), self.config.template)
 
     def demonstrate(self, task: Task) -> str:
-        return self.inner.demonstrate(_find_plain(task))
+        """As the family without targets does, unless it has demonstrations for them."""
+        own: Callable[[Task, int], str] | None = getattr(self.inner, "demonstrate_target", None)
+        plain = _find_plain(task)
+        return self.inner.demonstrate(plain) if own is None else own(plain, read_target(task.id))
 
     def score(self, task: Task, completion: str) -> Score:
         return self.inner.score(_find_plain(task), completion)

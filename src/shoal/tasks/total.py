@@ -17,6 +17,9 @@ from shoal.seeds import derive_seed
 from shoal.tasks.base import Task, build_task, match_answer
 from shoal.tasks.options import STRICT, check_order
 
+_ENDING = 3
+"""characters after the steps: `;`, the answer, and the end token"""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Total:
@@ -31,6 +34,8 @@ class Total:
     """most digits"""
     passes: Annotated[int, Field(ge=0, le=8)] = 1
     """demonstrations go over the digits up to so often; how many steps one has follows from the problem"""
+    heed: Annotated[int, Field(ge=0, le=100)] = 0
+    """percent of demonstrations that keep to the target length of their prompt, where there is one"""
 
     def __post_init__(self) -> None:
         check_order("min_length", self.min_length, "max_length", self.max_length)
@@ -42,13 +47,22 @@ class Total:
         return build_task(self.name, f"{''.join(digits)}=", {"answer": answer}, kin="".join(sorted(digits)))
 
     def demonstrate(self, task: Task) -> str:
-        digits = task.prompt.removesuffix("=")
-        drawn = random.Random(derive_seed("total", task.id)).randint(0, self.passes * len(digits))
-        steps = write_totals(digits, drawn)
-        return f"{steps};{task.info['answer']}" if steps else str(task.info["answer"])
+        most = self.passes * len(task.prompt.removesuffix("="))
+        return _demonstrate_steps(task, random.Random(derive_seed("total", task.id)).randint(0, most))
+
+    def demonstrate_target(self, task: Task, target: int) -> str:
+        """A demonstration for a prompt that asks for a length; problem and target decide whether it keeps to it."""
+        if random.Random(derive_seed("heed", task.id, target)).randrange(100) >= self.heed:
+            return self.demonstrate(task)
+        return _demonstrate_steps(task, max(0, (target - _ENDING) // 2))
 
     def score(self, task: Task, completion: str) -> Score:
         return match_answer(completion, task.info["answer"])
+
+
+def _demonstrate_steps(task: Task, count: int) -> str:
+    steps = write_totals(task.prompt.removesuffix("="), count)
+    return f"{steps};{task.info['answer']}" if steps else str(task.info["answer"])
 
 
 def write_totals(digits: str, count: int) -> str:
