@@ -16,6 +16,7 @@ element measured here.
 import argparse
 import importlib.util
 import math
+import sys
 import time
 from dataclasses import dataclass
 from statistics import median
@@ -139,6 +140,7 @@ def measure_sync(
                 cells["hivemind"] = time_hivemind(hivemind, size, count, "fp32", repeats)
             shown = ", ".join(f"{name} {seconds:.3f}" for name, seconds in cells.items())
             lines.append(f"  {size / 1e6:g}M floats, {count} peers: {shown}")
+            print(lines[-1], file=sys.stderr, flush=True)
             figures |= {f"sync_{name}_{size // 100_000}e5_{count}": seconds for name, seconds in cells.items()}
     if importlib.util.find_spec("torchft") is None:
         lines.append("  torchft: not measured, it is not installed (pip install torchft==0.2.0)")
