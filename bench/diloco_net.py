@@ -16,6 +16,7 @@ element measured here.
 import argparse
 import importlib.util
 import math
+import sys
 import time
 from dataclasses import dataclass
 from statistics import median
@@ -46,6 +47,7 @@ from shoal.diloco.state import start_state
 RATE, DELAY_S = 100e6 / 8, 0.025
 SIZES = (2_500_000, 25_000_000)
 PEERS = (2, 4)
+REPEATS = 4
 CODECS = ("fp32", "int8", "int4")
 WORK_PARAMETERS, WORK_STEP_S, WORK_INTERVAL = 2_500_000, 0.04, 50
 
@@ -101,8 +103,7 @@ def main() -> None:
     lines: list[str] = []
     figures: dict[str, float] = {}
     if flags.only in (None, "sync"):
-        sizes, repeats = (SIZES[:1], 4) if flags.quick else (SIZES, 5)
-        lines, figures = measure_sync(context, sizes, repeats, flags.hivemind)
+        lines, figures = measure_sync(context, SIZES[:1] if flags.quick else SIZES, REPEATS, flags.hivemind)
     if flags.only in (None, "utilisation"):
         waiting, overlapped = measure_utilisation(context, 4 if flags.quick else 8)
         figures |= {"utilisation": overlapped, "utilisation_waiting": waiting}
@@ -135,12 +136,12 @@ def measure_sync(
             cells["gloo"] = pick_time(run_workers(context, sync_gloo, count, size, find_ports(1)[0], repeats))
             if importlib.util.find_spec("torchft") is not None:
                 cells["torchft"] = time_torchft(context, size, count, repeats)
-            for codec in ("fp32", "fp16") if hivemind else ():
-                cells[f"hivemind {codec}"] = time_hivemind(hivemind, size, count, codec, repeats)
+            if hivemind:
+                cells["hivemind"] = time_hivemind(hivemind, size, count, "fp32", repeats)
             shown = ", ".join(f"{name} {seconds:.3f}" for name, seconds in cells.items())
             lines.append(f"  {size / 1e6:g}M floats, {count} peers: {shown}")
-            names = {name: name.replace(" ", "_") for name in cells}
-            figures |= {f"sync_{names[name]}_{size // 100_000}e5_{count}": cell for name, cell in cells.items()}
+            print(lines[-1], file=sys.stderr, flush=True)
+            figures |= {f"sync_{name}_{size // 100_000}e5_{count}": seconds for name, seconds in cells.items()}
     if importlib.util.find_spec("torchft") is None:
         lines.append("  torchft: not measured, it is not installed (pip install torchft==0.2.0)")
     if not hivemind:

@@ -17,7 +17,13 @@ from common import OUT
 from diloco_arms import Arm, Size, train_arm
 
 SEED = 11
-TRIED: list[str] = []
+TRIED = [
+    "ddp:lr=6e-3",
+    "ddp:lr=1e-2",
+    "ddp:lr=1.5e-2",
+    "diloco:codec=int4,lr=6e-3,eta=1.0,mu=0.8,fade=8",
+    "diloco:codec=int4,lr=6e-3,mu=0.8,fade=8,beta2=0.99",
+]
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ for _name in (
     "altered",
     "attacks",
     "checking",
+    "diloco",
     "diloco_arms",
     "diloco_model",
     "forgers",

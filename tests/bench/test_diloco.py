@@ -1,8 +1,10 @@
 """Workers side by side in one buffer train as each would alone."""
 
 import numpy as np
+import pytest
 import torch
 
+from diloco import MAIN, find_figures, find_large
 from diloco_arms import Arm, Inner, Site, Size, Start
 from diloco_model import SYMBOLS, Shape, Stack, init_rows
 
@@ -56,3 +58,15 @@ def test_a_round_leaves_every_worker_with_the_outer_weights_and_counts_its_bytes
         assert torch.equal(rows[:, last], site.weights[last].expand(4, -1))
         assert sorted(np.concatenate([part.numpy() for part in site.bounds])) == list(range(SHAPE.num_params))
     assert site.bytes_sent == 4 * SHAPE.num_params
+
+
+def test_gaps_are_positive_where_diloco_is_worse_and_shares_are_of_the_gain() -> None:
+    losses = {"one worker": 1.7, "data parallel": 1.6, "data parallel tuned": 1.5}
+    found = {arm.name: [{"loss": losses.get(arm.name, 1.55), "bytes": 800 if arm.kind == "ddp" else 2}] for arm in MAIN}
+    figures = find_figures(found)
+    assert figures["loss_gap_to_ddp"] == pytest.approx(-0.05)
+    assert figures["loss_gap_to_tuned_ddp"] == pytest.approx(0.05)
+    assert figures["gain_over_single"] == pytest.approx(0.15) and figures["bytes_ratio_int4"] == 400
+    large = find_large(found)
+    assert large["large_share_of_ddp"] == pytest.approx(1.5)
+    assert large["large_share_of_tuned_ddp"] == pytest.approx(0.75)
