@@ -29,7 +29,7 @@ from shoal.tasks.source import open_tasks
 
 EXAMPLES = 2
 """tasks of each rule whose answers are shown"""
-FULL, QUICK = (200, 4), (24, 2)
+FULL, QUICK = (160, 2), (24, 2)
 """held-out tasks, and samples of each"""
 
 

@@ -51,7 +51,7 @@ def read_place(place: str) -> Iterator[TaskRecord]:
             shots, inner = split_shots(place, rest)
             return put_in_chat(read_place(inner), shots)
         case "rules":
-            return _check_count(place, make_rules(count := _read_count(place, rest)), count)
+            return _make_rules(place, _read_count(place, rest))
         case "gym":
             return _make_records(*_split_count(place, rest), prefix=GYM)
         case "family":
@@ -80,10 +80,9 @@ def _read_count(place: str, text: str) -> int:
     return count
 
 
-def _check_count(place: str, records: Iterator[TaskRecord], count: int) -> Iterator[TaskRecord]:
-    """The same records; SetError if they are fewer than was said."""
+def _make_rules(place: str, count: int) -> Iterator[TaskRecord]:
     found = 0
-    for record in records:
+    for record in make_rules(count):
         found += 1
         yield record
     if found < count:

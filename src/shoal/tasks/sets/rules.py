@@ -80,16 +80,22 @@ def _draw_rule(kind: int, rng: random.Random) -> _Rule:
             return _Rule("in lowercase letters only", "change_case:english_lowercase", {}, "i like {}.".format)
         case 1:
             word = rng.choice(_WORDS)
-            kept = {"keywords": [word]}
-            return _Rule(f'with the word "{word}" in it', "keywords:existence", kept, f"I like {{}}, {word}.".format)
+            said, solve = f'with the word "{word}" in it', f"I like {{}}, {word}.".format
+            return _Rule(said, "keywords:existence", {"keywords": [word]}, solve)
         case 2:
             return _Rule("without any commas", "punctuation:no_comma", {}, "I like {}.".format)
         case 3:
             limit = rng.randint(6, 10)
-            kept = {"num_words": limit, "relation": _FEWER}
-            return _Rule(f"in fewer than {limit} words", "length_constraints:number_words", kept, "I like {}.".format)
+            settings = {"num_words": limit, "relation": _FEWER}
+            said = f"in fewer than {limit} words"
+            return _Rule(said, "length_constraints:number_words", settings, "I like {}.".format)
+        case _:
+            return _draw_letters(rng)
+
+
+def _draw_letters(rng: random.Random) -> _Rule:
     letter, limit = rng.choice(_LETTERS), rng.randint(2, 4)
-    kept = {"letter": letter, "let_frequency": limit, "let_relation": _FEWER}
+    settings = {"letter": letter, "let_frequency": limit, "let_relation": _FEWER}
+    said = f'with the letter "{letter}" fewer than {limit} times'
     # Nothing is said of the topic here: its own name may hold the letter too often.
-    words = f'with the letter "{letter}" fewer than {limit} times'
-    return _Rule(words, "keywords:letter_frequency", kept, lambda topic: "I run.")
+    return _Rule(said, "keywords:letter_frequency", settings, lambda topic: "I run.")
