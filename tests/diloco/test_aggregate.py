@@ -122,7 +122,9 @@ def test_one_of_four_cannot_turn_the_mean_around(factor: float) -> None:
 def test_the_sum_of_squares_is_right() -> None:
     for size in (0, 1, 2, 3, 7, 1000):
         vector = draw_vector(1)[:size]
-        assert sum_squares(vector.__getitem__, vector.size) == pytest.approx(float((vector.astype(np.float64) ** 2).sum()), rel=1e-12)
+        assert sum_squares(vector.__getitem__, vector.size) == pytest.approx(
+            float((vector.astype(np.float64) ** 2).sum()), rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("codec", ["int4", "int8", "topk"])
