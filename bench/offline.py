@@ -39,6 +39,7 @@ from shoal.tasks.sets import TaskRecord, TaskSet
 CONFIG = "examples/sort.toml"
 KINDS = {"easy": (3, 4), "right": (8, 10), "hopeless": (22, 24)}
 PER_KIND = 320
+EVAL_TASKS = 96
 MAX_TOKENS = 26
 RATES = (0.125, 0.75)
 START = ["steps=0", "eval.tasks=8"]
@@ -81,7 +82,7 @@ def run_arm(arm: str, seed: int, share: int) -> Lines:
         "warmup.steps=0",
         "warmup.options={}",
         f"engine.max_tokens={MAX_TOKENS}",
-        "eval.tasks=96",
+        f"eval.tasks={EVAL_TASKS}",
     ]
     steps = STEPS[arm] // share
     settings += [f"steps={steps}", f"eval.every={max(1, steps // 8)}"]

@@ -27,19 +27,25 @@ _MAX_SENTENCE = 200
 
 def try_options(dataset: str, options: Mapping[str, Option]) -> None:
     """ConfigError for options with which tasks cannot be made, or not within the limits."""
-    job = json.dumps({"dataset": dataset, "options": dict(options)})
+    told = _run_trial(json.dumps({"dataset": dataset, "options": dict(options)}))
+    if told is None:
+        return
+    limits = f"{NUM_TASKS} tasks took more than {CPU_S} s of CPU time or {MEMORY_BYTES >> 30} GiB"
+    raise ConfigError(told or f"tasks.options: gym_{dataset} cannot be made with them ({limits})")
+
+
+def _run_trial(job: str) -> str | None:
+    """None if all went well, or else what is to be said about it; nothing, where a limit ended the process."""
     command = [sys.executable, "-m", "shoal.tasks.trial"]
     try:
         done = subprocess.run(
             command, input=job, capture_output=True, text=True, errors="replace", timeout=WALL_S, check=False
         )
     except subprocess.TimeoutExpired:
-        done = None
-    if done is not None and done.returncode == 0:
-        return
-    told = done.stdout.strip()[:_MAX_SENTENCE] if done is not None and done.returncode == 1 else ""
-    limits = f"{NUM_TASKS} tasks took more than {CPU_S} s of CPU time or {MEMORY_BYTES >> 30} GiB"
-    raise ConfigError(told or f"tasks.options: gym_{dataset} cannot be made with them ({limits})")
+        return ""
+    if done.returncode == 0:
+        return None
+    return done.stdout.strip()[:_MAX_SENTENCE] if done.returncode == 1 else ""
 
 
 def main() -> int:
