@@ -82,6 +82,14 @@ def test_the_speed_up_is_that_of_mean_times_and_is_not_stated_where_one_run_does
     assert "| 2 | 2 5 | 2 - | 3 - |" in format_tables({0: [slow, slow], 2: [fast, lame]}).splitlines()
 
 
+def test_the_time_before_the_first_training_step_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "TARGETS", (0.6,))
+    monkeypatch.setattr(overlap, "TARGET", 0.6)
+    figures = collect_figures({0: [make_summary()], 2: [make_summary(level=2, window=(3.0, 7.0))]})
+    assert figures["speedup_k2"] == 1.0
+    assert figures["speedup_from_first_step_k2"] == pytest.approx(2.5 / 1.5)
+
+
 def test_a_summary_is_the_same_after_it_was_kept() -> None:
     summary = make_summary()
     kept = Summary(**json.loads(json.dumps(asdict(summary))))
