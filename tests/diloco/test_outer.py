@@ -43,7 +43,7 @@ def test_steady_drift_is_amplified_sevenfold() -> None:
 
 def test_at_outer_rate_one_what_the_peers_reach_is_held_from_the_second_round_on() -> None:
     """In a direction that peers run to its minimum (here 0.25) d = theta - minimum; 0.7 takes longer to settle."""
-    paths = {}
+    paths: dict[float, list[float]] = {}
     for lr in (0.7, 1.0):
         part = FragmentState(0, 0, np.ones(1, dtype=np.float32), np.zeros(1, dtype=np.float32))
         paths[lr] = []

@@ -105,7 +105,8 @@ def walk_chain(path: Path, run: str, reducer: str, head_path: Path | None = None
     if not path.exists():
         return
     head = _open_head(head_path, run, reducer) if head_path is not None and head_path.exists() else None
-    frontier, prev, root = Frontier(), None, ""
+    frontier, root = Frontier(), ""
+    prev: Event | None = None
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES + 1), b"")):
             event = _parse_event(line.removesuffix(b"\n"), number)
