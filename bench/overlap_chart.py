@@ -27,7 +27,7 @@ def draw_overlap(runs: Runs, name: str) -> None:
     save_picture(figure, name)
 
 
-def draw_curves(runs: Runs, target: float, name: str) -> None:
+def draw_curves(runs: Runs, name: str) -> None:
     """Held-out pass rates, sampled, each seed thin and their mean thick."""
     figure, axes = open_plots().subplots(1, 2, figsize=(9, 3.6), dpi=120, sharey=True)
     for colour, (level, seeds) in enumerate(runs.items()):
@@ -40,7 +40,6 @@ def draw_curves(runs: Runs, target: float, name: str) -> None:
         rates = [mean(column) for column in zip(*([rate for _, rate, _ in run.evals] for run in seeds), strict=True)]
         axes[0].plot(versions, rates, color=f"C{colour}", linewidth=2, label=f"k = {level}")
     for panel, label in zip(axes, ("step", "seconds since v0"), strict=True):
-        panel.axhline(target, color="0.6", linewidth=0.8, linestyle=":")
         panel.set(xlabel=label, ylim=(0, 1))
         panel.grid(alpha=0.3)
     axes[0].set_ylabel("held-out pass rate, sampled")

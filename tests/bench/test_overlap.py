@@ -66,8 +66,8 @@ def test_a_target_is_reached_between_two_evaluations_on_a_straight_line() -> Non
 def test_the_speed_up_is_that_of_mean_times_and_is_not_stated_where_one_run_does_not_get_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(overlap, "TARGETS", (0.5, 0.6, 0.7))
-    monkeypatch.setattr(overlap, "TARGET", 0.6)
+    monkeypatch.setattr(overlap, "SHARES", (0.5, 0.75, 1.0))
+    monkeypatch.setattr(overlap, "SHARE", 0.75)
     fast = make_summary(level=2, written=[1.5, 3.0], window=(1.0, 3.0), ages=[1.0, 2.0], age_max=2.0)
     slow = make_summary()
     figures = collect_figures({0: [slow, slow], 2: [fast, fast]})
@@ -79,15 +79,15 @@ def test_the_speed_up_is_that_of_mean_times_and_is_not_stated_where_one_run_does
     lame = make_summary(level=2, evals=[(0, 0.2, 0.3), (2, 0.55, 0.6)])
     figures = collect_figures({0: [slow, slow], 2: [fast, lame]})
     assert "speedup_k2" not in figures and "speedup_to_0.5_k2" in figures
-    assert "| 2 | 2 5 | 2 - | 3 - |" in format_tables({0: [slow, slow], 2: [fast, lame]}).splitlines()
+    assert "| 2 | 2 5 | 2 - | 3 - | 1.5 |" in format_tables({0: [slow, slow], 2: [fast, lame]}).splitlines()
 
 
 def test_the_time_before_the_first_training_step_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "TARGETS", (0.6,))
-    monkeypatch.setattr(overlap, "TARGET", 0.6)
+    monkeypatch.setattr(overlap, "SHARES", (0.75,))
+    monkeypatch.setattr(overlap, "SHARE", 0.75)
     figures = collect_figures({0: [make_summary()], 2: [make_summary(level=2, window=(3.0, 7.0))]})
     assert figures["speedup_k2"] == 1.0
-    assert figures["speedup_from_first_step_k2"] == pytest.approx(2.5 / 1.5)
+    assert figures["speedup_from_first_step_k2"] == pytest.approx(2.875 / 1.875)
 
 
 def test_a_summary_is_the_same_after_it_was_kept() -> None:
