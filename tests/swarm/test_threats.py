@@ -172,7 +172,7 @@ THREATS = {
     """,
     "malicious coordinator": """
         api/test_client.py::test_a_lease_that_is_not_signed_as_it_was_sent_is_not_worked_for
-        api/test_client.py::test_a_redirect_is_a_refusal_and_never_followed
+        api/test_client.py::test_a_redirect_is_no_answer_and_never_followed
         api/test_client.py::test_work_without_measure_is_not_done
         api/test_client.py::test_a_server_that_stalls_or_talks_nonsense_is_given_up
     """,
