@@ -94,8 +94,18 @@ def find_summary(config: LaunchConfig, out: Path, *, fresh: bool = False) -> Sum
     summary = summarise_run(prepared, cpu_s)
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(asdict(summary)).encode())
-    remove_dir(prepared.layout.root)
+    if silent := list_silent(summary):
+        print(f"{prepared.layout.root} is kept: {', '.join(silent)} did nothing in its last third", file=sys.stderr)
+    else:
+        remove_dir(prepared.layout.root)
     return summary
+
+
+def list_silent(summary: Summary) -> list[str]:
+    """Workers and validators that did nothing in the last third of a run: what became of them is in its folder."""
+    begin, end = summary.window
+    late = end - (end - begin) / 3
+    return [part for part, busy in summary.busy.items() if part.startswith(_NICED) and max(busy)[1] < late]
 
 
 def hash_settings(config: LaunchConfig) -> str:

@@ -18,7 +18,7 @@ sys.path.remove(_FOLDER)
 
 import overlap  # noqa: E402
 from overlap import collect_figures, find_crossing, format_tables  # noqa: E402
-from swarms import Summary, hash_settings, load_swarm, read_seconds  # noqa: E402
+from swarms import Summary, hash_settings, list_silent, load_swarm, read_seconds  # noqa: E402
 from unequal import compare_samples  # noqa: E402
 
 
@@ -88,6 +88,12 @@ def test_the_time_before_the_first_training_step_can_be_left_out(monkeypatch: py
     figures = collect_figures({0: [make_summary()], 2: [make_summary(level=2, window=(3.0, 7.0))]})
     assert figures["speedup_k2"] == 1.0
     assert figures["speedup_from_first_step_k2"] == pytest.approx(2.875 / 1.875)
+
+
+def test_a_part_that_fell_silent_is_told() -> None:
+    assert list_silent(make_summary()) == ["worker-1"], "4.0 of 6.0 seconds is before the last third"
+    busy = {"trainer": [(2.0, 3.0)], "worker-1": [(0.0, 2.5), (5.0, 6.0)], "validator-1": [(0.0, 9.0)]}
+    assert list_silent(make_summary(busy=busy)) == []
 
 
 def test_a_summary_is_the_same_after_it_was_kept() -> None:
