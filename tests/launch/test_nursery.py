@@ -51,7 +51,7 @@ def test_a_fork_is_our_child_under_its_own_name_and_leaves_its_words_and_its_cod
         fields = Path(f"/proc/{part.pid}/stat").read_text().rpartition(")")[2].split()
         name = Path(f"/proc/{part.pid}/cmdline").read_bytes()
         session = os.getsid(part.pid)
-        part.send_signal(signal.SIGKILL)
+        os.kill(part.pid, signal.SIGKILL)
         assert session == part.pid
         return int(fields[1]), await part.wait(), name, await wrong.wait(), part.pid
 
@@ -75,7 +75,7 @@ def test_parts_outlive_their_nursery(tmp_path: Path) -> None:
             assert part.returncode is None
             with pytest.raises(NurseryError):
                 nursery.fork(("keygen",), log)
-        part.send_signal(signal.SIGTERM)
+        os.kill(part.pid, signal.SIGTERM)
         return await part.wait()
 
     assert use_nursery(work) == 0

@@ -3,11 +3,14 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from shoal.launch.part import Part, read_last_line
+from shoal.launch.part import Child, Part, Process, read_last_line
 from shoal.launch.supervise import Supervisor
 
 PATIENCE_S = 60.0
@@ -87,6 +90,15 @@ def test_a_second_signal_ends_even_the_deaf_at_once(tmp_path: Path) -> None:
 
     states = asyncio.run(go()).states
     assert [states[name].last_code for name in "ab"] == [-signal.SIGKILL] * 2
+
+
+def test_a_signal_to_one_that_has_just_died_leaves_its_exit_code_to_who_waits() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and its code was not taken
+    Process(Part(name="a", arguments=(), rank=0), cast(Child, child)).signal(signal.SIGTERM)
+    assert os.waitpid(child.pid, 0) == (child.pid, signal.SIGKILL)
+    child.wait()
 
 
 @pytest.mark.parametrize(

@@ -149,10 +149,6 @@ class Fork:
         assert self.returncode is not None, "it has ended"
         return self.returncode
 
-    def send_signal(self, number: int) -> None:
-        """Send it a signal; it has not ended, for its code was not taken yet."""
-        signal.pidfd_send_signal(self._descriptor, number)
-
     def _take_code(self) -> None:
         self._loop.remove_reader(self._descriptor)
         os.close(self._descriptor)

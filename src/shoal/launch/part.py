@@ -44,8 +44,6 @@ class Child(Protocol):
 
     async def wait(self) -> int: ...
 
-    def send_signal(self, number: int, /) -> None: ...
-
 
 class Process:
     """A part that runs, in a process group of its own; it does not outlive the one that started it."""
@@ -83,13 +81,13 @@ class Process:
         """Send it a signal, and a kill to all that it started; one that has ended is no error."""
         if self._process.returncode is not None:
             return
-        if number == signal.SIGKILL:
-            try:
-                os.killpg(self.pid, number)
-            except ProcessLookupError:
-                return
-        else:
-            self._process.send_signal(number)
+        # By number: the signal of `subprocess` first asks whether the child has ended, and that takes the exit code
+        # away from the one who waits for it.
+        send = os.killpg if number == signal.SIGKILL else os.kill
+        try:
+            send(self.pid, number)
+        except ProcessLookupError:
+            return
 
 
 def open_log(folder: Path, name: str) -> IO[bytes]:
