@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=list(TARGETS), help="compare these (default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="with these seeds (default: 0 1 2)")
     flags = parser.parse_args()
-    steps, seeds, names = (16, SEEDS[:1], ["long", "control"]) if flags.quick else (30, SEEDS, list(TARGETS))
+    steps, seeds, names = (16, SEEDS[:1], ["long", "control"]) if flags.quick else (60, SEEDS, list(TARGETS))
     names, seeds = flags.arms or names, flags.seeds or seeds
     if flags.only:
         arm, _, seed = flags.only.partition(":")
