@@ -213,7 +213,7 @@ def _add_calibrate(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="as the verifier loads it (%(default)s)")
     add("--backend", choices=("torch",), default="torch", help="engine of verifier and workers (%(default)s)")
     add("--samples", type=int, default=4096, metavar="N", help="honest chunks of 32 tokens to measure (%(default)s)")
-    add("--rate", type=float, default=1e-4, metavar="R", help="false alarms per rollout, all checks (%(default)s)")
+    add("--rate", type=float, default=1e-9, metavar="R", help="false alarms per rollout, all checks (%(default)s)")
     add("--confidence", type=float, default=0.95, metavar="C", help="that they are no more frequent (%(default)s)")
     add("--tokens", type=int, default=128, metavar="N", help="length of the rollouts (%(default)s)")
     add("--temperature", type=float, default=1.0, metavar="T", help="lowest that will be used (%(default)s)")

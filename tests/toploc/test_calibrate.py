@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.cli import main
+from shoal.cli import _build_parser, main
 from shoal.engine.torch import TorchEngine
 from shoal.errors import ConfigError
 from shoal.policy.model import Policy, save_policy
 from shoal.rollout import Finish, Request
 from shoal.toploc import calibrate, probe
-from shoal.toploc.calibrate import Plan, calibrate_policy, cross_check, format_table, measure_way, run_calibration
+from shoal.toploc.calibrate import RATE, Plan, calibrate_policy, cross_check, format_table, measure_way, run_calibration
 from shoal.toploc.calibration import Calibration, load_calibration
 from shoal.toploc.chunks import STATISTICS, ChunkStats
 from shoal.toploc.prompts import Source, draw_requests
@@ -164,7 +164,7 @@ def test_mistakes_are_one_sentence(
 def test_its_help_does_not_import_torch() -> None:
     code = """
 import contextlib, io, sys
-from shoal.cli import main
+from shoal.cli import _build_parser, main
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
     main(["calibrate", "--help"])
 sys.exit("torch" in sys.modules)
@@ -288,3 +288,7 @@ def test_ways_follow_the_dtype() -> None:
     names = [way.name for way in list_ways("bfloat16", threads=1, mixed=True)]
     assert "replayed in float64" not in names and names[-1] == "worker in float32"
     assert list_ways("float32", threads=1, mixed=True)[-1].dtype == "bfloat16"
+
+
+def test_the_command_states_the_rate_of_a_run() -> None:
+    assert _build_parser().parse_args(["calibrate", "model"]).rate == Plan(source=SOURCE).rate == RATE

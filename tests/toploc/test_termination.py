@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.rollout import Finish, Rollout, VersionRange
+from shoal.toploc.calibrate import RATE
+from shoal.toploc.calibration import SHARES
 from shoal.toploc.finding import Check
 from shoal.toploc.shape import check_odds
 from shoal.toploc.termination import RHOS, check_ending, check_probability, trace_hazard
@@ -78,6 +80,13 @@ def test_an_end_where_none_was_likely_is_evidence() -> None:
     rare = np.full(50, 1e-9)
     assert check_odds(Check.HAZARD, trace_hazard(rare, stopped=True), 1e-5).failed
     assert not check_odds(Check.HAZARD, trace_hazard(rare, stopped=False), 1e-5).failed
+
+
+def test_at_the_rate_of_a_run_a_rare_end_is_chance_and_an_impossible_one_is_not() -> None:
+    share = RATE / SHARES
+    for probability, failed in ((1e-4, False), (1e-7, False), (1e-14, True)):
+        odds = check_odds(Check.HAZARD, trace_hazard(np.full(20, probability), stopped=True), share)
+        assert odds.failed is failed
 
 
 def test_going_on_where_an_end_was_due_is_evidence() -> None:

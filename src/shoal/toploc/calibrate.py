@@ -29,6 +29,9 @@ from shoal.toploc.variants import Way, cast_models, list_ways, replay_way, run_w
 from shoal.toploc.verify import verify_batch
 
 Note = Callable[[str], None]
+RATE = 1e-9
+"""False alarms per rollout. What fails here convicts, and all validators see the same numbers: a second opinion does
+not make chance rarer. A run replays millions of rollouts, and none of its honest nodes may be banned by chance."""
 LEAST_SAMPLES = 1000
 """Chunks below which groups are too small to say anything."""
 _BATCH = 64
@@ -44,7 +47,7 @@ class Plan:
     source: Source
     samples: int = 4096
     """honest chunks, all variants together"""
-    rate: float = 1e-4
+    rate: float = RATE
     """false alarms per rollout"""
     confidence: float = 0.95
     threads: int = 2

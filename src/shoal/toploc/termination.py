@@ -24,7 +24,8 @@ import numpy as np
 from shoal.rollout import Finish, Rollout
 from shoal.toploc.finding import Check, Finding
 
-RHOS = (0.01, 0.1, 10.0, 1e2, 1e3, 1e4, 1e5, 1e6, 1e8)
+RHOS = (0.01, 0.1, 10.0, 1e2, 1e3, 1e4, 1e5, 1e6, 1e8, 1e12, 1e16)
+"""The largest is far beyond what a rate can ask for: a single end that was impossible is enough."""
 
 
 def check_ending(rollout: Rollout, *, eos_id: int, max_tokens: int) -> Finding:
