@@ -17,9 +17,9 @@ from shoal.commands.swarm_call import Outcome
 from shoal.errors import ConfigError
 from shoal.keys import Key
 from shoal.swarm.asking import RefusedError, UnreachableError
-from shoal.swarm.client import OpenClient
 from shoal.swarm.event import Event, Kind, seal_event
 from shoal.swarm.head import SignedHead
+from shoal.swarm.open_client import OpenClient
 from shoal.swarm.params import RunParams
 from shoal.swarm.postings import Posting
 from shoal.swarm.service import Service, ServiceConfig, open_service

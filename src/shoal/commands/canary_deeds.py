@@ -12,9 +12,9 @@ from shoal.files import write_atomic
 from shoal.keys import Key
 from shoal.redteam.bad_work import BadWork
 from shoal.redteam.nest import PLANTED, REVEALED, SEALED, SEALING, Nest, load_owner
-from shoal.swarm.client import OpenClient
 from shoal.swarm.messages import Action, CanaryGrade, CanaryReveal, Command, CommandAnswer
 from shoal.swarm.messages.operator import MAX_SEALS
+from shoal.swarm.open_client import OpenClient
 from shoal.swarm.seals import sign_seal
 
 _GRADES = "grades.json"

@@ -30,8 +30,8 @@ from shoal.redteam.bad_work import BadWork
 from shoal.redteam.nest import Nest
 from shoal.redteam.registry import check_cheat, make_authors
 from shoal.swarm.asking import UnreachableError
-from shoal.swarm.client import OpenClient
 from shoal.swarm.messages import CommandAnswer, SubmissionState
+from shoal.swarm.open_client import OpenClient
 
 if TYPE_CHECKING:
     from shoal.node.session import Session

@@ -18,13 +18,13 @@ from shoal.errors import ConfigError
 from shoal.swarm.asking import UnreachableError
 from shoal.swarm.balances import BALANCES
 from shoal.swarm.bundle import Bundle
-from shoal.swarm.client import OpenClient
 from shoal.swarm.db import EVENT, HEAD, MERKLE_NODE, POSTING, open_engine
 from shoal.swarm.descriptor import Descriptor
 from shoal.swarm.event import GENESIS_PREV, Event, EventError
 from shoal.swarm.head import HeadError, SignedHead
 from shoal.swarm.merkle import Frontier, hash_leaf, load_frontier
 from shoal.swarm.migrate import upgrade_schema
+from shoal.swarm.open_client import OpenClient
 from shoal.swarm.projection import apply_event
 from shoal.swarm.rows import TILE_LEVEL, NodeReader, count_events, read_event, read_heads
 from shoal.swarm.state import PROJECTIONS

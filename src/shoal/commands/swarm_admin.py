@@ -11,8 +11,8 @@ from shoal.commands.swarm_call import Outcome, fetch_descriptor, open_client, ru
 from shoal.commands.swarm_settings import explain_params, parse_changes
 from shoal.errors import ConfigError
 from shoal.keys import Key, check_public
-from shoal.swarm.client import OpenClient
 from shoal.swarm.messages import Action, Command, CommandAnswer, SignedCommand, sign_message
+from shoal.swarm.open_client import OpenClient
 from shoal.swarm.params import RunParams, check_change, dump_params
 
 _ACTIONS = {"redeemed": Action.REDEEM_DONE, "unredeemed": Action.REDEEM_FAILED}

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 from shoal.console import clean_text
 from shoal.errors import ConfigError
 from shoal.swarm.asking import Asker, Patience, RefusedError, UnreachableError
-from shoal.swarm.client import OpenClient
 from shoal.swarm.descriptor import MAX_DESCRIPTOR_BYTES, Descriptor, open_descriptor
 from shoal.swarm.head import ForkError
 from shoal.swarm.keepsakes import KeepError
 from shoal.swarm.link import Deadlines, Link, Place, parse_place
+from shoal.swarm.open_client import OpenClient
 from shoal.swarm.tags import DocumentError
 
 EXIT_REFUSED = 1

@@ -15,7 +15,6 @@ from shoal.errors import ConfigError
 from shoal.files import write_output
 from shoal.keys import Key, check_public
 from shoal.swarm.api.answers import Done
-from shoal.swarm.client import OpenClient
 from shoal.swarm.clock import read_clock, show_time
 from shoal.swarm.delegation import MAX_LIFETIME_MS, Grant, Scope, sign_delegation, sign_revocation
 from shoal.swarm.messages import (
@@ -32,6 +31,7 @@ from shoal.swarm.messages import (
     sign_message,
 )
 from shoal.swarm.messages.signing import Signable
+from shoal.swarm.open_client import OpenClient
 
 DAY_MS = 86_400_000
 MAX_DAYS = MAX_LIFETIME_MS // DAY_MS - 1

@@ -14,9 +14,9 @@ from shoal.launch.prepare import Prepared
 from shoal.launch.supervise import Supervisor
 from shoal.report import read_metrics
 from shoal.swarm.asking import Asker, Patience, RefusedError, UnreachableError
-from shoal.swarm.client import OpenClient
 from shoal.swarm.link import GLANCE, Link, parse_place
 from shoal.swarm.messages import LeaderLine, Status
+from shoal.swarm.open_client import OpenClient
 
 METRICS, EVALS = "metrics.jsonl", "eval.jsonl"
 """where trainer and evaluator write (`shoal.trainer.evals`, which would bring torch with it)"""

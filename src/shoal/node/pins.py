@@ -14,9 +14,9 @@ from shoal.errors import AwayError, ConfigError
 from shoal.files import write_atomic
 from shoal.node.waits import RoleWaits, WaitError
 from shoal.swarm.asking import Asker, Patience, RefusedError, UnreachableError
-from shoal.swarm.client import OpenClient
 from shoal.swarm.descriptor import MAX_DESCRIPTOR_BYTES, Descriptor, open_descriptor
 from shoal.swarm.link import parse_place
+from shoal.swarm.open_client import OpenClient
 from shoal.swarm.tags import DocumentError
 
 _NAME = "descriptor.json"

@@ -13,12 +13,12 @@ from shoal.files import write_output
 from shoal.keys import Key
 from shoal.swarm.asking import Asker
 from shoal.swarm.carrier import MAX_ANSWER_BYTES
-from shoal.swarm.client import OpenClient, parse_answer
 from shoal.swarm.client_auth import RequestSigner
 from shoal.swarm.intake import Intake
 from shoal.swarm.keepsakes import KeepError
 from shoal.swarm.link import Answer, Link, Place
 from shoal.swarm.messages import EvidenceAnswer, open_message
+from shoal.swarm.open_client import OpenClient, parse_answer
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.tags import DocumentError, Tag, open_document
 

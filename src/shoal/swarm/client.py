@@ -20,31 +20,20 @@ All methods raise `RefusedError` (a final no), `UnreachableError` (no answer aft
 import asyncio
 import os
 import threading
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from shoal.errors import ConfigError
 from shoal.keys import Key
 from shoal.swarm.api.answers import (
     BlobLink,
-    BundleAnswer,
-    ChallengeAnswer,
     Done,
-    Explanation,
-    HeadAnswer,
-    Leaders,
-    ProofAnswer,
 )
-from shoal.swarm.api.pages import PageAnswer, ParamsAnswer
-from shoal.swarm.asking import Asker, RefusedError, UnreachableError
-from shoal.swarm.bundle import Bundle
+from shoal.swarm.asking import Asker, RefusedError
 from shoal.swarm.carrier import MAX_ANSWER_BYTES, Carrier
 from shoal.swarm.client_auth import RequestSigner
-from shoal.swarm.event import Event, EventError
-from shoal.swarm.head import ForkError, HeadError, HeadKeeper, Relation, SignedHead, decode_proof
+from shoal.swarm.head import ForkError, HeadError, HeadKeeper, Relation, SignedHead
 from shoal.swarm.intake import Intake
 from shoal.swarm.keepsakes import KeepError, Keepsakes
 from shoal.swarm.link import Answer, Link, Place
@@ -66,116 +55,22 @@ from shoal.swarm.messages import (
     SignedManifest,
     SignedVerdict,
     SignedVersion,
-    Status,
     VerdictAnswer,
     VerdictStatement,
     VersionAnswer,
     VersionStatement,
     sign_message,
 )
-from shoal.swarm.papers import MAX_CALIBRATION_BYTES, MAX_TASKS_BYTES
-from shoal.swarm.params import RunParams, parse_params
+from shoal.swarm.open_client import Model, OpenClient, parse_answer, parse_head
 from shoal.swarm.stores import Stores
 from shoal.swarm.work import read_challenge, solve_challenge
 
 MAX_BATCH_BYTES = 1 << 25
-MAX_PAGE_BYTES = 1 << 22
 MAX_WORK = 1 << 30
 """hashes that a node does at most to join: some minutes"""
 _PROOF_TRIES = 3
 _UPLOAD_HERE = frozenset({"no_file", "blob", "upload_here"})
 """codes of refused receipts for files that were put into a store: the coordinator takes them itself"""
-
-Model = TypeVar("Model", bound=BaseModel)
-
-
-class OpenClient:
-    """What everybody may ask, without a key."""
-
-    def __init__(self, place: Place, *, link: Link | None = None, asker: Asker | None = None) -> None:
-        self._link = link or Link(place)
-        self._asker = asker or Asker()
-
-    async def read_status(self) -> Status:
-        """The run at a glance."""
-        return await self._get("/v1/status", Status)
-
-    async def read_leaders(self) -> Leaders:
-        """Owners by accepted tokens."""
-        return await self._get("/v1/leaders", Leaders)
-
-    async def explain(self, submission: str) -> Explanation:
-        """All that is known of a submission, in words."""
-        return await self._get(f"/v1/submissions/{submission}/explanation", Explanation)
-
-    async def read_descriptor(self) -> bytes:
-        """The run's descriptor, signed; not checked here."""
-        return (await self._get_answer("/v1/descriptor")).body
-
-    async def read_challenge(self, node: str) -> str:
-        """The work to do before joining."""
-        return (await self._get(f"/v1/challenges/{node}", ChallengeAnswer)).challenge
-
-    async def read_head(self) -> SignedHead | None:
-        """The newest signed head; its signature is not looked at."""
-        text = (await self._get("/v1/head", HeadAnswer)).head
-        return None if text is None else _parse_head(text)
-
-    async def read_proof(self, old: int, new: int) -> tuple[bytes, ...]:
-        """What shall prove that the ledger of `new` events begins with that of `old`."""
-        return decode_proof(list((await self._get(f"/v1/proofs/{old}/{new}", ProofAnswer)).proof))
-
-    async def read_event(self, seq: int) -> bytes:
-        """An event with its proof (`Bundle.from_bytes`)."""
-        return (await self._get(f"/v1/events/{seq}", BundleAnswer)).bundle.encode()
-
-    async def read_page(self, first: int) -> list[Event]:
-        """Events from number `first` on, at least one, in order; nothing else about them is checked."""
-        answer = await self._get(f"/v1/ledger/{first}", PageAnswer, MAX_PAGE_BYTES)
-        try:
-            events = [Bundle.from_bytes(text.encode()).event for text in answer.events]
-        except EventError as error:
-            raise UnreachableError(f"the server sent events that are none: {error}") from None
-        if not events or [event.seq for event in events] != list(range(first, first + len(events))):
-            raise UnreachableError("the server sent other events than it was asked for")
-        return events
-
-    async def read_recipe(self) -> bytes:
-        """The bytes of the run's recipe; not checked here."""
-        return (await self._get_answer("/v1/recipe")).body
-
-    async def read_calibration(self) -> bytes:
-        """The bytes of the run's calibration; not checked here."""
-        return (await self._get_answer("/v1/calibration", MAX_CALIBRATION_BYTES)).body
-
-    async def read_tasks(self, size: int) -> bytes:
-        """The bytes of the run's task set, `size` at most; not checked here."""
-        return (await self._get_answer("/v1/tasks", min(size, MAX_TASKS_BYTES))).body
-
-    async def read_params(self) -> RunParams:
-        """The run's parameters as they are now."""
-        answer = await self._get("/v1/params", ParamsAnswer)
-        try:
-            return parse_params(answer.params)
-        except ConfigError as error:
-            raise UnreachableError("the server sent no parameters of a run of this version") from error
-
-    async def bring(self, target: str, message: BaseModel, model: type[Model]) -> Model:
-        """Bring a statement that carries its own signature: an appeal, a revocation, a command."""
-        body = message.model_dump_json().encode()
-        headers = [("Content-Length", str(len(body))), ("Content-Type", "application/json")]
-        attempt = partial(self._link.ask, "POST", target, headers, body, MAX_ANSWER_BYTES)
-        return parse_answer(model, await self._asker.persist(attempt))
-
-    def close(self) -> None:
-        """Close what is idle."""
-        self._link.close()
-
-    async def _get(self, target: str, model: type[Model], max_bytes: int = MAX_ANSWER_BYTES) -> Model:
-        return parse_answer(model, await self._get_answer(target, max_bytes))
-
-    async def _get_answer(self, target: str, max_bytes: int = MAX_ANSWER_BYTES) -> Answer:
-        return await self._asker.persist(partial(self._link.ask, "GET", target, [], b"", max_bytes))
 
 
 class NodeClient(OpenClient):
@@ -233,7 +128,7 @@ class NodeClient(OpenClient):
         """Say that we live; the head that comes back is checked against the one held."""
         answer = await self._call("POST", "/v1/heartbeat", HeartbeatAnswer, beat)
         if answer.head is not None:
-            await self.check_head(_parse_head(answer.head))
+            await self.check_head(parse_head(answer.head))
         return answer
 
     async def check_newest(self) -> Relation | None:
@@ -397,19 +292,3 @@ class NodeClient(OpenClient):
             stop.set()
         assert stamp is not None, "nobody said stop"
         return stamp
-
-
-def parse_answer(model: type[Model], answer: Answer) -> Model:
-    """The message that an answer holds; `UnreachableError` if it holds none."""
-    try:
-        return model.model_validate_json(answer.body)
-    except ValidationError as error:
-        place = ".".join(str(part) for part in error.errors(include_input=False)[0]["loc"])[:80]
-        raise UnreachableError(f"the answer is not one of a coordinator of this version (at {place})") from None
-
-
-def _parse_head(text: str) -> SignedHead:
-    try:
-        return SignedHead.from_bytes(text.encode())
-    except HeadError as error:
-        raise KeepError(f"the coordinator showed no head: {error}") from None

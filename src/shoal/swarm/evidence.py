@@ -22,9 +22,9 @@ from shoal.swarm.messages import (
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.rows import list_events, read_event
 from shoal.swarm.state.nodes import find_node, find_owner
-from shoal.swarm.state.queue import VerdictRow, list_verdicts
 from shoal.swarm.state.steps import find_version
 from shoal.swarm.state.submissions import SubmissionRow, find_submission
+from shoal.swarm.state.verdicts import VerdictRow, list_verdicts
 from shoal.swarm.tags import Tag
 from shoal.swarm.turn import Turn
 

@@ -14,9 +14,10 @@ from shoal.swarm.postings import MICRO
 from shoal.swarm.rows import read_event
 from shoal.swarm.state.credit import find_appeal
 from shoal.swarm.state.history import find_history
-from shoal.swarm.state.queue import find_job, list_verdicts
+from shoal.swarm.state.queue import find_job
 from shoal.swarm.state.run import count_away, read_run
 from shoal.swarm.state.submissions import SubmissionRow, find_submission, list_duplicates
+from shoal.swarm.state.verdicts import list_verdicts
 from shoal.swarm.watching import describe_watch
 
 _PURSES = {

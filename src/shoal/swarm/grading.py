@@ -26,8 +26,8 @@ from shoal.swarm.rules.trust import BANNED_AT, LIMITED_AT, SILENT_AT, Side, next
 from shoal.swarm.settling import burn_credit
 from shoal.swarm.state.judges import find_grade, find_judge
 from shoal.swarm.state.nodes import find_node, find_owner
-from shoal.swarm.state.queue import VerdictRow
 from shoal.swarm.state.submissions import SubmissionRow
+from shoal.swarm.state.verdicts import VerdictRow
 from shoal.swarm.turn import Turn
 
 BOND = ("stake", "unbond")

@@ -30,9 +30,10 @@ from shoal.swarm.state.canaries import is_revealed
 from shoal.swarm.state.credit import find_appeal, last_appeal
 from shoal.swarm.state.judges import find_doubt
 from shoal.swarm.state.nodes import find_ban, find_node
-from shoal.swarm.state.queue import JobRow, VerdictRow, find_job, list_verdicts, list_waiting
+from shoal.swarm.state.queue import JobRow, find_job, list_waiting
 from shoal.swarm.state.run import count_away
 from shoal.swarm.state.submissions import SubmissionRow, find_submission
+from shoal.swarm.state.verdicts import VerdictRow, list_verdicts
 from shoal.swarm.tags import Tag
 from shoal.swarm.turn import Turn
 from shoal.swarm.watching import check_numbers, list_work

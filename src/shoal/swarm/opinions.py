@@ -24,8 +24,9 @@ from shoal.swarm.refusal import AuthError
 from shoal.swarm.state.history import is_watched
 from shoal.swarm.state.judges import find_judge
 from shoal.swarm.state.nodes import OwnerRow, find_node, find_owner, list_named
-from shoal.swarm.state.queue import JobRow, list_unheard, list_verdicts
+from shoal.swarm.state.queue import JobRow, list_unheard
 from shoal.swarm.state.submissions import SubmissionRow, find_submission
+from shoal.swarm.state.verdicts import list_verdicts
 from shoal.swarm.turn import Turn
 
 CONVICTIONS = 2

@@ -27,10 +27,10 @@ from shoal.swarm.settling import burn_credit
 from shoal.swarm.state.canaries import find_sealed
 from shoal.swarm.state.credit import has_appeal
 from shoal.swarm.state.nodes import find_ban, find_node, find_owner, first_join
-from shoal.swarm.state.queue import list_verdicts
 from shoal.swarm.state.spans import count_batched, count_signals
 from shoal.swarm.state.steps import find_step
 from shoal.swarm.state.submissions import SubmissionRow, find_submission
+from shoal.swarm.state.verdicts import list_verdicts
 from shoal.swarm.turn import Turn
 
 _PURSES = ("pending", "stake", "unbond", "avail")

@@ -22,8 +22,8 @@ from shoal.swarm.rules.width import Width, halve_width, raise_width
 from shoal.swarm.state.credit import find_appeal, find_loss, list_bonds
 from shoal.swarm.state.leases import LeaseRow, find_lease
 from shoal.swarm.state.nodes import OwnerRow, find_ban, find_node, find_owner
-from shoal.swarm.state.queue import VerdictRow
 from shoal.swarm.state.submissions import SubmissionRow
+from shoal.swarm.state.verdicts import VerdictRow
 from shoal.swarm.turn import Turn
 from shoal.swarm.watching import end_watch
 

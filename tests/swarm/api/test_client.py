@@ -15,7 +15,7 @@ import pytest
 from shoal.errors import ConfigError
 from shoal.keys import Key
 from shoal.swarm.asking import Asker, Patience, RefusedError, UnreachableError
-from shoal.swarm.client import NodeClient, OpenClient
+from shoal.swarm.client import NodeClient
 from shoal.swarm.client_auth import RequestSigner
 from shoal.swarm.clock import read_clock
 from shoal.swarm.event import Kind
@@ -23,6 +23,7 @@ from shoal.swarm.head import ForkError, Head, SignedHead, sign_head
 from shoal.swarm.keepsakes import KeepError
 from shoal.swarm.link import Deadlines, Link, parse_place
 from shoal.swarm.messages import Heartbeat, LeaseAnswer, Manifest, RolloutEntry
+from shoal.swarm.open_client import OpenClient
 from shoal.swarm.refusal import AuthError
 
 BEAT = Heartbeat(version=0)

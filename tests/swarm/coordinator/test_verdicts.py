@@ -6,9 +6,9 @@ from shoal.swarm.delegation import Scope
 from shoal.swarm.messages import Action, GroupFinding, SignedVerdict, Standing, SubmissionState, Verdict, sign_message
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.state.nodes import find_node, find_owner
-from shoal.swarm.state.queue import list_verdicts
 from shoal.swarm.state.spans import find_span
 from shoal.swarm.state.submissions import find_submission
+from shoal.swarm.state.verdicts import list_verdicts
 from shoal.swarm.tags import Tag, open_document
 
 

@@ -21,6 +21,7 @@ from shoal.swarm.mirror import Mirror, Seen
 from shoal.swarm.params import RunParams, dump_params
 from shoal.swarm.sql import Sql
 from shoal.swarm.state import credit, history, leases, nodes, queue, redeems, run, spans, steps, submissions
+from shoal.swarm.state.verdicts import VERDICT
 from shoal.swarm.status import build_status
 from shoal.swarm.turn import Setting
 from shoal.swarm.waits import WaitBook
@@ -139,7 +140,7 @@ def fill_queue(tables: Tables) -> None:
     tables.fill(queue.JOB, make_jobs(2, 60_000, turn=900, **theirs))
     verdicts = [{"submission": f"s{10_000 + place}", "round": 1, "validator": "v0"} for place in range(MANY)]
     verdicts += [{"submission": f"s{60_000 + place}", "round": 1, "validator": "v2"} for place in range(2)]
-    tables.fill(queue.VERDICT, verdicts)
+    tables.fill(VERDICT, verdicts)
     tables.fill(queue.LAPSE, [{"submission": "s50000", "owner": "judge-0", "validator": "v0", "round": 1}])
 
 
@@ -316,7 +317,7 @@ def test_the_next_job_is_the_one_that_a_plain_search_would_find(tables: Tables) 
     for seed in range(25):
         draw = random.Random(seed)
         jobs, verdicts, lapses = _draw_queue(draw, judges)
-        for table, rows in ((queue.JOB, jobs), (queue.VERDICT, verdicts), (queue.LAPSE, lapses)):
+        for table, rows in ((queue.JOB, jobs), (VERDICT, verdicts), (queue.LAPSE, lapses)):
             tables.connection.execute(table.delete())
             if rows:
                 tables.fill(table, rows)

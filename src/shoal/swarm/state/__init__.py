@@ -25,6 +25,7 @@ from shoal.swarm.state import (
     spans,
     steps,
     submissions,
+    verdicts,
 )
 
 Handler = Callable[[Event, Connection], None]
@@ -104,7 +105,7 @@ TABLES = (
     submissions.DUPLICATE,
     queue.JOB,
     queue.SERVED,
-    queue.VERDICT,
+    verdicts.VERDICT,
     queue.LAPSE,
     judges.DOUBT,
     judges.JUDGE,

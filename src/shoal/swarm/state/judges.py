@@ -14,7 +14,7 @@ from shoal.swarm.messages import Standing, SubmissionState, Verdict
 from shoal.swarm.rules.trust import Side, halve_silence, next_silence
 from shoal.swarm.sql import Sql, fetch_row, fetch_rows, insert_into, list_columns
 from shoal.swarm.state.nodes import find_node
-from shoal.swarm.state.queue import list_verdicts
+from shoal.swarm.state.verdicts import list_verdicts
 
 DOUBT = define_table(
     "doubt",

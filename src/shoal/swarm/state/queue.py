@@ -1,4 +1,4 @@
-"""The queue of submissions to judge, and the verdicts.
+"""The queue of submissions to judge.
 
     job: queued <-> claimed, -> done;   an appeal makes a done job queued again
 
@@ -17,10 +17,8 @@ from sqlalchemy import Column, Connection, Index, Text, text
 
 from shoal.swarm.db import INT64, define_table
 from shoal.swarm.event import Event, Kind
-from shoal.swarm.messages import Verdict
-from shoal.swarm.rules.outcome import CRASH_CHECK
-from shoal.swarm.rules.trust import is_sure
 from shoal.swarm.sql import Sql, fetch_number, fetch_row, fetch_rows, insert_into, list_columns
+from shoal.swarm.state.verdicts import note_result, record_verdict
 
 JOB = define_table(
     "job",
@@ -60,22 +58,6 @@ _index_some("job_tired", _WAITING, JOB.c.claims, JOB.c.submission)
 _index_some("job_doubted", _DOUBTED, JOB.c.since_ms, JOB.c.submission)
 _index_some("job_validator", _CLAIMED, JOB.c.validator)
 SERVED = define_table("served_owner", Column("owner", Text, primary_key=True), Column("seq", INT64, nullable=False))
-VERDICT = define_table(
-    "verdict",
-    Column("submission", Text, primary_key=True),
-    Column("round", INT64, primary_key=True, autoincrement=False),
-    Column("validator", Text, nullable=False),
-    Column("verdict", Text, nullable=False),
-    Column("tokens", INT64, nullable=False),
-    Column("crashed", INT64, nullable=False),
-    Column("appeal", INT64, nullable=False),
-    Column("time_ms", INT64, nullable=False),
-    Column("seq", INT64, nullable=False),
-    Column("state", Text, nullable=False),
-    Column("paid", INT64, nullable=False),
-    Column("signals", Text, nullable=False),
-    Column("sure", INT64, nullable=False),
-)
 LAPSE = define_table(
     "lapse",
     Column("submission", Text, primary_key=True),
@@ -113,29 +95,7 @@ class JobRow(NamedTuple):
     """share of rollouts that its last claim is about"""
 
 
-class VerdictRow(NamedTuple):
-    """A validator's word."""
-
-    submission: str
-    round: int
-    validator: str
-    verdict: str
-    tokens: int
-    crashed: int
-    appeal: int
-    time_ms: int
-    seq: int
-    state: str
-    """of the submission right after it"""
-    paid: int
-    """to the submission's owner by the outcome that it brought"""
-    signals: str
-    """of who accepts: a 1 or a 0 for each group, whether it has a signal"""
-    sure: int
-    """1 if its numbers are so far from their thresholds that no honest validator could find the opposite"""
-
-
-_JOBS, _VERDICTS = f"SELECT {list_columns(JOB)} FROM job", f"SELECT {list_columns(VERDICT)} FROM verdict"
+_JOBS = f"SELECT {list_columns(JOB)} FROM job"
 _SELECT_JOB = Sql(f"{_JOBS} WHERE submission = :submission")
 _SELECT_CLAIMED = Sql(f"{_JOBS} WHERE {_CLAIMED} AND validator = :validator AND deadline_ms > :now_ms ORDER BY seq")
 _SELECT_BARRED = Sql(
@@ -169,7 +129,6 @@ _SELECT_UNHEARD = Sql(
     f"{_JOBS} WHERE {_DOUBTED} AND appeal = 0 AND claims = 0 AND since_ms <= :before_ms "
     "ORDER BY since_ms, submission LIMIT :most"
 )
-_SELECT_VERDICTS = Sql(f"{_VERDICTS} WHERE submission = :submission ORDER BY round")
 _COUNT_QUEUED = Sql("SELECT count(*) FROM job WHERE state = 'queued'")
 _COUNT_SOME = Sql("SELECT count(*) FROM (SELECT 1 FROM job WHERE state = 'queued' LIMIT :most) AS jobs")
 _COUNT_DOUBTED = Sql(
@@ -177,7 +136,7 @@ _COUNT_DOUBTED = Sql(
     "ORDER BY since_ms LIMIT :most) AS jobs"
 )
 _OLDEST_QUEUED = Sql("SELECT min(since_ms) FROM job WHERE state = 'queued'")
-_INSERT_JOB, _INSERT_VERDICT = insert_into(JOB), insert_into(VERDICT)
+_INSERT_JOB = insert_into(JOB)
 _CLAIM = Sql(
     "UPDATE job SET validator = :validator, deadline_ms = :deadline_ms, check_ppm = :check_ppm, claims = claims + 1 "
     "WHERE submission = :submission AND state = 'queued' AND round = :round"
@@ -217,9 +176,7 @@ _INSERT_LAPSE = Sql(
     "INSERT INTO lapse (submission, owner, validator, round) VALUES (:submission, :owner, :validator, :round) "
     "ON CONFLICT (submission, owner) DO UPDATE SET validator = excluded.validator, round = excluded.round"
 )
-_SET_RESULT = Sql("UPDATE verdict SET state = :state, paid = :paid WHERE submission = :submission AND round = :round")
 _SELECT_OF_LEASE = Sql("SELECT submission FROM submission WHERE lease = :lease")
-_SELECT_SUBMISSION = Sql("SELECT state FROM submission WHERE submission = :submission")
 
 
 def find_job(connection: Connection, submission: str) -> JobRow | None:
@@ -291,10 +248,6 @@ def list_unheard(connection: Connection, before_ms: int, most: int) -> list[JobR
     return fetch_rows(connection, _SELECT_UNHEARD, JobRow, before_ms=before_ms, most=most)
 
 
-def list_verdicts(connection: Connection, submission: str) -> list[VerdictRow]:
-    return fetch_rows(connection, _SELECT_VERDICTS, VerdictRow, submission=submission)
-
-
 def count_queued(connection: Connection) -> int:
     return fetch_number(connection, _COUNT_QUEUED)
 
@@ -343,16 +296,7 @@ def add_verdict(event: Event, connection: Connection) -> None:
     job = find_job(connection, content["submission"])
     if job is None:
         raise ValueError("a verdict of what is not in the queue")
-    row = {name: content[name] for name in ("submission", "round", "verdict", "tokens")}
-    row |= {"validator": event.actor, "time_ms": event.time_ms, "seq": event.seq, "appeal": job.appeal}
-    crashed = any(finding["check"] == CRASH_CHECK for finding in content["findings"])
-    row |= {"crashed": int(crashed and content["verdict"] == "inconclusive"), "paid": 0}
-    row |= {
-        "signals": "".join(str(int(group["signal"])) for group in content["groups"]),
-        "sure": int(is_sure(content["findings"], accepts=content["verdict"] == Verdict.ACCEPTED)),
-    }
-    state = fetch_row(connection, _SELECT_SUBMISSION, str, submission=content["submission"])
-    _INSERT_VERDICT.run(connection, {**row, "state": state})
+    record_verdict(event, connection, appeal=job.appeal)
     values = {"submission": content["submission"], "round": content["round"], "time_ms": event.time_ms}
     values["judge"] = event.actor
     if _NEXT_ROUND.run(connection, values).rowcount != 1:
@@ -372,8 +316,7 @@ def finish_job(event: Event, connection: Connection) -> None:
     """sub.outcome"""
     _DONE.run(connection, {"submission": event.subject})
     if event.content["round"]:
-        values = {name: event.content[name] for name in ("state", "paid", "round")}
-        _SET_RESULT.run(connection, {**values, "submission": event.subject})
+        note_result(event, connection)
 
 
 def reopen_job(event: Event, connection: Connection) -> None:
