@@ -10,6 +10,8 @@ repeated once it is there; `--only long:0` makes one run and ends.
     control       long, length not rewarded
     weak          long, alpha = 0.0003, INTELLECT-2's number
     deaf          long, from a start whose demonstrations had nothing to do with the targets in their prompts
+    filtered      long, with the online filter: groups whose answers are all right or all wrong are replaced
+    centred       long, advantages not divided by the group's standard deviation
 """
 
 import argparse
@@ -30,13 +32,15 @@ def name_targets(targets: list[int]) -> str:
 
 
 SHORT, LONG = [3, 6, 9, 12], [6, 12, 18, 24, 30]
-TARGETS = {"short": SHORT, "long": LONG, "control": LONG, "weak": LONG, "deaf": LONG}
+TARGETS = {"short": SHORT, "long": LONG, "control": LONG, "weak": LONG, "deaf": LONG, "filtered": LONG, "centred": LONG}
 OVERRIDES = {
     "short": [],
     "long": [],
     "control": ["length.alpha=1e-9"],
     "weak": ["length.alpha=0.0003"],
     "deaf": ["tasks.options.heed=0"],
+    "filtered": ["batch.filter=true"],
+    "centred": ["learner.advantage=centred"],
 }
 START = ["steps=0", "eval.tasks=8", name_targets(sorted({*SHORT, *LONG}))]
 PASSES = {"sampled": "eval/pass_at_1", "greedy": "eval/greedy"}
@@ -133,10 +137,10 @@ def draw(runs: dict[str, list[Lines]]) -> None:
     colours = {arm: f"C{place}" for place, arm in enumerate(runs)}
     panels = {"task reward": "reward/mean", "length penalty": "length/penalty"}
     for (title, metric), panel in zip(panels.items(), axes[0], strict=True):
-        for arm, lines in ((arm, lines) for arm, seeds in runs.items() for lines in seeds):
+        for arm, seeds in runs.items():
             if metric == "length/penalty" and arm in ("control", "weak"):
                 continue  # it is next to nothing there by definition
-            panel.plot(*pick_series(lines, metric), color=colours[arm], alpha=0.6, linewidth=1)
+            panel.plot(*average_series(seeds, metric), color=colours[arm], alpha=0.8, linewidth=1)
         panel.set(xlabel="step", ylabel=f"{title}, training rollouts")
     for arm, position in product(runs, range(len(next(iter(runs.values()))))):
         curve = error_curve(runs[arm][position], TARGETS[arm])
@@ -144,11 +148,21 @@ def draw(runs: dict[str, list[Lines]]) -> None:
     for name in runs.keys() & {"short", "long"}:
         axes[1][0].axhline(best_constant(TARGETS[name]), color=colours[name], linestyle=":", linewidth=1)
     axes[1][0].set(xlabel="step", ylabel="budget error, held-out (tokens)", ylim=(0, None))
-    axes[1][0].legend(frameon=False, fontsize=8)
+    figure.legend(
+        *axes[1][0].get_legend_handles_labels(), frameon=False, fontsize=8, ncols=len(runs), loc="upper center"
+    )
     draw_targets(axes[1][1], runs, colours)
     for panel in axes.flat:
         panel.grid(alpha=0.3)
     save_picture(figure, "length.png")
+
+
+def average_series(seeds: list[Lines], metric: str) -> tuple[list[int], list[float]]:
+    """Steps, and a metric's mean over the seeds and five steps."""
+    series = [pick_series(lines, metric) for lines in seeds]
+    means = np.mean([values for _, values in series], axis=0)
+    smooth = [float(means[max(0, place - 2) : place + 3].mean()) for place in range(len(means))]
+    return series[0][0], smooth
 
 
 def draw_targets(panel, runs: dict[str, list[Lines]], colours: dict[str, str]) -> None:  # type: ignore[no-untyped-def]

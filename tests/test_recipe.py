@@ -80,7 +80,8 @@ def test_a_recipe_comes_back_from_its_bytes(temperature, size, tokens, dtype, se
 def test_the_bytes_of_a_recipe_do_not_change():
     recipe = Recipe(**BASE | {"options": {"min_length": 2}, "temperature": 0.7})
     assert dump_recipe(recipe) == (
-        b'{"calibration":"' + b"c" * 64 + b'","dtype":"float32","family":"sort","format":3,"group_size":8,'
+        b'{"calibration":"' + b"c" * 64 + b'","dtype":"float32","family":"sort","filter":true,'
+        b'"format":4,"group_size":8,'
         b'"length":{"alpha":"0.0003","bound":"0.5","mode":"none","targets":[],"template":'
         b'"{prompt}\\n\\nThink for {target} tokens before giving a response."},'
         b'"max_tokens":64,"model":"' + b"a" * 64 + b'","options":{"min_length":2},"seeded":true,'
@@ -124,7 +125,7 @@ def test_types_of_options_survive(monkeypatch):
         spell(path="/etc/passwd"),
         spell(format=1),
         spell(format=2),
-        spell(format=4),
+        spell(format=3),
         spell(format=True),
         spell(format="1"),
         spell(family="no_such_family"),

@@ -38,7 +38,7 @@ from shoal.tasks.sets.taskset import MAX_SET_BYTES
 from shoal.tasks.source import build_set_family
 from shoal.tasks.verify.registry import list_verifiers
 
-FORMAT = 3
+FORMAT = 4
 MAX_RECIPE_BYTES = 1 << 16
 MAX_OPTIONS = 64
 _MAX_DECIMAL_CHARS = 32
@@ -87,6 +87,8 @@ class Recipe(Settings):
     """that score, with the versions of all that scores depend on; families whose scores are our own code have none"""
     group_size: Annotated[int, Field(ge=1, le=2**16)]
     """rollouts per task"""
+    filter: bool = True
+    """whether a group whose rewards are all alike is replaced by a further one, and not trained on"""
     max_tokens: Annotated[int, Field(ge=1, le=2**31)]
     """longest completion"""
     temperature: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0

@@ -57,8 +57,8 @@ def test_an_origin_refuses_flags_that_make_no_sense(tmp_path: Path, flags: list[
 
 def test_a_trainer_that_contradicts_itself_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     args = parse(
-        "trainer", f"out={tmp_path}", "batch.filter=false", "--coordinator", "http://a:1", "--origin", str(tmp_path)
+        "trainer", f"out={tmp_path}", f"beacon={'a' * 64}", "--coordinator", "http://a:1", "--origin", str(tmp_path)
     )
-    with pytest.raises(ConfigError, match=r"batch\.filter"):
+    with pytest.raises(ConfigError, match="beacon"):
         args.command(args)
     assert list(tmp_path.iterdir()) == []

@@ -43,7 +43,6 @@ def test_the_trainer_has_as_many_threads_as_all_others_unless_it_is_told() -> No
         ('swarm.cheats=["int9"]', "swarm.cheats"),
         ("swarm.validators=0", "swarm.validators: must be at least 1"),
         ("steps=0", "steps: a swarm trains at least 1 step"),
-        ("batch.filter=false", "batch.filter: a swarm trains only"),
         (f"beacon={'a' * 64}", "beacon: a swarm's beacons"),
     ],
 )

@@ -10,12 +10,13 @@ from shoal.errors import ConfigError
 from shoal.group import GroupShape, plan_group
 from shoal.parquet import read_groups
 from shoal.policy.tokenizer import build_tokenizer
+from shoal.recipe import Recipe
 from shoal.sampler import open_beacons
 from shoal.swarm.beacon import BeaconChain, derive_group
 from shoal.swarm.params import RunParams
 from shoal.tasks.registry import load_family
 from shoal.train import run_training
-from shoal.trainer.run import TrainerPlace, check_config, check_params, run_trainer
+from shoal.trainer.run import TrainerPlace, check_config, check_params, check_recipe, run_trainer
 
 
 @pytest.mark.parametrize(
@@ -39,13 +40,26 @@ def test_settings_that_contradict_the_run_are_refused_by_name(tmp_path: Path, na
         check_params(config, right.model_copy(update={name: 7}))
 
 
-@pytest.mark.parametrize(("override", "key"), [(f"beacon={BEACON}", "beacon"), ("batch.filter=false", "batch.filter")])
-def test_settings_that_mean_nothing_to_a_trainer_are_refused(tmp_path: Path, override: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{key}: "):
+def test_a_setting_that_means_nothing_to_a_trainer_is_refused(tmp_path: Path) -> None:
+    override = f"beacon={BEACON}"
+    with pytest.raises(ConfigError, match=r"^beacon: "):
         check_config(make_config(tmp_path, override))
-    with pytest.raises(ConfigError, match=f"^{key}: "):
+    with pytest.raises(ConfigError, match=r"^beacon: "):
         asyncio.run(run_trainer(make_config(tmp_path, override), TrainerPlace(coordinator="x", origin=tmp_path)))
     assert not (tmp_path / "tiny-seed0").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("batch.filter=false", "^batch.filter: false here and true in the run's recipe"),
+        ("length.mode=exact length.targets=[4]", "^length: the run's recipe has other target lengths"),
+    ],
+)
+def test_a_trainer_keeps_to_the_recipe(tmp_path: Path, recipe: Recipe, override: str, sentence: str) -> None:
+    check_recipe(make_config(tmp_path), recipe)
+    with pytest.raises(ConfigError, match=sentence):
+        check_recipe(make_config(tmp_path, *override.split()), recipe)
 
 
 def test_a_beacon_gives_the_groups_that_a_swarm_of_this_secret_leases(reference: Path, tmp_path: Path) -> None:

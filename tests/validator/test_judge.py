@@ -203,3 +203,10 @@ def test_a_judge_computes_in_what_the_bench_of_the_loop_calls_prefill(hand_in, m
     monkeypatch.setattr(f"shoal.toploc.check.{name}", count_rollouts)
     case = hand_in()
     assert case.opinion().verdict is Verdict.ACCEPTED and seen == [len(case.job.manifest.rollouts)]
+
+
+def test_without_the_filter_every_accepted_group_counts(hand_in, court, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, (_, judge) = hand_in(), court
+    assert not all(group.signal for group in case.opinion().groups)
+    monkeypatch.setattr(judge, "_recipe", judge._recipe.model_copy(update={"filter": False}))
+    assert all(group.signal for group in case.opinion().groups)

@@ -238,6 +238,7 @@ def _make_papers(config: LaunchConfig, layout: Layout, note: Note) -> None:
         **describe_tasks(core, layout),
         length=core.length,
         group_size=core.batch.group_size,
+        filter=core.batch.filter,
         max_tokens=core.engine.max_tokens,
         temperature=core.engine.temperature,
         dtype=core.policy.dtype,

@@ -161,8 +161,6 @@ def check_launch(config: LaunchConfig) -> LaunchConfig:
     check_guarantee(config.validation.guarantee, config.validation.power, config.batch.group_size)
     if config.beacon:
         raise ConfigError("beacon: a swarm's beacons are its coordinator's; it is for `shoal train` alone")
-    if not config.batch.filter:
-        raise ConfigError("batch.filter: a swarm trains only groups with a learning signal; leave it true")
     check_swarm(config)
     return config
 

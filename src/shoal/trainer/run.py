@@ -155,16 +155,17 @@ def check_config(config: RunConfig) -> RunConfig:
     """Refuse settings that mean nothing to a trainer of a swarm."""
     if config.beacon:
         raise ConfigError("beacon: a swarm's beacons are its coordinator's; it is for `shoal train` alone")
-    if not config.batch.filter:
-        raise ConfigError("batch.filter: a swarm trains only groups with a learning signal; leave it true")
     check_swarm(config)
     return config
 
 
 def check_recipe(config: RunConfig, recipe: Recipe) -> None:
-    """Refuse rewards other than those that the prompts tell."""
+    """Refuse rewards other than those that the prompts tell, and another choice of groups than the validators'."""
     if config.length != recipe.length:
         raise ConfigError("length: the run's recipe has other target lengths; it was fixed when the run was made")
+    if config.batch.filter != recipe.filter:
+        words = f"{config.batch.filter} here and {recipe.filter} in the run's recipe".lower()
+        raise ConfigError(f"batch.filter: {words}, which was fixed when the run was made")
 
 
 def check_params(config: RunConfig, params: RunParams) -> None:

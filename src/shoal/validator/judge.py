@@ -22,6 +22,7 @@ from pathlib import Path
 from shoal.learner.filter import has_signal
 from shoal.policy.model import Policy
 from shoal.recipe import Recipe
+from shoal.rollout import Group
 from shoal.submission.bounds import Bounds, CrashError, FormError
 from shoal.submission.claims import Contents
 from shoal.submission.jail import Jail, JailError
@@ -118,6 +119,10 @@ class Judge:
             job = job.model_copy(update={"check_ppm": MILLION})
         return Case(job=job, plans=plans, contents=contents, breaches=breaches)
 
+    def _is_wanted(self, group: Group) -> bool:
+        """Whether a group counts for its batch."""
+        return has_signal(group.rewards) or not self._recipe.filter
+
     def _weigh_proof(self, case: Case, proof: Proof) -> Opinion:
         replayed = Replayed(rollouts=proof.num_rollouts, tokens=proof.num_tokens)
         if not proof.holds:
@@ -129,7 +134,7 @@ class Judge:
             verdict=Verdict.ACCEPTED,
             findings=tuple(proof.findings),
             tokens=sum(group.num_tokens for group in groups),
-            groups=tuple(describe_group(group, signal=has_signal(group.rewards)) for group in groups),
+            groups=tuple(describe_group(group, signal=self._is_wanted(group)) for group in groups),
             drift=count_drift(proof.reports, self._calibration),
             replayed=replayed,
         )

@@ -92,7 +92,7 @@ class GroupNumbers(Message):
 
 
 class GroupFinding(Message):
-    """Whether a group carries a learning signal: rewards that differ."""
+    """Whether a group counts for its batch: it has a learning signal, or the recipe filters none out."""
 
     index: Number
     signal: bool
