@@ -179,3 +179,15 @@ def test_the_wait_ends_with_the_last_answer() -> None:
         assert store.num_looks == 2
 
     run(scenario)
+
+
+def test_nobody_waits_for_a_bell_that_is_closed() -> None:
+    async def scenario() -> None:
+        bell, store = Bell(10), Counter()
+        waiting = [asyncio.create_task(bell.serve(store.take, judge, 60.0)) for _ in range(3)]
+        await settle()
+        bell.close()
+        assert await asyncio.gather(*waiting, bell.serve(store.take, judge, 60.0)) == [False] * 4
+        assert store.num_looks == 4 and not bell.num_waiting
+
+    run(scenario)

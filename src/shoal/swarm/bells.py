@@ -7,7 +7,7 @@ Invariants:
 - no ring is lost: one that falls between an attempt and the wait after it is noticed, and the attempt is made again;
 - nobody waits longer than it asked for, and things that happen without a ring (a reservation that runs out) are found
   by an attempt every `LOOK_S`;
-- at most `most` wait. Who comes then is answered at once, as if it had not asked to wait.
+- at most `most` wait. Who comes then is answered at once, as if it had not asked to wait; so are all once it is closed.
 """
 
 import asyncio
@@ -39,6 +39,7 @@ class Bell:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         """with the number of rings that there had been when each tried last"""
         self._num_rings = 0
+        self._is_closed = False
 
     @property
     def num_waiting(self) -> int:
@@ -48,6 +49,12 @@ class Bell:
         """Something happened: let the first in line try."""
         self._num_rings += 1
         self._wake_next()
+
+    def close(self) -> None:
+        """Nobody waits any longer: all have the last answer they got."""
+        self._is_closed = True
+        while self._waiting:
+            self._waiting.popleft()[1].set_result(None)
 
     async def serve(self, attempt: Callable[[], Awaitable[T]], judge: Callable[[T], Outcome], wait_s: float) -> T:
         """What an attempt brings, made again at each ring until it serves, or until `wait_s` have passed."""
@@ -60,13 +67,15 @@ class Bell:
             if outcome is not Outcome.NOTHING:
                 self._wake_next()
             left_s = end - loop.time()
-            if outcome is Outcome.SERVED or left_s <= 0:
+            if outcome is Outcome.SERVED or left_s <= 0 or self._is_closed:
                 return answer
             if num_rings != self._num_rings:
                 continue
             if len(self._waiting) >= self._most:
                 return answer
             await self._wait_ring(num_rings, min(left_s, LOOK_S))
+            if self._is_closed:
+                return answer
 
     async def _wait_ring(self, num_rings: int, seconds: float) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -202,6 +202,7 @@ async def open_service(config: ServiceConfig, data: Path) -> AsyncIterator[Servi
         server = Server(build_app(desk), limits=config.http, registry=registry, tls=tls)
         await server.start(config.host, config.port)
         stack.push_async_callback(server.close)
+        stack.callback(desk.lounge.close)  # or those who wait would be waited for
         descriptor = _describe_run(config, server, ledger, key, _list_stores(blobs))
         desk.descriptor = sign_descriptor(key, descriptor)
         write_atomic(data / "descriptor.json", desk.descriptor)

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from shoal.keys import Key
@@ -112,5 +112,21 @@ def test_who_waits_in_vain_hears_why(tmp_path: Path) -> None:
         ):
             assert (await worker.ask_lease(wait_s=1)).code == "no_version"
             assert (await worker.ask_lease()).code == "no_version"
+
+    asyncio.run(check())
+
+
+def test_a_coordinator_that_stops_answers_those_who_wait(tmp_path: Path) -> None:
+    async def check() -> None:
+        config = ServiceConfig(run="demo", port=0, join_work=16, params=PARAMS)
+        async with asyncio.timeout(60), AsyncExitStack() as stack:
+            service = await stack.enter_async_context(open_service(config, tmp_path / "data"))
+            closing = stack.pop_all()
+            async with node_of(service, OWNER, tmp_path / "worker", Scope.WORK) as worker:
+                wants = asyncio.create_task(worker.ask_lease(wait_s=30))
+                while not service.desk.lounge.num_waiting:
+                    await asyncio.sleep(0.01)
+                await closing.aclose()
+                assert (await wants).code == "no_version"  # a word, not a connection that was cut
 
     asyncio.run(check())

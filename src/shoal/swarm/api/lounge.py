@@ -59,6 +59,11 @@ class Lounge:
         attempt = partial(self._coordinator.cut_batch, node, step)
         return await self._batches.serve(attempt, _judge_batch, request.wait_s)
 
+    def close(self) -> None:
+        """Send everybody away with what there is: the coordinator stops."""
+        for bell in (self._leases, self._jobs, self._batches):
+            bell.close()
+
     def _enter(self) -> None:
         self._loop = asyncio.get_running_loop()
 
