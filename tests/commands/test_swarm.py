@@ -1,6 +1,7 @@
 """The commands around a coordinator: mistakes are one sentence, nothing heavy is imported for help, words are right."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
-from shoal.commands import swarm_call
+from shoal.commands import swarm_ask, swarm_call
 from shoal.commands.swarm_settings import describe_service, load_service
 from shoal.commands.swarm_words import count_things, describe_leaders, describe_status
 from shoal.errors import ConfigError
@@ -18,6 +19,7 @@ from shoal.swarm.api.answers import Leaders
 from shoal.swarm.asking import Patience
 from shoal.swarm.delegation import Scope, open_delegation
 from shoal.swarm.descriptor import Descriptor, sign_descriptor
+from shoal.swarm.link import Deadlines
 from shoal.swarm.messages import LeaderLine, Standing, Status, StepInfo, WaitInfo
 
 HEX = "ab" * 32
@@ -238,6 +240,17 @@ def make_status(**changes: Any) -> Status:
         "alarms": ("a planted submission was accepted", f"overdue: {late.text}"),
     }
     return Status(**{**plain, **changes})
+
+
+def test_a_coordinator_that_hangs_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(swarm_call, "QUICK", Patience(tries=2, first_s=0.01, longest_s=0.01))
+    monkeypatch.setattr(swarm_ask, "GLANCE", Deadlines(connect_s=1.0, answer_s=0.1))
+    with socket.create_server(("127.0.0.1", 0)) as deaf:  # the kernel takes the connection, and nobody reads from it
+        assert main(["status", f"http://127.0.0.1:{deaf.getsockname()[1]}"]) != 0
+    told = capsys.readouterr().err
+    assert "the coordinator does not answer" in told and told.count("\n") == 1
 
 
 def test_a_status_reads_as_sentences() -> None:
