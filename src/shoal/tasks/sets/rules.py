@@ -1,9 +1,11 @@
 """`rules:COUNT`: short sentences under one rule each, for models that can write: tasks of the verifier `text_rules`.
 
-    Write a short sentence about honey in lowercase letters only.
+    Write a short sentence about honey in lowercase letters only. Use at least 4 words.
 
 - Five rules: lowercase letters only, a given word in it, no comma, fewer than so many words, fewer than so many of a
   letter. Each is as frequent as the others, with every topic and every way of asking; words and numbers are drawn.
+- An answer has `LEAST_WORDS` words, or the shortest one would keep nearly every rule. Whether it is about its topic is
+  not checked: that would take more than counting.
 - Kin is the topic: what a model is evaluated on are topics that it never trained on, under all rules.
 - The order is drawn once, and a longer set holds the shorter one.
 
@@ -38,7 +40,9 @@ _WORDS = (
     "never", "old", "quiet", "red", "slow", "small", "soft", "strong", "warm", "white", "world", "yellow",
 )  # fmt: skip
 _LETTERS = "aeiost"
-_FEWER = "less than"
+LEAST_WORDS = 4
+_FEWER, _LEAST = "less than", "at least"
+_NUM_WORDS = "length_constraints:number_words"
 _NUM_RULES = 5
 _ID_HEX = 16
 
@@ -63,13 +67,14 @@ def make_rules(count: int) -> Iterator[TaskRecord]:
 
 
 def _make_record(ask: str, topic: str, rule: _Rule) -> TaskRecord:
-    text = f"{ask} about {topic} {rule.words}."
+    text = f"{ask} about {topic} {rule.words}. Use at least {LEAST_WORDS} words."
+    words = {"num_words": LEAST_WORDS, "relation": _LEAST}
     return TaskRecord(
         id=f"{SOURCE}-{rule.name.partition(':')[2]}-{hashlib.sha256(text.encode()).hexdigest()[:_ID_HEX]}",
         source=SOURCE,
         task_type="text_rules",
         prompt=(Message("user", text),),
-        info={"instruction_id_list": [rule.name], "kwargs": [rule.settings]},
+        info={"instruction_id_list": [rule.name, _NUM_WORDS], "kwargs": [rule.settings, words]},
         metadata={"kin": f"{SOURCE}-{topic}", "solution": rule.solve(topic)},
     )
 
@@ -77,18 +82,18 @@ def _make_record(ask: str, topic: str, rule: _Rule) -> TaskRecord:
 def _draw_rule(kind: int, rng: random.Random) -> _Rule:
     match kind:
         case 0:
-            return _Rule("in lowercase letters only", "change_case:english_lowercase", {}, "i like {}.".format)
+            return _Rule("in lowercase letters only", "change_case:english_lowercase", {}, "i like {} too.".format)
         case 1:
             word = rng.choice(_WORDS)
-            said, solve = f'with the word "{word}" in it', f"I like {{}}, {word}.".format
+            said, solve = f'with the word "{word}" in it', f"I like {{}}, {word} one.".format
             return _Rule(said, "keywords:existence", {"keywords": [word]}, solve)
         case 2:
-            return _Rule("without any commas", "punctuation:no_comma", {}, "I like {}.".format)
+            return _Rule("without any commas", "punctuation:no_comma", {}, "I like {} too.".format)
         case 3:
             limit = rng.randint(6, 10)
             settings = {"num_words": limit, "relation": _FEWER}
             said = f"in fewer than {limit} words"
-            return _Rule(said, "length_constraints:number_words", settings, "I like {}.".format)
+            return _Rule(said, _NUM_WORDS, settings, "I like {} too.".format)
         case _:
             return _draw_letters(rng)
 
@@ -97,5 +102,4 @@ def _draw_letters(rng: random.Random) -> _Rule:
     letter, limit = rng.choice(_LETTERS), rng.randint(2, 4)
     settings = {"letter": letter, "let_frequency": limit, "let_relation": _FEWER}
     said = f'with the letter "{letter}" fewer than {limit} times'
-    # Nothing is said of the topic here: its own name may hold the letter too often.
-    return _Rule(said, "keywords:letter_frequency", settings, lambda topic: "I run.")
+    return _Rule(said, "keywords:letter_frequency", settings, lambda topic: "Run, my big cub.")
