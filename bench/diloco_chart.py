@@ -1,11 +1,14 @@
 """Picture of `bench/diloco.py`: loss over steps, and final loss against the bytes that a worker sends."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common import mean, open_plots, save_picture
 
 _SHOWN = ("one worker", "data parallel", "data parallel tuned", "diloco int4", "diloco tuned int4")
+_PLAIN = re.compile(r"data parallel( tuned)?|diloco( tuned)? (fp32|fp16|int8|int4|topk|H=\d+)")
+"""arms that differ in what they send, and in nothing else but tuning"""
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -21,7 +24,7 @@ def draw_curves(runs: Runs, name: str) -> None:
             mean(column) for column in zip(*([loss for _, loss in run["curve"]] for run in runs[arm]), strict=True)
         ]
         left.plot(steps, losses, color=f"C{colour}", linewidth=1.8, label=arm)
-    left.set(xlabel="step after the warm start", ylabel="held-out loss, nats per character")
+    left.set(xlabel="step after the warm start", ylabel="loss on an eighth of the held-out windows")
     left.legend(frameon=False, fontsize="small")
     _draw_bytes(right, runs)
     for panel in (left, right):
@@ -30,8 +33,7 @@ def draw_curves(runs: Runs, name: str) -> None:
 
 
 def _draw_bytes(panel: Any, runs: Runs) -> None:
-    shown = [arm for arm in runs if runs[arm][0]["bytes"] and not arm.startswith("cold") and "sign" not in arm]
-    for arm in shown:
+    for arm in (arm for arm in runs if _PLAIN.fullmatch(arm)):
         megabytes, loss = runs[arm][0]["bytes"] / 1e6, mean([run["loss"] for run in runs[arm]])
         colour = "C1" if arm.startswith("data") else ("C4" if "tuned" in arm else "C3")
         panel.plot(megabytes, loss, "o", color=colour, markersize=4)
@@ -39,3 +41,4 @@ def _draw_bytes(panel: Any, runs: Runs) -> None:
     alone = mean([run["loss"] for run in runs["one worker"]])
     panel.axhline(alone, color="C0", linewidth=0.8, linestyle=":")
     panel.set(xscale="log", xlabel="MB sent per worker", ylabel="final held-out loss", ylim=(None, alone + 0.02))
+    panel.margins(x=0.2)
