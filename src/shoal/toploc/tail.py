@@ -12,7 +12,7 @@ Three methods, and the result says which one it came from:
       threshold <= b + (x - b) ln(S(b) / rate) / ln(S(b) / S(x)),        S(x) < S(b)
 
   Each of the largest samples gives such a bound (Clopper-Pearson for its S, at a confidence that they share), and the
-  least is taken: about two and a half times the largest excess for 10,000 samples, more for fewer. This is an
+  least is taken: four to five times the largest excess for 10,000 samples at 3e-13, more for fewer. This is an
   extrapolation. The tests simulate how it errs: for tails up to exponential not at all, for log-normal and Pareto ones
   the rate may be exceeded a hundredfold.
 - `margin`: where too few samples stand out for that, twice the largest; for a statistic that counts rare events in
