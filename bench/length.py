@@ -16,7 +16,6 @@ repeated once it is there; `--only long:0` makes one run and ends.
 
 import argparse
 import json
-from itertools import product
 
 import numpy as np
 
@@ -142,9 +141,8 @@ def draw(runs: dict[str, list[Lines]]) -> None:
                 continue  # it is next to nothing there by definition
             panel.plot(*average_series(seeds, metric), color=colours[arm], alpha=0.8, linewidth=1)
         panel.set(xlabel="step", ylabel=f"{title}, training rollouts")
-    for arm, position in product(runs, range(len(next(iter(runs.values()))))):
-        curve = error_curve(runs[arm][position], TARGETS[arm])
-        axes[1][0].plot(*curve, color=colours[arm], alpha=0.7, label=None if position else arm)
+    for arm, lines in ((arm, lines) for arm, seeds in runs.items() for lines in seeds):
+        axes[1][0].plot(*error_curve(lines, TARGETS[arm]), color=colours[arm], alpha=0.7)
     for name in runs.keys() & {"short", "long"}:
         axes[1][0].axhline(best_constant(TARGETS[name]), color=colours[name], linestyle=":", linewidth=1)
     axes[1][0].set(xlabel="step", ylabel="budget error, held-out (tokens)", ylim=(0, None))
