@@ -180,10 +180,10 @@ class Camp:
         self.evidence.count("leases" if answer.lease is not None else f"no_lease_{answer.code}")
         return answer
 
-    async def take_lease(self, recruit: Recruit) -> Lease | None:
+    async def take_lease(self, recruit: Recruit, key: str | None = None) -> Lease | None:
         """The next lease, waited for while there is time; None if none will come."""
         while self.left_s:
-            answer = await self.ask_lease(recruit)
+            answer = await self.ask_lease(recruit, key)
             if answer.lease is not None or answer.code == "finished":
                 return answer.lease
             if answer.retry_after_s >= self.left_s:

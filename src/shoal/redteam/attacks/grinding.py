@@ -26,7 +26,9 @@ async def grind_owner(camp: Camp) -> None:
     other = await camp.join(first.owner)
     ways: tuple[tuple[Recruit, LetGo], ...] = ((first, ask_again), (other, leave_run), (first, return_lease))
     for node, let_go in ways:
-        lease = (await camp.ask_lease(node, _KEY if let_go is ask_again else None)).lease
+        # The first is waited for, or there would be nothing to let go; what comes then is for the coordinator to say.
+        is_first = let_go is ask_again
+        lease = await camp.take_lease(node, _KEY) if is_first else (await camp.ask_lease(node)).lease
         if lease is not None:
             spans.append((lease.step, lease.first))
             await let_go(camp, node, lease)
