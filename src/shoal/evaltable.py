@@ -14,7 +14,7 @@ import torch
 from shoal.config import RunConfig
 from shoal.engine.torch import TorchEngine
 from shoal.errors import ConfigError
-from shoal.eval import EvalResult, evaluate
+from shoal.eval import EvalResult, draw_tasks, evaluate
 from shoal.files import check_output, write_output
 from shoal.learner.checkpoint import find_newest
 from shoal.policy.model import Policy, open_policy
@@ -65,6 +65,8 @@ def run_table(
         if path is not None:
             check_output(path)
     families = [aim_family(open_column(column), config.length) for column in columns]
+    for family in families:
+        draw_tasks(family, config.eval, seed=config.seed)  # too few of them is said before anything is computed
     results = tuple(_evaluate_model(config, model, families) for model in models)
     table = EvalTable(tuple(_name_model(model) for model in models), tuple(columns), results)
     for path, text in ((json_path, table.to_json()), (markdown_path, table.to_markdown())):

@@ -40,7 +40,7 @@ def continue_run(url: str, key: Key) -> Ledger:
 
 @pytest.mark.parametrize(
     ("rules", "words"),
-    [({}, "an older shoal, under edition 1"), ({"rules": RULES + 1}, "a newer shoal, under edition 3")],
+    [({}, "an older shoal, under edition 1"), ({"rules": RULES + 1}, "a newer shoal, under edition 4")],
 )
 def test_a_run_of_other_rules_is_neither_verified_nor_continued(tmp_path: Path, rules, words: str) -> None:
     url, key = f"sqlite:///{tmp_path / 'old.db'}", Key.generate()

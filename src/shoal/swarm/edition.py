@@ -10,7 +10,7 @@ from shoal.swarm.db import EVENT, open_engine, show_url
 from shoal.swarm.event import Event
 from shoal.swarm.rows import RowError, read_event
 
-RULES = 2
+RULES = 3
 """Changing breaks: every run that was begun. It changes when a decision does, or what an event says of one."""
 
 

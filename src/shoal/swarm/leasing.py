@@ -1,13 +1,16 @@
 """Leases: who gets what work, and what becomes of work that is not done.
 
-    of each open step, the smallest first: what is offered again, then groups that are missing; then backups
+    of each open step, the smallest first: what is offered again, then groups that are missing;
+    then, for whom there is nothing of that, what is kept for others; then backups
 
 Invariants:
 - work is given out for open steps only, and only as much as their batches lack;
 - a span has at most two holders at once, the second one being its backup;
 - while others want work an owner gets no more of a step than its share of the batch (see `rules.share`);
-- what an owner returned or let expire is kept for it for a while: who does not like its tasks meets them again;
-- but not for ever: after a few leases they are for anybody, and who holds them makes them no younger, so that a backup
+- what an owner returned or let expire is kept for it for a while: who does not like its tasks meets them again. Who has
+  nothing else to do need not wait for it longer than `RESCUE_S`: a step would wait too, and whoever looks for other
+  tasks finds none then;
+- and not for ever: after a few leases they are for anybody, and who holds them makes them no younger, so that a backup
   is due when it would have been. Whose leases come to nothing again and again has to rest. Nobody stops a step.
 """
 
@@ -29,13 +32,15 @@ from shoal.swarm.rules.width import rest_time
 from shoal.swarm.sharing import Room, find_room
 from shoal.swarm.state.leases import LeaseRow, count_held, find_lease, find_request, find_slowest, list_due
 from shoal.swarm.state.queue import is_crowded
-from shoal.swarm.state.spans import find_offer, find_span
+from shoal.swarm.state.spans import find_kept, find_offer, find_span
 from shoal.swarm.state.steps import StepRow, find_step, list_steps, newest_version
 from shoal.swarm.state.submissions import count_open
 from shoal.swarm.tags import Tag
 from shoal.swarm.turn import Turn
 
 MAX_AT_ONCE = 64
+RESCUE_S = 5
+"""after which those who are idle take what is kept for somebody else"""
 _RETRY_S = 5
 
 
@@ -135,6 +140,10 @@ def _choose_span(turn: Turn, caller: Rows, steps: Sequence[StepRow], rooms: Mapp
         count = min(missing, turn.params.groups_per_lease, rooms[step.step].groups)
         if count:
             return Choice(step.step, step.next_index, count, fence=1, fresh=True)
+    for step in steps:
+        kept = find_kept(turn.connection, step.step, turn.now_ms - 1000 * RESCUE_S)
+        if kept is not None and kept.count <= rooms[step.step].groups:
+            return Choice(kept.step, kept.first, kept.count, kept.fence + 1, fresh=False)
     for step in steps:
         slow = find_slowest(turn.connection, step.step, caller.owner.owner)
         if slow is not None and slow.count <= rooms[step.step].groups and _is_slow(turn, slow):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from shoal.swarm.leasing import RESCUE_S
 from shoal.swarm.messages import Action, Verdict
 from shoal.swarm.refusal import AuthError
 from shoal.swarm.state.leases import find_lease
@@ -238,3 +239,30 @@ def test_a_lease_is_paid_at_the_price_it_was_granted_at(world):
     world.submit("w1", lease)
     world.judge("judge-a")
     assert world.balance("mint", "") == -lease.price * 200
+
+
+def test_who_is_idle_takes_what_is_kept_for_somebody_who_does_not_come(make_world):
+    world = make_world(groups_per_batch=2, groups_per_lease=1, async_level=0)
+    world.publish(0)
+    for node in ("a", "b"):
+        world.join(node, node)
+    gone = world.lease("a")
+    world.work("b")
+    assert world.ask("b").code == "no_need", "the other half is in the hands of who went away"
+    world.wait((gone.deadline_ms - world.now_ms) / 1000)
+    assert world.ask("b").code == "no_need", "it is kept for a moment"
+    world.wait(RESCUE_S)
+    again = world.lease("b")
+    assert (again.step, again.first, again.fence) == (gone.step, gone.first, 2)
+
+
+def test_what_is_kept_stays_kept_while_there_is_other_work(make_world):
+    world = make_world(groups_per_batch=3, groups_per_lease=1, async_level=0)
+    world.publish(0)
+    for node in ("a", "b"):
+        world.join(node, node)
+    returned = world.lease("a")
+    world.run(world.coordinator.return_lease(world.id("a"), returned.lease))
+    world.wait(RESCUE_S)
+    assert world.lease("b").first != returned.first
+    assert world.lease("a").first == returned.first

@@ -140,8 +140,13 @@ def find_offer(connection: Connection, step: int, owner: str, until_ms: int) -> 
     if own is not None:
         return own
     free = fetch_row(connection, _SELECT_RESERVED, SpanRow, step=step, reserved="")
-    late = fetch_row(connection, _SELECT_UNTIL, SpanRow, step=step, until=until_ms)
+    late = find_kept(connection, step, until_ms)
     return min((span for span in (free, late) if span is not None), key=lambda span: span.first, default=None)
+
+
+def find_kept(connection: Connection, step: int, until_ms: int) -> SpanRow | None:
+    """A span that is offered since `until_ms`, for whomever it is kept."""
+    return fetch_row(connection, _SELECT_UNTIL, SpanRow, step=step, until=until_ms)
 
 
 def count_groups(connection: Connection, step: int) -> StepRow:
