@@ -1,6 +1,7 @@
 """What a ledger makes of an attempt: fates that are met, and each way in which one is not."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,8 +144,11 @@ def test_of_what_must_be_refused_honest_work_is_paid_once() -> None:
 @pytest.mark.parametrize("attack", [name for name, attack in ATTACKS.items() if attack.fate is Fate.FRUITLESS])
 def test_what_is_allowed_earns_no_more_than_honest_work_of_its_size(attack: str) -> None:
     pieces = [make_piece(10, CHEAT, GOOD)]  # two groups were leased to it, for which honest work earns 10
-    assert not find_fault(attack, pieces, credit=10)
-    assert "honest work of its size 10" in find_fault(attack, pieces, credit=13)
+    assert not find_fault(attack, pieces, credit=18)  # one of twelve: half of the usual certainty, and less
+    assert "honest work of its size 10" in find_fault(attack, pieces, credit=19)
+    many = [make_piece(number, CHEAT, GOOD) for number in range(10, 22)]
+    assert not find_fault(attack, many, credit=150)
+    assert "honest work of its size 120" in find_fault(attack, many, credit=151)
     assert find_fault(attack, []) == "it tried nothing"
 
 
@@ -200,3 +204,13 @@ def test_an_interval_holds_its_share_and_narrows_with_trials() -> None:
     assert 0.4 < low < 0.5 and high == pytest.approx(1.0)
     wide, narrow = Rate(5, 10).interval, Rate(500, 1000).interval
     assert wide[0] < narrow[0] < 0.5 < narrow[1] < wide[1]
+
+
+def test_old_weights_are_no_offence_while_nothing_was_trained() -> None:
+    pieces = [make_piece(10, CHEAT, GOOD), replace(make_piece(11, CHEAT, GOOD), version=1)]
+    pieces.append(replace(make_piece(12, CHEAT, HARD, failed="logprob"), version=2))
+    for attack in ("stale", "previous"):
+        tally = replace(make_tally(pieces, cheat=Standing.BANNED), roots={0: "a", 1: "a", 2: "b"})
+        matrix = build_matrix(tally, [make_attempt(attack)], honest={WORKER: "worker-1"}, liars={})
+        (row,) = (row for row in matrix.rows if row.name == attack)
+        assert row.met and row.outcomes[0].judged == 1 and row.until == 1

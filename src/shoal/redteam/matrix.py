@@ -21,9 +21,9 @@ from shoal.swarm.rules.outcome import REJECTIONS
 
 MOST_PIECES = 3
 """within which a newcomer that cheats must be convicted"""
-SLACK = 1.25
-"""times the pay of honest work of the same size that what is not caught may earn: tasks differ in length, and an
-attempt is a few of them"""
+SLACK, USUAL = 0.25, 12
+"""by how much more than honest work of the same size what is not caught may earn, of so many submissions: tasks differ
+in length, and so do the answers of one version and the next. Of fewer the mean is less sure"""
 TOLERANCE = 0.05
 """by which what an honest worker is paid may differ from what its work deserves"""
 COLUMNS = {
@@ -233,8 +233,15 @@ class _Judge:
         """Without those before an attack had what it needs, at which it was an honest worker."""
         others = self._tally.find_pieces(attempt.owners[1:])
         match attempt.attack:
-            case "stale" | "previous":  # with the first version that it holds there is no other
-                first = {piece.submission for piece in pieces if piece.version == pieces[0].version}
+            case "stale":  # with the weights of the first version that it holds there is nothing stale
+                same = (piece for piece in pieces if self._tally.is_same(piece.version, pieces[0].version))
+                first = {piece.submission for piece in same}
+            case "previous":  # with the first version that it holds there is no other
+                first = {
+                    piece.submission
+                    for piece in pieces
+                    if piece.version == pieces[0].version or self._tally.is_same(piece.version, piece.version - 1)
+                }
             case "own_old":
                 return pieces[1:]
             case "copy_all" | "copy_one" | "copy_encoded":  # nothing leaks before somebody has written something
@@ -314,7 +321,8 @@ def _check_allowed(outcome: Outcome) -> str:
 
 
 def _check_gain(outcome: Outcome) -> str:
-    if outcome.left > SLACK * outcome.deserved:
+    number = min(max(sum(outcome.states.values()), 1), USUAL)
+    if outcome.left > (1 + SLACK * math.sqrt(USUAL / number)) * outcome.deserved:
         return f"earned {outcome.left} micro-credits, honest work of its size {outcome.deserved}"
     return ""
 

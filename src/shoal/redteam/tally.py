@@ -22,6 +22,7 @@ _WORDS = text("SELECT subject, actor, body FROM event WHERE kind = :kind ORDER B
 _OWNERS = text("SELECT owner, standing, accepted, rejected FROM owner")
 _POSTINGS = text("SELECT seq, account, amount FROM posting ORDER BY seq, line")
 _GRANTS = text("SELECT owner, sum(count), count(*) FROM lease GROUP BY owner")
+_VERSIONS = text("SELECT version, root FROM version")
 _NODES = text("SELECT node, owner FROM node")
 _ACCEPTED = text("SELECT owner, sum(count) FROM submission WHERE state = 'accepted' GROUP BY owner")
 
@@ -83,6 +84,12 @@ class Tally:
     """groups that were leased to each owner"""
     nodes: Mapping[str, str]
     """owners by their nodes"""
+    roots: Mapping[int, str] = field(default_factory=dict)
+    """of versions; a step that had nothing to train on leaves the weights as they were"""
+
+    def is_same(self, one: int, other: int) -> bool:
+        """Whether two versions have the same weights."""
+        return one == other or (one in self.roots and self.roots[one] == self.roots.get(other))
 
     def find_pieces(self, owners: Collection[str]) -> list[Piece]:
         """What some owners handed in."""
@@ -107,6 +114,7 @@ def read_tally(ledger: Path) -> Tally:
                 standings={str(row[0]): Standing(row[1]) for row in connection.execute(_OWNERS)},
                 granted={str(row[0]): int(row[1]) for row in connection.execute(_GRANTS)},
                 nodes={str(row[0]): str(row[1]) for row in connection.execute(_NODES)},
+                roots={int(row[0]): str(row[1]) for row in connection.execute(_VERSIONS)},
             )
     finally:
         engine.dispose()
