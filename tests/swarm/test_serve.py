@@ -154,6 +154,7 @@ def test_a_head_that_drips_is_cut_however_often_a_byte_comes() -> None:
             with suppress(ConnectionError):
                 while not reader.at_eof():
                     writer.write(b"G")
+                    await writer.drain()  # which tells of a reset; the reader would be silent for ever
                     await asyncio.sleep(0.05)
             assert server.metrics.cut.values == {"late": 1}
 
