@@ -152,6 +152,24 @@ def test_packed_gradients_equal_padded_ones_at_another_temperature(
     assert_same_gradients(read_gradients(model), expected)
 
 
+@pytest.mark.parametrize("micro_tokens", [40, 10_000])
+def test_gradients_of_what_was_written_more_than_once_equal_padded_ones(
+    groups: list[Group], make_policy: MakePolicy, micro_tokens: int
+) -> None:
+    """Samples of one text with advantages, behaviour and last tokens of their own."""
+    model, texts = make_policy(0).model, groups[2]
+    one = texts.rollouts[0].token_ids
+    other = np.append(one[:-1], one[-1] ^ 1).astype(np.int32)
+    own = [
+        replace(r, token_ids=t, logprobs=r.logprobs[:1].repeat(len(t)))
+        for r, t in zip(texts.rollouts, (one, other, one, one[:3]), strict=True)
+    ]
+    alike = [groups[0], replace(texts, rollouts=tuple(own))]
+    expected = padded_gradients(model, alike, LossConfig())
+    build_learner(model, micro_tokens=micro_tokens, old_logprobs="behaviour").train_step(alike)
+    assert_same_gradients(read_gradients(model), expected)
+
+
 def flatten_rewards(groups: Sequence[Group]) -> list[Group]:
     """The groups without any signal, so that the policy term vanishes."""
     return [replace(group, scores=tuple(Score(1.0, "same") for _ in group.scores)) for group in groups]

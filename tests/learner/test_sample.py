@@ -39,6 +39,17 @@ def test_a_pack_holds_each_token_once_and_knows_the_state_that_predicts_it(make_
     assert pack.segment.tolist() == [0, 0, 0, 1, 1, 2, 2, 3]
 
 
+def test_what_a_group_wrote_more_than_once_is_fed_once(make_group: MakeGroup) -> None:
+    same = [[5, 6, 7], [5, 6, 9], [5, 6, 7], [5, 6], [8], [9]]  # the last token of each is not fed
+    first = fix_tokens(make_group(0, (3, 3, 3, 2, 1, 1), [0] * 6), [10, 11], same)
+    second = fix_tokens(make_group(1, (3, 1), (0, 1)), [10, 11], [[5, 6, 7], [8]])
+    (pack,) = build_packs(build_samples([first, second], "zscore"), 100)
+    assert pack.token_ids.tolist() == [10, 11, 5, 6, 5, 10, 11, 5, 6]  # groups share nothing
+    assert pack.rows.tolist() == [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 4, 1, 1, 6, 7, 8, 6]
+    assert pack.targets.tolist() == [5, 6, 7, 5, 6, 9, 5, 6, 7, 5, 6, 8, 9, 5, 6, 7, 8]
+    assert pack.segment.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5, 6, 6, 6, 7]
+
+
 def test_every_per_token_array_of_a_pack_has_the_length_of_its_completions(groups: list[Group]) -> None:
     for pack in build_packs(build_samples(groups, "zscore"), 40):
         num = sum(sample.rollout.num_tokens for sample in pack.samples)

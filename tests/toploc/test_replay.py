@@ -75,6 +75,21 @@ def test_packs_and_slices_do_not_matter(
             np.testing.assert_allclose(getattr(one, field), getattr(other, field), atol=1e-5)
 
 
+def test_rollouts_of_one_text_replay_as_alone_each_with_its_own_uniforms(qwen: Policy, generated) -> None:
+    _, rollouts, _ = generated
+    first = next(r for r in rollouts if r.temperature == 1.0 and r.num_tokens > 33)
+    token_ids = np.append(first.token_ids[:-1], first.token_ids[-1] ^ 1).astype(np.int32)
+    copies = [first, replace(first, id="b", seed=99), replace(first, id="c", token_ids=token_ids)]
+    together = replay_rollouts(qwen.model, copies, eos_id=qwen.eos_id, shape=True)
+    for rollout, replay in zip(copies, together, strict=True):
+        (alone,) = replay_rollouts(qwen.model, [rollout], eos_id=qwen.eos_id, shape=True)
+        torch.testing.assert_close(replay.hidden, alone.hidden, atol=1e-5, rtol=1e-4)
+        for field in ("logprobs", "distances", "eos_probs", "tilts", "masses"):
+            np.testing.assert_allclose(getattr(replay, field), getattr(alone, field), atol=1e-5)
+    assert together[0].distances.max() < 1e-6 < together[1].distances.max()
+    assert together[2].logprobs[-1] != together[0].logprobs[-1]
+
+
 def test_long_rollouts_that_share_a_prompt_replay_as_alone(qwen: Policy) -> None:
     """Longer than a strip of attention, behind a prompt that stands next to the first of them only."""
     rng = np.random.default_rng(0)

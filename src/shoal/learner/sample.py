@@ -4,7 +4,8 @@ Invariants:
 - advantages are computed here, by group, from task rewards and the length reward of the settings: no number of a
   worker's is trained on but tokens, log-probs and recomputed rewards;
 - every per-token array has the length of the completion; concatenated in sample order they stay parallel;
-- the samples of a group that share a micro-batch share one copy of the prompt.
+- the samples of a group that share a micro-batch share one copy of the prompt, and those that wrote the same share one
+  copy of that too: a policy that is sure of its answer writes it again and again.
 """
 
 from collections.abc import Sequence
@@ -91,6 +92,7 @@ def _build_pack(samples: Sequence[Sample], strips: bool) -> Pack:
     segments: list[Segment] = []
     rows: list[Tensor] = []
     prompts: dict[int, int] = {}
+    written: dict[tuple[int, int, bytes], int] = {}
     size = 0
 
     def add_segment(tokens: np.ndarray, prefix: int | None) -> None:
@@ -105,11 +107,11 @@ def _build_pack(samples: Sequence[Sample], strips: bool) -> Pack:
             add_segment(sample.rollout.prompt_ids, None)
         prompt = prompts[sample.group]
         assert np.array_equal(flat[prompt], sample.rollout.prompt_ids), "the samples of a group share one prompt"
-        start = size
-        # the last token predicts nothing, so it is not fed
-        if sample.rollout.num_tokens > 1:
-            add_segment(sample.rollout.token_ids[:-1], prompt)
-        rows.append(torch.cat((torch.tensor([segments[prompt].end - 1]), torch.arange(start, size))))
+        fed = sample.rollout.token_ids[:-1]  # the last token predicts nothing
+        start = written.setdefault((prompt, len(fed), fed.tobytes()), size)
+        if start == size and len(fed):
+            add_segment(fed, prompt)
+        rows.append(torch.cat((torch.tensor([segments[prompt].end - 1]), torch.arange(start, start + len(fed)))))
     lengths = torch.tensor([sample.rollout.num_tokens for sample in samples])
     segment = torch.repeat_interleave(torch.arange(len(samples)), lengths)
     return Pack(
