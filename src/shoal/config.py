@@ -149,6 +149,8 @@ class LearnerConfig(Settings):
     """gradient-norm clip"""
     micro_tokens: Count = 8192
     """most tokens in one packed micro-batch"""
+    share: bool = True
+    """compute what several samples of a group wrote alike only once; gradients are the same up to rounding"""
 
 
 class BatchConfig(Settings):

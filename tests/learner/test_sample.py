@@ -48,6 +48,9 @@ def test_what_a_group_wrote_more_than_once_is_fed_once(make_group: MakeGroup) ->
     assert pack.rows.tolist() == [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 4, 1, 1, 6, 7, 8, 6]
     assert pack.targets.tolist() == [5, 6, 7, 5, 6, 9, 5, 6, 7, 5, 6, 8, 9, 5, 6, 7, 8]
     assert pack.segment.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5, 6, 6, 6, 7]
+    (apart,) = build_packs(build_samples([first, second], "zscore"), 100, share=False)
+    assert apart.token_ids.tolist() == [10, 11, 5, 6, 5, 6, 5, 6, 5, 10, 11, 5, 6]
+    assert apart.targets.tolist() == pack.targets.tolist()
 
 
 def test_every_per_token_array_of_a_pack_has_the_length_of_its_completions(groups: list[Group]) -> None:

@@ -56,7 +56,7 @@ class Learner:
         """Train on the groups of one batch; an empty batch moves nothing."""
         split = _split_parts(groups, self._config.updates)
         parts = [build_samples(part, self._config.advantage, self._length) for part in split]
-        packs = [build_packs(samples, self._config.micro_tokens) for samples in parts]
+        packs = [build_packs(samples, self._config.micro_tokens, share=self._config.share) for samples in parts]
         olds = [self._score_old(part, first=index == 0) for index, part in enumerate(packs)]
         tally = Tally()
         for samples, part, old in zip(parts, packs, olds, strict=True):

@@ -4,8 +4,8 @@ Invariants:
 - advantages are computed here, by group, from task rewards and the length reward of the settings: no number of a
   worker's is trained on but tokens, log-probs and recomputed rewards;
 - every per-token array has the length of the completion; concatenated in sample order they stay parallel;
-- the samples of a group that share a micro-batch share one copy of the prompt, and those that wrote the same share one
-  copy of that too: a policy that is sure of its answer writes it again and again.
+- the samples of a group that share a micro-batch share one copy of the prompt, and unless told otherwise those that
+  wrote the same share one copy of that too: a policy that is sure of its answer writes it again and again.
 """
 
 from collections.abc import Sequence
@@ -73,10 +73,11 @@ def build_samples(groups: Sequence[Group], kind: AdvantageKind, length: LengthCo
     return samples
 
 
-def build_packs(samples: Sequence[Sample], max_tokens: int, *, strips: bool = False) -> list[Pack]:
+def build_packs(samples: Sequence[Sample], max_tokens: int, *, strips: bool = False, share: bool = True) -> list[Pack]:
     """Micro-batches of at most `max_tokens` input tokens; a longer sample has one to itself.
 
-    `strips` makes attention cheaper where no gradient is wanted, see policy/layout.py.
+    `strips` makes attention cheaper where no gradient is wanted, see policy/layout.py. `share` feeds once what several
+    samples of a group wrote alike; it makes micro-batches smaller, and no more samples fit into one.
     """
     bins = pack_samples(
         [sample.rollout.num_tokens for sample in samples],
@@ -84,10 +85,10 @@ def build_packs(samples: Sequence[Sample], max_tokens: int, *, strips: bool = Fa
         [sample.group for sample in samples],
         max_tokens,
     )
-    return [_build_pack([samples[index] for index in sorted(members)], strips) for members in bins]
+    return [_build_pack([samples[index] for index in sorted(members)], strips, share) for members in bins]
 
 
-def _build_pack(samples: Sequence[Sample], strips: bool) -> Pack:
+def _build_pack(samples: Sequence[Sample], strips: bool, share: bool) -> Pack:
     flat: list[np.ndarray] = []
     segments: list[Segment] = []
     rows: list[Tensor] = []
@@ -108,7 +109,7 @@ def _build_pack(samples: Sequence[Sample], strips: bool) -> Pack:
         prompt = prompts[sample.group]
         assert np.array_equal(flat[prompt], sample.rollout.prompt_ids), "the samples of a group share one prompt"
         fed = sample.rollout.token_ids[:-1]  # the last token predicts nothing
-        start = written.setdefault((prompt, len(fed), fed.tobytes()), size)
+        start = written.setdefault((prompt, len(fed), fed.tobytes()), size) if share else size
         if start == size and len(fed):
             add_segment(fed, prompt)
         rows.append(torch.cat((torch.tensor([segments[prompt].end - 1]), torch.arange(start, start + len(fed)))))
