@@ -4,6 +4,7 @@ What it ends with are the weights of `shoal train`, bit for bit, by one worker a
 level 0.
 """
 
+import re
 import signal
 import sys
 import time
@@ -111,12 +112,13 @@ def test_a_swarm_survives_its_cheat_its_user_and_a_kill(desk: Desk, capsys: pyte
     assert desk.end() == 0, desk.log.read_text()
     shown = desk.log.read_text()
     assert "caught cheating: cheat-1" in shown and "the ledger holds" in shown
+    assert re.search(r"^checking took \d+% of the CPU that generation took$", shown, re.MULTILINE)
     assert len(list_paid(root)) > 1
     check_report(root)
     check_weights(root, out / "alone")
 
     code, said = type_command(capsys, "run", *settings)
-    assert code == 0 and said.splitlines() == shown.splitlines()[-4:], "a finished run has nothing left but its report"
+    assert code == 0 and said.splitlines() == shown.splitlines()[-5:], "a finished run has nothing left but its report"
 
 
 def list_paid(root: Path) -> set[str]:

@@ -9,6 +9,7 @@ from shoal.launch.report import (
     Section,
     describe_broadcasts,
     describe_cases,
+    describe_costs,
     describe_learning,
     describe_times,
     describe_verdicts,
@@ -77,6 +78,14 @@ def test_times_are_shares_of_the_whole_period() -> None:
     assert len(head) == len(trainer) == len(worker)
     assert trainer == ("trainer", "30.0", "30.0", "50%", "train")
     assert worker == ("worker-1", "0.0", "40.0", "0%", "waiting: lease")
+
+
+def test_costs_say_what_of_them_was_checking() -> None:
+    section = describe_costs({"validator-1": 2.0, "worker-1": 8.0, "trainer": 10.0})
+    assert section.text.endswith("Checking took 25% of the CPU that generation took.")
+    assert list(section.rows[1]) == ["validator-1", "2.0", "10%"]
+    assert describe_costs({}).text == "Not counted on this machine."
+    assert "Checking" not in describe_costs({"trainer": 10.0}).text
 
 
 def test_a_worker_that_skipped_a_version_has_a_dash() -> None:

@@ -3,7 +3,7 @@
 <out>/<name>-seed<seed>/
   config.toml metrics.jsonl eval.jsonl checkpoints/ versions/ ...   the trainer's and the evaluator's
   launch/         settings.toml, ports.json, recipe.json, calibration.json, coordinator.toml, run.toml, v0/, keys
-                  tasks.jsonl, of a run on a task set
+                  tasks.jsonl, of a run on a task set; cpu.json, what the parts took
                   coordinator/, for a coordinator on another machine
   coordinator/    ledger, blobs, keys         origin/, relay-1/ ...     weights on their way
   trainer/, validator-1/ ..., worker-1/ ..., cheat-1/ ...               a node each: keys, receipts, spans
@@ -58,6 +58,11 @@ class Layout:
     @property
     def calibration(self) -> Path:
         return self.launch / "calibration.json"
+
+    @property
+    def costs(self) -> Path:
+        """CPU seconds of the parts so far."""
+        return self.launch / "cpu.json"
 
     @property
     def tasks(self) -> Path:

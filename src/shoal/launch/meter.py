@@ -1,13 +1,17 @@
 """What the parts of a swarm cost: CPU seconds of each process with all that it started."""
 
 import asyncio
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+from shoal.files import write_atomic
 from shoal.launch.supervise import Supervisor
 
 LOOK_S = 0.5
+JUDGES, WRITERS = "validator-", ("worker-", "cheat-", "crew-")
+"""how the names of parts begin that check, and that generate"""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -58,3 +62,24 @@ def read_seconds() -> dict[int, float]:
         session, ticks = int(fields[3]), sum(map(int, fields[11:15]))
         seconds[session] = seconds.get(session, 0.0) + ticks / _TICKS
     return seconds
+
+
+def share_checking(cpu_s: Mapping[str, float], liars: Collection[str] = ()) -> float | None:
+    """CPU of the validators that check, over that of all who generate; None where it was not measured."""
+    judges = sum(spent for name, spent in cpu_s.items() if name.startswith(JUDGES) and name not in liars)
+    writers = sum(spent for name, spent in cpu_s.items() if name.startswith(WRITERS))
+    return judges / writers if writers else None
+
+
+def add_costs(path: Path, cpu_s: Mapping[str, float]) -> None:
+    """Add what the parts took since they were started to what is kept of the starts before."""
+    before = read_costs(path)
+    total = before | {name: before.get(name, 0.0) + spent for name, spent in cpu_s.items()}
+    write_atomic(path, json.dumps({name: round(spent, 2) for name, spent in total.items()}).encode())
+
+
+def read_costs(path: Path) -> dict[str, float]:
+    """CPU seconds of each part, all starts together; nothing if none were counted."""
+    if not path.exists():
+        return {}
+    return {str(name): float(spent) for name, spent in json.loads(path.read_bytes()).items()}

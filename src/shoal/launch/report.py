@@ -18,6 +18,7 @@ from shoal.launch.curve import describe_marks, draw_chart
 from shoal.launch.evidence import Evidence, collect_evidence
 from shoal.launch.glance import read_lines
 from shoal.launch.layout import Layout
+from shoal.launch.meter import read_costs, share_checking
 from shoal.launch.prepare import Prepared
 from shoal.launch.rollouts import show_rollouts
 from shoal.launch.timeline import Broadcast, Track, find_broadcasts, find_period, read_tracks
@@ -50,12 +51,13 @@ def write_report(prepared: Prepared) -> str:
     lines = read_lines(layout.root)
     tracks = read_tracks(find_folders(prepared))
     broadcasts = find_broadcasts(tracks)
-    evidence = collect_evidence(layout.ledger)
+    evidence, costs = collect_evidence(layout.ledger), read_costs(layout.costs)
     title = f"{config.run}: {config.steps} steps, async level {config.async_level}"
     sections = [
         describe_learning(lines, tracks, config.steps),
         describe_rollouts(layout),
         describe_times(tracks),
+        describe_costs(costs),
         describe_broadcasts(broadcasts),
         describe_verdicts(evidence, prepared.names),
         describe_cases(evidence, prepared.names),
@@ -71,7 +73,7 @@ def write_report(prepared: Prepared) -> str:
         write_atomic(layout.root / "report.png", picture)
     write_atomic(layout.root / "report.txt", format_text(title, sections).encode())
     write_atomic(layout.root / "report.html", format_page(title, sections, picture).encode())
-    return summarise(sections[0], evidence, prepared.names, layout)
+    return summarise(sections[0], evidence, prepared.names, layout, describe_checking(costs))
 
 
 def find_folders(prepared: Prepared) -> dict[str, Any]:
@@ -117,6 +119,23 @@ def describe_times(tracks: Sequence[Track]) -> Section:
     return Section(title="Who was busy when", text="Shares are of the time from the first span to the last.", rows=rows)
 
 
+def describe_costs(costs: Mapping[str, float]) -> Section:
+    """What everybody took, and what of that was checking."""
+    if not costs:
+        return Section(title="CPU", text="Not counted on this machine.")
+    total = sum(costs.values())
+    rows: list[Row] = [("part", "CPU s", "of all")]
+    rows += [(name, f"{spent:.1f}", f"{spent / total:.0%}") for name, spent in costs.items()]
+    told = "Of each process and all that it started, from its start to its end."
+    return Section(title="CPU", text=" ".join([told, *describe_checking(costs)]), rows=rows)
+
+
+def describe_checking(costs: Mapping[str, float]) -> list[str]:
+    """A sentence on what checking came to, where it was counted."""
+    share = share_checking(costs)
+    return [] if share is None else [f"Checking took {share:.0%} of the CPU that generation took."]
+
+
 def describe_broadcasts(broadcasts: Sequence[Broadcast]) -> Section:
     """How long versions were under way."""
     names = sorted({name for item in broadcasts for name in item.reached_s})
@@ -150,13 +169,16 @@ def describe_cases(evidence: Evidence, names: Mapping[str, str]) -> Section:
     )
 
 
-def summarise(learning: Section, evidence: Evidence, names: Mapping[str, str], layout: Layout) -> str:
+def summarise(
+    learning: Section, evidence: Evidence, names: Mapping[str, str], layout: Layout, checking: Sequence[str]
+) -> str:
     """The end of a run for the screen."""
     gains = ", ".join(f"{row[0]} {row[1]} -> {row[2]}" for row in learning.rows[1:])
     banned = [names.get(line.owner, line.owner[:16]) for line in evidence.leaders if line.standing.value == "banned"]
     lines = [
         f"held-out tasks that pass: {gains or 'not evaluated'}",
         f"caught cheating: {', '.join(banned) or 'nobody'}",
+        *(line[0].lower() + line[1:].rstrip(".") for line in checking),
         evidence.summary,
         f"report: {layout.root / 'report.html'}",
     ]

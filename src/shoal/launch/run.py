@@ -16,6 +16,7 @@ from shoal.console import clean_text
 from shoal.errors import ConfigError
 from shoal.launch.glance import EVALS, METRICS, Watch, read_steps
 from shoal.launch.layout import Layout
+from shoal.launch.meter import Meter, add_costs
 from shoal.launch.part import read_last_line
 from shoal.launch.prepare import Note, Prepared, prepare_swarm, tell_dial
 from shoal.launch.report import write_report
@@ -65,14 +66,15 @@ async def supervise_swarm(prepared: Prepared, note: Note) -> int:
     """Start all parts, show how they do, and stop them; 0 if the run came to its end, and else why not."""
     stop, logs = asyncio.Event(), prepared.layout.logs
     supervisor = Supervisor(list_parts(prepared), logs, make_environment(prepared.config.swarm.threads))
-    watch = Watch(prepared, supervisor)
+    watch, meter = Watch(prepared, supervisor), Meter(supervisor)
     view = View(watch)
     supervisor.note = view.note
     try:
         with catch_signals(stop, supervisor.kill_all, view.note):
-            finished = await run_together(supervisor.run(lambda: True, stop), view.run())
+            finished = await run_together(supervisor.run(lambda: True, stop), view.run(), meter.run())
     finally:
         watch.close()
+        add_costs(prepared.layout.costs, meter.cpu_s)
     return 0 if finished else _tell_end(supervisor, logs, note)
 
 

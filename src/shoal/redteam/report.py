@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.console import format_time
 from shoal.files import write_atomic
+from shoal.launch.meter import share_checking
 from shoal.redteam.field import Field
 from shoal.redteam.liars.registry import LIES
 from shoal.redteam.matrix import MOST_PIECES, Matrix, Row, build_matrix
@@ -148,11 +149,9 @@ def dump_indoors(indoors: "Indoors") -> dict[str, Any]:
 
 
 def measure_cost(cpu_s: Mapping[str, float], field: Field) -> float | None:
-    """CPU of the validators that check, over that of all who generate; None where it could not be measured."""
-    lying = set(field.liars.values())
-    judges = sum(spent for name, spent in cpu_s.items() if name.startswith("validator-") and name not in lying)
-    writers = sum(spent for name, spent in cpu_s.items() if name.startswith(("worker-", "crew-")))
-    return round(judges / writers, 4) if writers else None
+    """What checking costs of all generating; who lies does not check."""
+    share = share_checking(cpu_s, field.liars.values())
+    return None if share is None else round(share, 4)
 
 
 def _dump_row(row: Row) -> dict[str, Any]:

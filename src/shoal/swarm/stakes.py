@@ -21,9 +21,11 @@ NAMES = {Standing.PROBATION: "new", Standing.GOOD: "good", Standing.TRUSTED: "tr
 JOIN_WORK = 1 << 22
 JOIN_S = 5.0
 """what joining takes on one core at `JOIN_WORK` hashes"""
-COST_READ, COST_REPLAY = 0.025, 0.34
-"""CPU of a validator as a share of generation's, of answers of 512 tokens: reading and deriving everything again, and
-replaying everything. By bench/checking.py; docs/validation.md has the table."""
+COST_TOKENS = 512
+"""of the answers that the costs are for"""
+COST_FILE, COST_READ, COST_REPLAY = 0.14, 0.004, 0.36
+"""CPU of a validator in rollouts generated: to open a submission, to read a rollout and derive it again, to replay it.
+By bench/checking.py, about the worst of a small and a larger model; docs/validation.md has the table."""
 CONVICTIONS = 2
 """owners of validators that it takes to convict"""
 
@@ -48,8 +50,8 @@ class Rate(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """Of checking, as a share of generation."""
-        return COST_READ + COST_REPLAY * self.share
+        """Of checking, as a share of generation, if answers have `COST_TOKENS` tokens."""
+        return COST_FILE / self.rollouts + COST_READ + COST_REPLAY * self.share
 
 
 def list_rates(params: RunParams) -> list[Rate]:
@@ -106,7 +108,8 @@ def describe_dial(params: RunParams) -> tuple[str, ...]:
 def _describe_rate(rate: Rate) -> str:
     who = f"{NAMES[rate.standing]}: {show_share(rate.share)} replayed ({rate.checked} of {rate.rollouts} rollouts"
     least = f", never fewer than {rate.least}" if rate.least < rate.checked else ""
-    return f"{who}{least}), caught within {rate.within}, costs {show_share(rate.cost)} of generation"
+    cost = f"costs {show_share(rate.cost)} of generation at {COST_TOKENS} tokens"
+    return f"{who}{least}), caught within {rate.within}, {cost}"
 
 
 def _rate_standing(params: RunParams, standing: Standing) -> Rate:
