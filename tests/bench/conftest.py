@@ -29,6 +29,7 @@ for _name in (
     "parts",
     "records",
     "separation",
+    "sharing",
     "stage",
 ):
     import_module(_name)
