@@ -23,7 +23,7 @@ JOIN_S = 5.0
 """what joining takes on one core at `JOIN_WORK` hashes"""
 COST_TOKENS = 512
 """of the answers that the costs are for"""
-COST_FILE, COST_READ, COST_REPLAY = 0.14, 0.004, 0.36
+COST_FILE, COST_READ, COST_REPLAY = 0.14, 0.004, 0.37
 """CPU of a validator in rollouts generated: to open a submission, to read a rollout and derive it again, to replay it.
 By bench/checking.py, about the worst of a small and a larger model; docs/validation.md has the table."""
 CONVICTIONS = 2
