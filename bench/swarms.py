@@ -22,7 +22,7 @@ from shoal.files import remove_dir, write_atomic
 from shoal.launch.evidence import collect_evidence
 from shoal.launch.glance import EVALS, METRICS
 from shoal.launch.layout import Layout
-from shoal.launch.meter import read_seconds
+from shoal.launch.meter import Meter
 from shoal.launch.part import Part, Process, read_last_line
 from shoal.launch.prepare import Prepared, prepare_swarm
 from shoal.launch.report import find_folders
@@ -142,7 +142,7 @@ def pick_parts(prepared: Prepared, names: Collection[str]) -> list[Part]:
 async def _supervise(prepared: Prepared, apart: Collection[str], drive: Drive | None) -> dict[str, float]:
     parts = [part for part in list_parts(prepared) if part.name not in ("evaluator", *apart)]
     supervisor = open_supervisor(prepared, parts)
-    meter = Meter(supervisor)
+    meter = Meter(supervisor, _nice)
     beside = [drive(prepared, supervisor)] if drive else []
     async with asyncio.timeout(LIMIT_S):
         running = supervisor.run(lambda: True, asyncio.Event())
@@ -161,33 +161,10 @@ def open_supervisor(prepared: Prepared, parts: Sequence[Part]) -> Supervisor:
     return Supervisor(parts, prepared.layout.logs, make_environment(prepared.config.swarm.threads))
 
 
-class Meter:
-    """Nices the parts of a supervisor as they start, and counts the CPU seconds of all."""
-
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
-        self._niced: set[int] = set()
-        self._ended: dict[str, dict[int, float]] = {}
-
-    @property
-    def cpu_s(self) -> dict[str, float]:
-        """Of each part, all its starts together."""
-        return {name: sum(seconds.values()) for name, seconds in self._ended.items()}
-
-    async def run(self) -> None:
-        """Look now and then, for ever."""
-        while True:
-            seconds = read_seconds()
-            for name, state in self._supervisor.states.items():
-                if state.process is not None:
-                    self._look(name, state.process.pid, seconds)
-            await asyncio.sleep(_LOOK_S)
-
-    def _look(self, name: str, pid: int, seconds: Mapping[int, float]) -> None:
-        self._ended.setdefault(name, {})[pid] = seconds.get(pid, 0.0)
-        if name.startswith(_NICED) and pid not in self._niced:
-            self._niced.add(pid)
-            lower_priority(pid)
+def _nice(name: str, session: int) -> None:
+    """Those who write and those who check make room for the trainer."""
+    if name.startswith(_NICED):
+        lower_priority(session)
 
 
 def lower_priority(session: int) -> None:

@@ -1,7 +1,6 @@
 """The arithmetic of the benchmarks of asynchrony."""
 
 import json
-import os
 import sys
 from dataclasses import asdict
 from importlib import import_module
@@ -18,7 +17,7 @@ sys.path.remove(_FOLDER)
 
 import overlap  # noqa: E402
 from overlap import collect_figures, find_crossing, format_tables  # noqa: E402
-from swarms import Summary, hash_settings, list_silent, load_swarm, read_seconds  # noqa: E402
+from swarms import Summary, hash_settings, list_silent, load_swarm  # noqa: E402
 from unequal import compare_samples  # noqa: E402
 
 
@@ -115,8 +114,3 @@ def test_equal_samples_have_no_distance_and_the_limit_law_is_the_one_of_the_book
     assert distance == 0.5
     assert chance == pytest.approx(0.534, abs=0.002)  # 2 (exp(-2 x^2) - exp(-8 x^2) + ...) at x = 0.806
     assert compare_samples(list(range(100)), list(range(50, 150)))[1] < 1e-9
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
-def test_cpu_seconds_are_those_of_a_whole_session() -> None:
-    assert read_seconds()[os.getsid(0)] > 0

@@ -1,13 +1,14 @@
 """What parts cost: counted by session, kept from start to start, and what of it was checking."""
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from shoal.launch.meter import Meter, add_costs, read_costs, share_checking
+from shoal.launch.meter import Meter, add_costs, read_costs, read_seconds, share_checking
 
 BURN = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True)\ntime.sleep(60)"
 
@@ -51,3 +52,8 @@ def test_a_part_is_counted_since_the_beginning_that_was_set() -> None:
 
     spent, since = asyncio.run(asyncio.wait_for(measure(), 60))
     assert spent >= 0.3 and since == 0.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="CPU is read from /proc")
+def test_cpu_seconds_are_those_of_a_whole_session() -> None:
+    assert read_seconds()[os.getsid(0)] > 0
