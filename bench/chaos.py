@@ -44,6 +44,8 @@ GAP_S, HURRY_S = 1.5, 0.2
 """mean pause before a kill; and where the run is further than the kills are"""
 AHEAD = 0.1
 """share of the kills that may be ahead of the run's progress: so they meet it at work"""
+LAST = 2
+"""steps at the end by which all kills are due: or the run might be over before the last of them"""
 LOOK_S, STEP_S = 0.002, 60.0
 """between two looks for the middle of a step, and how long it is looked for"""
 Note = Callable[[str], None]
@@ -104,7 +106,7 @@ class Killer:
             await asyncio.sleep(0.05)
 
     def _find_progress(self) -> float:
-        return max(0, self._find_newest()) / self._steps
+        return max(0, self._find_newest()) / max(1, self._steps - LAST)
 
     def _pick(self) -> PartState | None:
         """The next in a random order of all that runs; each gets its turn before one gets another."""
@@ -158,7 +160,7 @@ class Killer:
 
 def load_settings(out: Path, *overrides: str) -> LaunchConfig:
     """A tiny swarm; steps long enough to be met in their middle."""
-    few = ["swarm.calibration=128", "learner.updates=4", "eval.every=4", "swarm.heartbeat_s=1"]
+    few = ["swarm.calibration=128", "learner.updates=4", "learner.share=false", "eval.every=4", "swarm.heartbeat_s=1"]
     return load_launch(TINY, [f"out={out}", *few, *overrides])
 
 
