@@ -1,6 +1,6 @@
 """What it saves to compute once what several samples of a group wrote alike: CPU of training steps, with and without.
 
-    python bench/sharing.py [--quick] [--json]      # two minutes
+    python bench/sharing.py [--quick] [--json]      # a minute
 
 The demo's task in one process with one thread. Two learners train on the same batches in turns, from the same warmed-up
 weights; the one that shares writes the next batch. Both must end with nearly the same weights, or the figures mean

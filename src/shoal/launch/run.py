@@ -74,7 +74,7 @@ async def supervise_swarm(prepared: Prepared, note: Note) -> int:
             finished = await run_together(supervisor.run(lambda: True, stop), view.run(), meter.run())
     finally:
         watch.close()
-        add_costs(prepared.layout.costs, meter.cpu_s)
+    add_costs(prepared.layout.costs, meter.cpu_s)
     return 0 if finished else _tell_end(supervisor, logs, note)
 
 
