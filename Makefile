@@ -12,7 +12,7 @@ install = echo "installing shoal[$(1)] into $(VENV), about $(2) with a fast netw
 	$(BIN)/python -m pip install -c constraints.txt -e ".[$(1)]" >$(VENV)/install.log 2>&1 \
 	|| { tail -n 20 $(VENV)/install.log; echo "installation failed; all of its output: $(VENV)/install.log"; exit 1; }
 
-.PHONY: help demo test lint style bench clean
+.PHONY: help demo test lint style docs bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' Makefile
@@ -34,12 +34,17 @@ lint: style  ## check style and types
 style: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-logo >$(VENV)/imports.log 2>&1 || { cat $(VENV)/imports.log; exit 1; }
+
+docs: $(VENV)/.docs  ## build the documentation site; a dead link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "build/site/index.html"
 
 bench: $(VENV)/.bench  ## measure against peers, side by side
 	@$(BIN)/python bench/run.py
 
 clean:  ## remove .venv, caches and build files; runs/ stays
-	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 	@find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are written last: an installation that was cut off is made again.
@@ -51,6 +56,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 
 $(VENV)/.bench: $(VENV)/.dev
 	@$(call install,dev$(comma)bench,three minutes)
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	@$(call install,dev$(comma)docs,one minute)
 	@touch $@
 
 comma := ,

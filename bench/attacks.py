@@ -1,11 +1,11 @@
-"""The dishonest: each attack is a function from honest ingredients to what a cheater would hand in.
+"""Dishonest workers: each attack is a function from honest ingredients to what a cheater would submit.
 
     @attack("name")
     def some_attack(stage: Stage) -> Forged: ...
 
-Cheaters here are careful. Whoever holds the true model states the log-probs and proofs that an honest worker would
-have for the same tokens, so only the choice of tokens is wrong; whoever runs another model has no better numbers than
-that model's.
+The cheaters here are careful. One that has the true model states the log-probs and proofs that an honest worker would
+have for the same tokens, so only the choice of tokens is wrong. One that runs a different model only has that model's
+numbers.
 """
 
 import copy
@@ -19,12 +19,11 @@ from transformers import PreTrainedModel
 
 from altered import step_back
 from models import load_subject
-from shoal.engine.choice import choose_tokens
-from shoal.redteam.altered import add_adapter, drop_layers, map_linears, round_channels, round_groups
-from shoal.redteam.attacks.best_of_n import TRIES, list_tries
-from shoal.redteam.attacks.edited_tokens import draw_places
-from shoal.redteam.attacks.prompt import edit_prompt as bend_prompt
-from shoal.redteam.choices import (
+from shoal.engine.sampling import choose_tokens
+from shoal.redteam.attacks.sampling import NUM_TRIES, draw_places, list_tries
+from shoal.redteam.attacks.sampling import edit_prompt as bend_prompt
+from shoal.redteam.behaviours.forged_work import ForgedRollouts, fit_proofs
+from shoal.redteam.behaviours.sampling import (
     choose_cooler,
     choose_fixed,
     choose_likeliest,
@@ -33,7 +32,7 @@ from shoal.redteam.choices import (
     claim_tokens,
     plan_uniforms,
 )
-from shoal.redteam.forge import Forged, lend_proofs
+from shoal.redteam.behaviours.weights import add_adapter, drop_layers, map_linears, round_channels, round_groups
 from shoal.rollout import Rollout
 from shoal.seeds import token_uniforms
 from stage import GROUP, Stage
@@ -41,121 +40,121 @@ from stage import GROUP, Stage
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One way of cheating."""
+    """One attack."""
 
     name: str
-    run: Callable[[Stage], Forged]
+    run: Callable[[Stage], ForgedRollouts]
     dtypes: tuple[str, ...]
-    """verifiers it makes sense against"""
+    """dtypes of the verifier that it applies to"""
     chooses: bool
-    """log-probs and proofs are honest for the tokens, only these are not"""
+    """log-probs and proofs are honest for the tokens; only the tokens are not"""
 
 
 ATTACKS: dict[str, Attack] = {}
 UNLIKELY = 1e-6
-"""Probability of a token that is hardly possible."""
+"""Maximum probability of an "unlikely" token."""
 
 
 def attack(
     name: str, *dtypes: str, chooses: bool = False
-) -> Callable[[Callable[[Stage], Forged]], Callable[[Stage], Forged]]:
-    """Register a way of cheating, against verifiers of any dtype unless some are named."""
+) -> Callable[[Callable[[Stage], ForgedRollouts]], Callable[[Stage], ForgedRollouts]]:
+    """Register an attack, against verifiers of any dtype unless some are given."""
 
-    def register(run: Callable[[Stage], Forged]) -> Callable[[Stage], Forged]:
+    def register(run: Callable[[Stage], ForgedRollouts]) -> Callable[[Stage], ForgedRollouts]:
         ATTACKS[name] = Attack(name, run, dtypes or ("float32", "bfloat16"), chooses)
         return run
 
     return register
 
 
-# Another model writes, and proves what it computed.
+# A different model generates, and proves what it computed.
 
 
 @attack("int8 weights")
-def quantise_eight(stage: Stage) -> Forged:
+def quantise_eight(stage: Stage) -> ForgedRollouts:
     return stage.generate(stage.alter("int8", lambda model: map_linears(model, round_channels)))
 
 
 @attack("int4 weights")
-def quantise_four(stage: Stage) -> Forged:
+def quantise_four(stage: Stage) -> ForgedRollouts:
     return stage.generate(stage.alter("int4", lambda model: map_linears(model, round_groups)))
 
 
 @attack("bf16 for fp32", "float32")
-def narrow_weights(stage: Stage) -> Forged:
+def narrow_weights(stage: Stage) -> ForgedRollouts:
     return stage.generate(stage.alter("bf16", lambda model: copy.deepcopy(model).bfloat16()))
 
 
 @attack("fp32 for bf16", "bfloat16")
-def widen_weights(stage: Stage) -> Forged:
+def widen_weights(stage: Stage) -> ForgedRollouts:
     return stage.generate(stage.alter("fp32", lambda model: copy.deepcopy(model).float()))
 
 
 @attack("one step older, lr 1e-5")
-def lag_step(stage: Stage) -> Forged:
+def lag_step(stage: Stage) -> ForgedRollouts:
     return stage.generate(_older(stage, 1e-5))
 
 
 @attack("one step older, lr 1e-6")
-def lag_small(stage: Stage) -> Forged:
+def lag_small(stage: Stage) -> ForgedRollouts:
     return stage.generate(_older(stage, 1e-6))
 
 
 @attack("LoRA merged")
-def merge_adapter(stage: Stage) -> Forged:
+def merge_adapter(stage: Stage) -> ForgedRollouts:
     return stage.generate(stage.alter("lora", lambda model: map_linears(model, add_adapter)))
 
 
 @attack("half the layers")
-def halve_layers(stage: Stage) -> Forged:
+def halve_layers(stage: Stage) -> ForgedRollouts:
     return stage.generate(stage.alter("half", drop_layers))
 
 
 @attack("edited prompt")
-def edit_prompt(stage: Stage) -> Forged:
-    """One token of the prompt is another; the submission states the prompt that was asked."""
+def edit_prompt(stage: Stage) -> ForgedRollouts:
+    """One token of the prompt is changed; the submission states the requested prompt."""
     vocabulary = stage.model.config.vocab_size
     return stage.generate(stage.model, requests=[bend_prompt(r, r.id, vocabulary) for r in stage.requests])
 
 
-# The true model computes, but tokens are chosen otherwise.
+# The true model computes, but tokens are chosen differently.
 
 
 @attack("temperature 0.9", chooses=True)
-def cool_sampling(stage: Stage) -> Forged:
+def cool_sampling(stage: Stage) -> ForgedRollouts:
     return stage.generate(stage.model, choose=choose_cooler(0.9))
 
 
 @attack("top-p 0.95", chooses=True)
-def cut_tail(stage: Stage) -> Forged:
+def cut_tail(stage: Stage) -> ForgedRollouts:
     return stage.generate(stage.model, choose=choose_nucleus(0.95))
 
 
 @attack("greedy", chooses=True)
-def take_likeliest(stage: Stage) -> Forged:
+def take_likeliest(stage: Stage) -> ForgedRollouts:
     return stage.generate(stage.model, choose=choose_likeliest)
 
 
 @attack("best of 4", chooses=True)
-def pick_best(stage: Stage) -> Forged:
-    """Three more seeds for each rollout; the likeliest of the four is handed in as if the right seed had given it."""
+def pick_best(stage: Stage) -> ForgedRollouts:
+    """Three more seeds per rollout; the likeliest of the four is submitted as if the right seed had produced it."""
     tries = [stage.honest]
-    for turn in range(1, TRIES):
-        others = [replace(list_tries(r, TRIES)[turn], id=r.id) for r in stage.requests]
+    for turn in range(1, NUM_TRIES):
+        others = [replace(list_tries(r, NUM_TRIES)[turn], id=r.id) for r in stage.requests]
         tries.append(stage.generate(stage.model, requests=others))
     best = [int(np.argmax([work.rollouts[i].logprobs.mean() for work in tries])) for i in range(len(stage.requests))]
     rollouts = tuple(tries[turn].rollouts[index] for index, turn in enumerate(best))
-    return Forged(rollouts, {r.id: tries[turn].proofs[r.id] for r, turn in zip(rollouts, best, strict=True)})
+    return ForgedRollouts(rollouts, {r.id: tries[turn].proofs[r.id] for r, turn in zip(rollouts, best, strict=True)})
 
 
 @attack("1 token edited", chooses=True)
-def edit_one(stage: Stage) -> Forged:
+def edit_one(stage: Stage) -> ForgedRollouts:
     return _edit_tokens(stage, 1)
 
 
 @attack("1 hardly possible token, close to the draw", chooses=True)
-def edit_closely(stage: Stage) -> Forged:
-    """The editor knows the sampling check: of all places it takes the one where such a token is closest to the draw."""
+def edit_closely(stage: Stage) -> ForgedRollouts:
+    """The editor knows the sampling check: it picks the position where such a token is closest to the draw."""
     planned = plan_uniforms(stage.requests, {r.id: [_find_opening(stage, r)] for r in stage.honest.rollouts})
 
     def choose(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,29 +167,29 @@ def edit_closely(stage: Stage) -> Forged:
 
 
 @attack("5 tokens edited", chooses=True)
-def edit_five(stage: Stage) -> Forged:
+def edit_five(stage: Stage) -> ForgedRollouts:
     return _edit_tokens(stage, 5)
 
 
 @attack("50 tokens edited", chooses=True)
-def edit_fifty(stage: Stage) -> Forged:
+def edit_fifty(stage: Stage) -> ForgedRollouts:
     return _edit_tokens(stage, 50)
 
 
 @attack("cut off with a forced end", chooses=True)
-def force_end(stage: Stage) -> Forged:
-    """Rollouts end at half their length: the end token is put where it was not drawn."""
+def force_end(stage: Stage) -> ForgedRollouts:
+    """Rollouts end at half their length: the end token is inserted where it was not drawn."""
     places = {r.id: [r.num_tokens // 2] for r in stage.honest.rollouts if r.num_tokens > 1}
     planned = plan_uniforms(stage.requests, places)
     return stage.generate(stage.model, choose=choose_fixed(planned, stage.eos_id))
 
 
-# Text of one, proof of another.
+# Text from one model, proof from another.
 
 
 @attack("laundered: a small model writes", chooses=True)
-def launder_scribe(stage: Stage) -> Forged:
-    """Another model's text, then one honest prefill over it for log-probs and proofs."""
+def launder_scribe(stage: Stage) -> ForgedRollouts:
+    """A different model's text, then one honest prefill over it for log-probs and proofs."""
     if stage.subject.name == "text":
         writer = load_subject("scribe", stage.model.dtype).policy.model
     else:
@@ -199,37 +198,37 @@ def launder_scribe(stage: Stage) -> Forged:
 
 
 @attack("laundered: int4 writes", chooses=True)
-def launder_int4(stage: Stage) -> Forged:
+def launder_int4(stage: Stage) -> ForgedRollouts:
     writer = stage.alter("int4", lambda model: map_linears(model, round_groups))
     return stage.prefill(stage.generate(writer).rollouts)
 
 
 @attack("proof of another rollout")
-def swap_proofs(stage: Stage) -> Forged:
-    """A rollout of another prompt lends its proofs, in the number asked for and, for the last, of a last chunk."""
+def swap_proofs(stage: Stage) -> ForgedRollouts:
+    """Proofs come from a rollout with a different prompt, with the right number and a last chunk at the end."""
     honest = stage.honest
     lent = {}
     for index, rollout in enumerate(honest.rollouts):
         lender = honest.rollouts[(index + GROUP) % len(honest.rollouts)]
-        lent[rollout.id] = lend_proofs(honest.proofs[lender.id], len(honest.proofs[rollout.id]))
-    return Forged(honest.rollouts, lent)
+        lent[rollout.id] = fit_proofs(honest.proofs[lender.id], len(honest.proofs[rollout.id]))
+    return ForgedRollouts(honest.rollouts, lent)
 
 
 @attack("proof of an older version, lr 1e-5")
-def prove_older(stage: Stage) -> Forged:
+def prove_older(stage: Stage) -> ForgedRollouts:
     older = stage.prefill(stage.honest.rollouts, _older(stage, 1e-5))
-    return Forged(stage.honest.rollouts, older.proofs)
+    return ForgedRollouts(stage.honest.rollouts, older.proofs)
 
 
-def _edit_tokens(stage: Stage, count: int) -> Forged:
-    """At `count` places of each rollout another draw stands instead; all that follows is written honestly."""
+def _edit_tokens(stage: Stage, count: int) -> ForgedRollouts:
+    """At `count` positions of each rollout, a different draw is used; everything after it is sampled honestly."""
     places = {rollout.id: draw_places(rollout, count) for rollout in stage.honest.rollouts}
     return stage.generate(stage.model, choose=choose_others(plan_uniforms(stage.requests, places)))
 
 
 @torch.inference_mode()
 def _find_opening(stage: Stage, rollout: Rollout) -> int:
-    """The place of an honest rollout at which a hardly possible token is closest to the draw."""
+    """The position of an honest rollout at which an unlikely token is closest to the draw."""
     text = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.token_ids])).long()
     logits = stage.model(text[None]).logits[0, len(rollout.prompt_ids) - 1 : -1].float()
     uniforms = torch.from_numpy(token_uniforms(rollout.seed, 0, rollout.num_tokens))
@@ -237,7 +236,7 @@ def _find_opening(stage: Stage, rollout: Rollout) -> int:
 
 
 def _measure_unlikely(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Distance from the draw and id of the closest hardly possible token of each row; infinite if there is none."""
+    """Distance from the draw and id of the closest unlikely token of each row; infinite if there is none."""
     probs = logits.softmax(-1).double()
     high = probs.cumsum(-1)
     distances = torch.maximum(high - probs - uniforms[:, None], uniforms[:, None] - high)

@@ -1,12 +1,12 @@
-"""A swarm under fire: its processes are killed at random times, each is started again, and the run ends as it must.
+"""A swarm whose processes are killed at random: each is restarted, and the run must end correctly.
 
     python bench/chaos.py [--quick] [--json] [--kills 50] [--seed N] [--async-level K] [--out DIR]
 
 A tiny swarm (coordinator, trainer, evaluator, origin, relay, two workers, two validators) runs under the supervisor of
-`shoal run`. Its parts get a SIGKILL in random order, all of them before one gets its second, after pauses drawn from an
-exponential distribution, spread over the whole run; every other time the trainer's comes in the middle of a step. The
-same seed draws the same order and the same pauses, and the machine does the rest. Then everything is held against
-everything else: see lineage.py. With async level 0 the weights must also be those of `shoal train`, which nobody kills.
+`shoal run`. Its parts get a SIGKILL in random order, each once before any gets a second one, after pauses drawn from an
+exponential distribution, spread over the whole run. Every other kill of the trainer comes in the middle of a step. The
+same seed draws the same order and pauses; the rest depends on the machine. Then everything is compared with everything
+else: see lineage.py. With async level 0 the weights must also equal those of an undisturbed `shoal train`.
 
 Figures: kills, kills_mid_step (of the trainer, between a batch and its version), steps, run_s, flaws.
 """
@@ -27,46 +27,46 @@ from pathlib import Path
 
 from common import ROOT, finish
 from lineage import compare_alone, find_flaws
-from shoal.launch.layout import Layout
+from shoal.launch.layout import SwarmPaths
+from shoal.launch.parts import list_parts
 from shoal.launch.prepare import prepare_swarm
-from shoal.launch.roster import list_parts
 from shoal.launch.run import hold_swarm, make_environment
 from shoal.launch.settings import LaunchConfig, load_launch
-from shoal.launch.supervise import PartState, Supervisor
-from shoal.node.tasks import run_together
+from shoal.launch.supervisor import PartState, Supervisor
 from shoal.trainer.versions import list_versions
+from shoal.util.aio import run_together
 
 TINY = ROOT / "tests" / "tiny.toml"
 MARK = "SHOAL_CHAOS"
-"""environment variable by which a run's processes are known, whoever their parent is"""
+"""environment variable that identifies a run's processes, whatever their parent is"""
 DEADLINE_S = 3600.0
 GAP_S, HURRY_S = 1.5, 0.2
-"""mean pause before a kill; and where the run is further than the kills are"""
+"""mean pause before a kill; shorter if the run is ahead of the kills"""
 AHEAD = 0.1
-"""share of the kills that may be ahead of the run's progress: so they meet it at work"""
+"""how far, as a share, the kills may be ahead of the run's progress, so that they hit it at work"""
 LAST = 2
-"""steps at the end by which all kills are due: or the run might be over before the last of them"""
+"""all kills are due this many steps before the end; otherwise the run might end before the last kill"""
 LOOK_S, STEP_S = 0.002, 60.0
-"""between two looks for the middle of a step, and how long it is looked for"""
+"""polling interval for the middle of a step, and how long to poll"""
 Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """One process that was killed."""
+    """One killed process."""
 
     at_s: float
-    """since the start"""
+    """seconds since the start"""
     part: str
     age_s: float
-    """how long it had lived"""
+    """how long it had run"""
     mid_step: bool
-    """whether it is the trainer, with a batch whose version is not written"""
+    """whether it was the trainer, with a batch whose version was not written yet"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a run under fire."""
+    """The outcome of a run with kills."""
 
     kills: Sequence[Kill]
     run_s: float
@@ -78,7 +78,7 @@ class Killer:
 
     def __init__(self, supervisor: Supervisor, config: LaunchConfig, *, count: int, seed: int, note: Note) -> None:
         self._supervisor, self._count, self._draw, self._note = supervisor, count, random.Random(seed), note
-        self._root, self._steps = Layout.of(config).root, config.steps
+        self._root, self._steps = SwarmPaths.of(config).root, config.steps
         self._queue: list[str] = []
         self._born: dict[int, float] = {}
         self._begun = time.monotonic()
@@ -86,7 +86,7 @@ class Killer:
         self.kills: list[Kill] = []
 
     async def run(self) -> None:
-        """Kill until there were enough, then do nothing for ever."""
+        """Kill until the number is reached, then wait forever."""
         watch = asyncio.create_task(self._watch_births())
         try:
             while len(self.kills) < self._count:
@@ -109,11 +109,11 @@ class Killer:
         return max(0, self._find_newest()) / max(1, self._steps - LAST)
 
     def _pick(self) -> PartState | None:
-        """The next in a random order of all that runs; each gets its turn before one gets another."""
+        """The next part in a random order of all running ones; each gets a turn before any gets another."""
         if not self._queue:
             self._queue = sorted(name for name, state in self._supervisor.states.items() if not state.finished)
             self._draw.shuffle(self._queue)
-            # The trainer is the first to end: if its turn came last, it might be gone.
+            # The trainer ends first: if its turn came last, it might have ended already.
             if "trainer" in self._queue[3:]:
                 self._queue.remove("trainer")
                 self._queue.insert(self._draw.randrange(3), "trainer")
@@ -144,7 +144,7 @@ class Killer:
         self._note(f"{kill.at_s:7.1f} s  kill {len(self.kills)}: {kill.part}, {kill.age_s:.1f} s old{middle}")
 
     async def _await_step(self, state: PartState) -> None:
-        """Until the trainer has a batch and not yet its version; a step that was over too soon is let go."""
+        """Wait until the trainer has a batch but not yet its version; skipped if the step ended too soon."""
         deadline, first = time.monotonic() + STEP_S, self._find_newest()
         while state.process is not None and time.monotonic() < deadline:
             if self._is_mid_step() or self._find_newest() > first + 1:
@@ -159,26 +159,26 @@ class Killer:
 
 
 def load_settings(out: Path, *overrides: str) -> LaunchConfig:
-    """A tiny swarm; steps long enough to be met in their middle."""
+    """A tiny swarm, with steps long enough to be interrupted in the middle."""
     few = ["swarm.calibration=128", "learner.updates=4", "learner.share=false", "eval.every=4", "swarm.heartbeat_s=1"]
     return load_launch(TINY, [f"out={out}", *few, *overrides])
 
 
 def run_chaos(config: LaunchConfig, *, kills: int, seed: int, note: Note) -> Outcome:
-    """Run a swarm to its end while its parts are killed, and look for flaws."""
-    layout, mark = Layout.of(config), secrets.token_hex(8)
+    """Run a swarm to its end while its parts are killed, and check the result."""
+    layout, mark = SwarmPaths.of(config), secrets.token_hex(8)
     begun = time.monotonic()
     with hold_swarm(layout):
-        prepared = prepare_swarm(config, layout, note)
+        prepared = prepare_swarm(config, layout)
         environment = make_environment(config.swarm.threads) | {MARK: mark}
         supervisor = Supervisor(list_parts(prepared), layout.logs, environment)
         killer = Killer(supervisor, config, count=kills, seed=seed, note=note)
         finished = asyncio.run(_supervise(supervisor, killer))
     run_s = time.monotonic() - begun
     flaws = [] if finished else [f"the run did not end in {DEADLINE_S:g} s, or a part gave up: {_describe(supervisor)}"]
-    flaws += [f"process {pid} is left" for pid in find_left(mark)]
+    flaws += [f"process {pid} is still running" for pid in find_left(mark)]
     if len(killer.kills) < kills:
-        flaws.append(f"the run was over after {len(killer.kills)} kills")
+        flaws.append(f"the run ended after {len(killer.kills)} kills")
     flaws += find_flaws(config) if finished else []
     return Outcome(kills=tuple(killer.kills), run_s=run_s, flaws=tuple(flaws))
 
@@ -190,7 +190,7 @@ async def _supervise(supervisor: Supervisor, killer: Killer) -> bool:
 
 
 def find_left(mark: str) -> list[int]:
-    """Processes of a run that are still there, after a moment to go."""
+    """Processes of a run that are still running, after a short grace period."""
     deadline = time.monotonic() + 10.0
     while (found := _list_marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -203,7 +203,7 @@ def _list_marked(mark: str) -> list[int]:
         try:
             if wanted in (path / "environ").read_bytes().split(b"\0"):
                 found.append(int(path.name))
-        except OSError:  # gone, or not ours
+        except OSError:  # ended, or not ours
             continue
     return found
 
@@ -218,9 +218,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smaller size that still shows the effect")
     parser.add_argument("--json", action="store_true", help="print only one line: a JSON object of named figures")
     parser.add_argument("--kills", type=int, metavar="N", help="processes to kill (50; quick: 12)")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the order and the pauses (a new one)")
-    parser.add_argument("--async-level", type=int, default=2, metavar="K", help="of the run (%(default)s)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the run stays to be looked at (nowhere)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of order and pauses (default: a new one)")
+    parser.add_argument("--async-level", type=int, default=2, metavar="K", help="async level of the run (%(default)s)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep the run in this folder (default: not kept)")
     flags = parser.parse_args()
     seed = flags.seed if flags.seed is not None else secrets.randbelow(10**6)
     kills = flags.kills or (12 if flags.quick else 50)

@@ -1,22 +1,22 @@
-"""What checking costs: CPU of a validator as a share of the CPU that it took to write what is checked.
+"""Cost of checking: CPU time of a validator as a share of the CPU time for generating the checked work.
 
-    python bench/checking.py             # five minutes on one core, with nothing else on the machine
+    python bench/checking.py             # five minutes on one core; nothing else should run on the machine
     python bench/checking.py --quick     # half a minute: one model, shorter answers
 
-Both sides are the code that runs in a swarm, in one process with one thread, one after the other in turns: the engine
-with its proofs, the verifier and the file on the one side; reader, meaning and replay on the other. A submission is a
-group of eight rollouts, which is the default, and in the demo 16 groups of 16, as there. How many are written side by
-side decides what writing costs; checking reads them as a whole either way. Models have random weights, made so that
-answers are as long as they may be. Every submission is honest, and must be found so.
+Both sides use the code that runs in a swarm, in one process with one thread, alternating: the engine with its proofs,
+the verifier and the file on one side; reader, consistency checks and replay on the other. A submission is a group of
+eight rollouts, which is the default, and in the demo 16 groups of 16. The cost of generating depends on how many
+rollouts are generated concurrently; checking always reads them as a whole. Models have random weights, made such that
+answers have maximum length. Every submission is honest, and must be accepted.
 
-The bound is what is left of a check if it is nothing but the model's own arithmetic, at the speed that this core has in
-products of as many rows as a prefill has:
+The bound is the cost of a check that does only the model's own arithmetic, at this core's speed for products with as
+many rows as a prefill has:
 
     FLOPs of a token = 2 x weights of the layers + 4 x layers x width x (prompt + half of the answer)
     bound = FLOPs of all tokens / speed of long products / CPU seconds that it took to write them
 
-It is also how fast the writer is against that speed (bench/products.py has it by rows and width), and no check that
-computes every state can be below it.
+It is also the speed of generation relative to that of long products (bench/products.py has it by rows and width). No
+check that computes every state can cost less.
 """
 
 import asyncio
@@ -31,74 +31,74 @@ from pathlib import Path
 import torch
 
 from common import finish, parse_flags
+from offline_work import OfflineGenerator
 from products import LONG, count_weights, measure_speed
-from shoal.config import PolicyConfig, TinyConfig
+from shoal.calibrate.calibrate import CalibrationPlan, calibrate_policy
+from shoal.calibrate.prompts import PromptSource
+from shoal.calibrate.variants import VariantSetup
+from shoal.config.run import PolicyConfig, TinyConfig
 from shoal.policy.decoder import fuse_layers
 from shoal.policy.model import Policy, load_policy, save_policy
+from shoal.protocol.beacon import number_beacon
+from shoal.protocol.messages import Job, Manifest, Standing, Verdict
+from shoal.protocol.params import MILLION, RunParams
 from shoal.recipe import Recipe
-from shoal.redteam.liars.lazy import Lazy
-from shoal.redteam.offline import Scribe
+from shoal.redteam.validators import LazyJudge
 from shoal.rollout import Group
-from shoal.runtime import tune_process
-from shoal.submission.jail import Jail
+from shoal.submission.read import ParserPool
 from shoal.submission.write import write_submission
-from shoal.swarm.beacon import number_beacon
-from shoal.swarm.messages import Job, Manifest, Standing, Verdict
-from shoal.swarm.params import MILLION, RunParams
-from shoal.tasks.sort import Sort
-from shoal.toploc.calibrate import Plan, calibrate_policy
+from shoal.tasks.families.sort import Sort
 from shoal.toploc.calibration import Calibration, hash_model
-from shoal.toploc.prompts import Source
-from shoal.toploc.variants import Way
+from shoal.util.process import tune_process
 from shoal.validator.judge import Judge
-from shoal.worker.author import Author, Work
-from shoal.worker.intake import Order
+from shoal.worker.behaviour import FinishedWork, WorkerBehaviour
+from shoal.worker.orders import LeaseOrder
 
 DEMO = "demo, 256 at a time"
 GROUP, WIDE = "8 at a time", "leases of 32"
-"""ends of the names of those sizes that are written a group at a time, and of those with large leases"""
+"""suffixes of the names of sizes that are generated one group at a time, and of those with large leases"""
 ALL, TOGETHER, READ = "all", "all, together", "read"
 DIALS = {"good": Standing.GOOD, "trusted": Standing.TRUSTED}
 SAMPLES, CALIBRATED = 400, 96
-"""chunks, of answers of so many tokens, that thresholds are calibrated with: honest work must pass, no more is asked"""
+"""number of chunks, and tokens per answer, to calibrate thresholds with; honest work must pass, no more is needed"""
 SLOTS = 256
-"""of a worker, unless it is told otherwise"""
+"""default of a worker"""
 BEACON, SEED = "5a" * 32, "cd" * 32
 PROMPT = 30
-"""tokens of a prompt, about"""
+"""approximate number of tokens of a prompt"""
 SHARPEN = 6.0
-"""by how much random weights are made larger, so that tokens differ in probability"""
+"""factor by which random weights are scaled up, so that tokens differ in probability"""
 BIAS = 12.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A model, how long its answers may be, and how often it is measured."""
+    """A model, the length of its answers, and how often it is measured."""
 
     name: str
     tiny: TinyConfig
     tokens: int
     leases: int
-    """submissions that are written side by side, and checked together"""
+    """submissions that are generated concurrently, and checked together"""
     turns: int
     group_size: int = 8
     groups: int = 1
-    """of a submission"""
+    """groups of a submission"""
 
     @property
     def rollouts(self) -> int:
-        """Of a submission."""
+        """Rollouts of a submission."""
         return self.group_size * self.groups
 
 
 @dataclass(slots=True)
 class Costs:
-    """CPU seconds of both sides, all turns together."""
+    """CPU seconds of both sides, over all turns."""
 
     size: str
     spent: dict[str, float] = field(default_factory=dict)
-    """of each way of checking"""
+    """by way of checking"""
     written: float = 0.0
     """of generation"""
     tokens: int = 0
@@ -106,31 +106,31 @@ class Costs:
     leases: int = 1
     """submissions that were checked together"""
     flops: float = 0.0
-    """of one token, prompt and answer as they were"""
+    """FLOPs of one token, with the actual prompts and answers"""
     speed: float = 0.0
     """FLOP/s in long products"""
 
     def add(self, name: str, seconds: float) -> None:
-        """One more measurement of a way of checking."""
+        """Add a measurement of a way of checking."""
         self.spent[name] = self.spent.get(name, 0.0) + seconds
 
     def share(self, name: str) -> float:
-        """Cost of a way of checking, of generation's."""
+        """Cost of a way of checking as a share of generation."""
         return self.spent[name] / self.written
 
     @property
     def bound(self) -> float:
-        """The least that a check of everything can cost, of generation's."""
+        """Minimum cost of a full check as a share of generation."""
         return self.flops * self.tokens / self.speed / self.written
 
     @property
     def batch_gain(self) -> float:
-        """How many times as much CPU the replay of one submission after the other takes."""
+        """CPU time of replaying submissions one by one, relative to replaying them together."""
         return (self.spent[ALL] - self.spent[READ]) / (self.spent[TOGETHER] - self.spent[READ])
 
     @property
     def rollouts_per_s(self) -> float:
-        """Checked in full, of one core."""
+        """Fully checked rollouts per second of one core."""
         return self.rollouts / self.spent[TOGETHER]
 
     @property
@@ -139,7 +139,7 @@ class Costs:
 
 
 def list_sizes(quick: bool) -> list[Size]:
-    """What is measured."""
+    """The sizes to measure."""
     demo = TinyConfig(layers=3, width=128, heads=4, kv_heads=2, context=1024)
     large = TinyConfig(layers=6, width=256, heads=8, kv_heads=4, context=1024)
     if quick:
@@ -158,10 +158,10 @@ def list_sizes(quick: bool) -> list[Size]:
     ]
 
 
-class Desk:
-    """Writes submissions of one model, and has them judged in several ways."""
+class CheckSetup:
+    """Generates submissions of one model, and has them judged in several ways."""
 
-    def __init__(self, size: Size, folder: Path, runner: asyncio.Runner, jail: Jail) -> None:
+    def __init__(self, size: Size, folder: Path, runner: asyncio.Runner, jail: ParserPool) -> None:
         self._size, self._folder, self._runner = size, folder, runner
         self.policy = make_policy(size.tiny)
         save_policy(self.policy, folder / "v0")
@@ -175,12 +175,12 @@ class Desk:
             calibration="0" * 64,
         )
         calibration = self._calibrate()
-        self._judge, self._reader = Judge(recipe, calibration, jail), Lazy(recipe, calibration, jail)
-        self._scribe = Scribe(Author(recipe), slots=min(SLOTS, size.rollouts * size.leases))
-        self._scribe.load(0, folder / "v0")
+        self._judge, self._reader = Judge(recipe, calibration, jail), LazyJudge(recipe, calibration, jail)
+        self._generator = OfflineGenerator(WorkerBehaviour(recipe), slots=min(SLOTS, size.rollouts * size.leases))
+        self._generator.load(0, folder / "v0")
 
     def measure(self, costs: Costs, turn: int, leases: int) -> None:
-        """One turn: everything is written once, and checked in every way."""
+        """One turn: generate everything once, and check it in every way."""
         with count_cpu(lambda seconds: _add_written(costs, seconds)):
             files = self._write(turn * leases, leases)
         costs.rollouts += sum(len(job.manifest.rollouts) for job, _ in files)
@@ -200,26 +200,24 @@ class Desk:
                 ways[name]()
 
     def count_flops(self) -> float:
-        """Of one token of an answer, on average."""
+        """Mean FLOPs of one token of an answer."""
         tiny, layers = self._size.tiny, fuse_layers(self.policy.model)
         seen = PROMPT + self._size.tokens / 2
         return 2.0 * sum(map(count_weights, layers)) + 4.0 * tiny.layers * tiny.width * seen
 
     def _calibrate(self) -> Calibration:
-        plan = Plan(source=Source(tokens=CALIBRATED, temperature=1.0, seed=0), samples=SAMPLES)
-        return calibrate_policy(
-            self.policy, [Way(name="engine", batch=64)], plan, lambda line: None, name=self._size.name
-        )
+        plan = CalibrationPlan(source=PromptSource(tokens=CALIBRATED, temperature=1.0, seed=0), samples=SAMPLES)
+        return calibrate_policy(self.policy, [VariantSetup(name="engine", batch=64)], plan, name=self._size.name)
 
     def _write(self, first: int, leases: int) -> list[tuple[Job, Path]]:
         beacon, size = number_beacon(BEACON), self._size.groups
-        order = Order(
+        order = LeaseOrder(
             lease="l1", step=1, first=first * size, count=leases * size, beacon=beacon, oldest=0, deadline_ms=0
         )
-        work = self._scribe.write(order)
+        work = self._generator.write(order)
         return [self._pack(work, work.groups[start : start + size]) for start in range(0, len(work.groups), size)]
 
-    def _pack(self, work: Work, groups: Sequence[Group]) -> tuple[Job, Path]:
+    def _pack(self, work: FinishedWork, groups: Sequence[Group]) -> tuple[Job, Path]:
         path = self._folder / f"{groups[0].index}.parquet"
         names = {rollout.id for group in groups for rollout in group.rollouts}
         written = write_submission(path, groups, {name: work.proofs[name] for name in names})
@@ -238,13 +236,13 @@ class Desk:
 
 
 def make_policy(tiny: TinyConfig) -> Policy:
-    """A policy of random weights whose answers do not end before they must."""
+    """A policy with random weights whose answers never end before the maximum length."""
     policy = load_policy(PolicyConfig(tiny=tiny), alphabet=Sort().alphabet, seed=5)
     with torch.no_grad():
         for parameter in policy.model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(SHARPEN)
-        # One channel is the same for every token, no layer writes to it, and it speaks against the end alone.
+        # One channel is the same for every token, no layer writes to it, and it only suppresses the end token.
         policy.model.get_input_embeddings().weight[:, 0] = BIAS
         for name, parameter in policy.model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -257,7 +255,7 @@ def make_policy(tiny: TinyConfig) -> Policy:
 
 
 def make_job(size: Size, first: int, manifest: Manifest) -> Job:
-    """What a validator is asked about a submission: all of it."""
+    """A validator's job for all of a submission."""
     return Job(
         submission=f"s{first + 1}",
         round=1,
@@ -278,50 +276,50 @@ def make_job(size: Size, first: int, manifest: Manifest) -> Job:
 
 @contextmanager
 def count_cpu(note: Callable[[float], None]) -> Iterator[None]:
-    """Say how much CPU something took, here and in the processes that were started from here."""
+    """Report the CPU time of a block, here and in the processes started from here."""
     before = time.process_time() + read_children()
     yield
     note(time.process_time() + read_children() - before)
 
 
 def read_children() -> float:
-    """CPU seconds of our children, with theirs that ended."""
+    """CPU seconds of our children, including their ended children."""
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended just now
+            continue  # it has just ended
         if int(fields[1]) == os.getpid():
             ticks += sum(map(int, fields[11:15]))
     return ticks / _TICKS
 
 
 def rotate(names: Sequence[str], turn: int) -> list[str]:
-    """The same names, each turn beginning with another one."""
+    """The names, rotated so that each turn begins with a different one."""
     start = turn % len(names)
     return [*names[start:], *names[:start]]
 
 
 def measure_size(size: Size) -> Costs:
-    """All turns with one model; a short one before them warms up and is not counted."""
+    """All turns with one model; a short uncounted one warms up first."""
     costs = Costs(size.name, leases=size.leases)
     with tempfile.TemporaryDirectory(prefix="shoal-checking-") as name, asyncio.Runner() as runner:
-        jail = Jail()
+        jail = ParserPool()
         try:
-            desk = Desk(size, Path(name), runner, jail)
-            costs.flops = desk.count_flops()
-            costs.speed = measure_speed(fuse_layers(desk.policy.model)[0], LONG)
-            desk.measure(Costs(size.name), 0, 1)
+            setup = CheckSetup(size, Path(name), runner, jail)
+            costs.flops = setup.count_flops()
+            costs.speed = measure_speed(fuse_layers(setup.policy.model)[0], LONG)
+            setup.measure(Costs(size.name), 0, 1)
             for turn in range(1, size.turns + 1):
-                desk.measure(costs, turn, size.leases)
+                setup.measure(costs, turn, size.leases)
         finally:
             runner.run(jail.close())
     return costs
 
 
 def list_figures(all_costs: Sequence[Costs]) -> dict[str, float]:
-    """Named figures; those of long answers are of the model at which checking is dearest."""
+    """Named figures; those of long answers are of the model with the most expensive check."""
     demo = next(costs for costs in all_costs if costs.size == DEMO)
     long = [costs for costs in all_costs if costs is not demo]
     worst = max(long, key=lambda costs: costs.share(TOGETHER))
@@ -346,7 +344,7 @@ def list_figures(all_costs: Sequence[Costs]) -> dict[str, float]:
 
 
 def _pick(all_costs: Sequence[Costs], end: str) -> Sequence[Costs]:
-    """Those whose names end so; all, where none does."""
+    """The costs whose names end with `end`; all if there are none."""
     return [costs for costs in all_costs if costs.size.endswith(end)] or all_costs
 
 
@@ -374,7 +372,7 @@ def _add_written(costs: Costs, seconds: float) -> None:
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure and print."""
     flags = parse_flags(__doc__ or "")
     tune_process(1)
     all_costs = [measure_size(size) for size in list_sizes(flags.quick)]

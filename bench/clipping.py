@@ -1,4 +1,4 @@
-"""Two-sided against one-sided clipping: largest gradient norm and number of spikes under stress.
+"""Two-sided and one-sided clipping: largest gradient norm and number of spikes under stress.
 
     python bench/clipping.py [--quick] [--json]
 
@@ -7,7 +7,7 @@ One-sided is the same loss with delta out of reach.
 """
 
 from common import SEEDS, Lines, finish, last_value, mean, open_plots, parse_flags, run_arms, save_picture
-from shoal.report import pick_series
+from shoal.train.report import pick_series
 
 STRESS = [
     "async_level=4",

@@ -1,4 +1,4 @@
-"""What the benchmarks share: flags, results, and sets of training runs.
+"""Shared by the benchmarks: flags, results, and sets of training runs.
 
 Every benchmark takes `--quick` (a smaller size that still shows the effect) and `--json` (print only one line, a JSON
 object of named figures). Pictures go to docs/img unless `--quick`.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli import SPIN_COUNT
-from shoal.report import pick_series, read_metrics
+from shoal.train.report import pick_series, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "bench" / "out"
@@ -29,7 +29,7 @@ Lines = list[dict[str, Any]]
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
-    """A parser with the flags of every benchmark, for those that have more."""
+    """A parser with the flags of every benchmark, for benchmarks with additional ones."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="a smaller size that still shows the effect")
     parser.add_argument("--json", action="store_true", help="print only one line: a JSON object of named figures")
@@ -42,7 +42,7 @@ def parse_flags(description: str) -> argparse.Namespace:
 
 
 def finish(flags: argparse.Namespace, table: str, figures: Mapping[str, float]) -> None:
-    """Print the result: the table for people unless `--json`, then the figures as the last line."""
+    """Print the result: the table unless `--json`, then the figures as the last line."""
     if not flags.json:
         print(table)
     print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
@@ -92,7 +92,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def train_arm(config: str, tag: str, arm: str, overrides: Sequence[str], seed: int) -> Lines:
-    """Metrics of one run; one that is already complete, with these settings and this code, is not repeated."""
+    """Metrics of one run; a complete run with these settings and this code is not repeated."""
     folder = find_run(config, tag, arm, overrides, seed)
     done = folder / _DONE
     if not done.exists():
@@ -103,7 +103,7 @@ def train_arm(config: str, tag: str, arm: str, overrides: Sequence[str], seed: i
 
 
 def find_policy(config: str, tag: str, overrides: Sequence[str], seed: int) -> Path:
-    """The model that the settings start from, warmed up if they say so, for arms that share it."""
+    """The model that the settings start from, fine-tuned if they say so, for arms that share it."""
     train_arm(config, tag, "start", overrides, seed)
     return find_run(config, tag, "start", overrides, seed) / "checkpoints" / "step-000000" / "policy"
 
@@ -114,7 +114,7 @@ def find_run(config: str, tag: str, arm: str, overrides: Sequence[str], seed: in
 
 
 def call_shoal(arguments: Sequence[str]) -> None:
-    """Run a command of shoal's in one thread; ends the benchmark with its output where it fails."""
+    """Run a shoal command in one thread; if it fails, end the benchmark with its output."""
     command = [sys.executable, "-m", "shoal", *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -124,7 +124,7 @@ def call_shoal(arguments: Sequence[str]) -> None:
 
 
 def _hash_inputs(config: str, overrides: Sequence[str]) -> str:
-    """What decides a run: its settings and the code that trains."""
+    """Hash of everything that determines a run: its settings and the training code."""
     source = ROOT / "src" / "shoal"
     files = [path for part in (".", "policy", "engine", "learner", "tasks") for path in (source / part).glob("*.py")]
     digest = hashlib.sha256(json.dumps([config, *overrides]).encode())

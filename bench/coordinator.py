@@ -2,7 +2,7 @@
 
     python bench/coordinator.py [--quick] [--json] [--only PART ...]
 
-The server has one core; the load, PostgreSQL and everything else have another. Requests are signed beforehand, but for
+The server has one core; the load, PostgreSQL and everything else share another. Requests are signed beforehand, except
 those of a cycle, which depend on each other. Parts and their figures:
     beats   heartbeats as fast as they are answered, 64 connections, in turn with a bare FastAPI (uvicorn, h11, the same
             messages, nothing checked) and with Ed25519 alone on the same core. beats_per_s, beats_per_cpu_s, p50, p99;
@@ -10,11 +10,11 @@ those of a cycle, which depend on each other. Parts and their figures:
     cycles  lease, commit, upload of 20 kB, claim, verdict, each of them durable before it is answered, 32 pairs of
             a node and a validator at once, on SQLite and PostgreSQL: cycles_per_s, cycles_per_cpu_s, p50 and p99 of the
             lease
-    nodes   nodes that send a heartbeat every 10 s, each on its own connection, and hand in a cycle every 10 minutes:
-            the largest number, in steps, whose heartbeats have p99 below 0.25 s and are all answered: nodes_per_core.
-            nodes_by_cpu: so many would use the core up, by the CPU time of the largest number that was held (of the
-            first, if none was); unlike the other it hardly depends on what else the machine does
-    slow    5,000 nodes' heartbeats beside 2,000 sockets that send a byte a second: slow_p99_s
+    nodes   nodes that send a heartbeat every 10 s, each on its own connection, and do a cycle every 10 minutes:
+            the largest number, in steps, for which all heartbeats are answered with p99 below 0.25 s: nodes_per_core.
+            nodes_by_cpu: the number that would use up the core, from the CPU time at the largest number that was
+            sustained (or at the first, if none was); unlike the other figure it hardly depends on the machine's load
+    slow    heartbeats of 5,000 nodes next to 2,000 sockets that send one byte per second: slow_p99_s
 """
 
 import tempfile
@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from common import build_parser, finish
-from desk_crew import Process, find_postgres, run_load, start_postgres, start_server
+from coordinator_processes import Process, find_postgres, run_load, start_postgres, start_server
 
 PARTS = ("beats", "cycles", "nodes", "slow")
 HEARTBEAT_S = 10
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def measure_beats(quick: bool, figures: Figures) -> str:
-    """Heartbeats one after the other, against a server that checks nothing and against the check alone."""
+    """Closed-loop heartbeats, compared with a server that checks nothing and with the signature check alone."""
     rounds, count = (2, 3000) if quick else (5, 8000)
     lines: dict[str, list[Figures]] = {"shoal": [], "FastAPI, bare": []}
     verifies = []
@@ -115,7 +115,7 @@ def measure_cycles(quick: bool, figures: Figures) -> str:
     tools = find_postgres()
     results: dict[str, list[Figures]] = {"SQLite": []}
     if tools is None:
-        table.append("PostgreSQL: left out, it is not installed")
+        table.append("PostgreSQL: skipped, not installed")
     else:
         results["PostgreSQL"] = []
     for _ in range(rounds):
@@ -147,7 +147,7 @@ def run_cycles(database: str, seconds: float) -> Figures:
 
 
 def measure_nodes(quick: bool, figures: Figures) -> str:
-    """More and more nodes, until heartbeats wait."""
+    """More and more nodes, until heartbeats are late."""
     seconds, rounds = (6, 1) if quick else (12, 2)
     table = [
         f"nodes, {seconds} s each, best of {rounds}; heartbeat every {HEARTBEAT_S} s, cycle every {CYCLE_EVERY_S} s",
@@ -172,12 +172,12 @@ def measure_nodes(quick: bool, figures: Figures) -> str:
 
 
 def is_late(found: Figures) -> bool:
-    """Whether heartbeats waited too long, or for ever."""
+    """Whether heartbeats waited too long, or were never answered."""
     return found["p99_ms"] > 1000 * NODES_P99_S or found["unanswered"] > 0
 
 
 def pace_nodes(server: Process, port: int, nodes: int, seconds: float, *more: dict[str, Any]) -> Figures:
-    """Heartbeats of so many nodes, and the cycles that they would hand in."""
+    """Heartbeats of that many nodes, and their cycles."""
     half = nodes // 2
     pace = {"kind": "pace", "port": port, "nodes": half, "rate": half / HEARTBEAT_S, "seconds": seconds}
     cycles = {"kind": "cycle", "port": port, "first": 0, "nodes": 16, "seconds": seconds}
@@ -189,7 +189,7 @@ def pace_nodes(server: Process, port: int, nodes: int, seconds: float, *more: di
 
 
 def measure_slow(quick: bool, figures: Figures) -> str:
-    """Heartbeats beside sockets that never finish a head."""
+    """Heartbeats next to sockets that never finish a request head."""
     seconds = 10 if quick else 25
     with open_run(SLOW_NODES) as (server, port):
         calm = pace_nodes(server, port, SLOW_NODES, seconds)
@@ -198,7 +198,7 @@ def measure_slow(quick: bool, figures: Figures) -> str:
     figures |= {"slow_p99_s": found["p99_ms"] / 1000, "calm_p99_s": calm["p99_ms"] / 1000}
     return "\n".join(
         [
-            f"{SLOW_NODES:,} nodes, {seconds} s, with {SLOW_SOCKETS:,} sockets that send a byte a second",
+            f"{SLOW_NODES:,} nodes, {seconds} s, with {SLOW_SOCKETS:,} sockets that send one byte per second",
             "",
             f"{'':<24}{'beats/s':>10}{'core busy':>12}{'p50 ms':>10}{'p99 ms':>10}",
             row_paced("without", calm),
@@ -209,7 +209,7 @@ def measure_slow(quick: bool, figures: Figures) -> str:
 
 @contextmanager
 def open_run(nodes: int, database: str = "") -> Iterator[tuple[Process, int]]:
-    """A coordinator with so many nodes, in a folder that goes with it."""
+    """A coordinator with that many nodes, in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         flags = ["--data", str(Path(folder) / "data"), "--nodes", str(nodes), "--database", database]
         with start_server("shoal", *flags) as pair:
@@ -233,7 +233,7 @@ def row_rates(name: str, found: list[Figures]) -> str:
 
 
 def pick_share(ordered: list[float], share: float) -> float:
-    """The value below which that share of them lies."""
+    """The quantile of a sorted list."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 

@@ -1,19 +1,19 @@
-"""Lossless deltas between checkpoints: how small, how fast, in how much memory.
+"""Lossless deltas between checkpoints: size, speed, memory.
 
     python bench/delta.py [--quick] [--json]
 
 Synthetic: 10^9 bf16 weights (quick: 2^26), N(0, 0.02), before and after one AdamW step. The step of an element is
 lr m / sqrt(v), where the running mean m has the noise of beta1 = 0.9 and a signal of 0.6 of a gradient's noise: 0.55 lr
-in the root mean square. Both are rounded once, from fp32 masters. Files are in the page cache; rates are bytes of the
-new checkpoint per second, medians of rounds, in turn in one process. For comparison: xor of the two files and the new
-file alone, both by zstd at the same level, in the same blocks and threads.
-    delta_ratio, delta_ratio_3e7, _3e6, _1e5    new checkpoint / delta in bytes; lr 1e-6 where none is named
+root mean square. Both are rounded once, from fp32 masters. Files are in the page cache; rates are bytes of the new
+checkpoint per second, medians of rounds, alternating in one process. For comparison: the xor of the two files, and the
+new file alone, both compressed by zstd at the same level, with the same blocks and threads.
+    delta_ratio, delta_ratio_3e7, _3e6, _1e5    new checkpoint / delta in bytes; lr 1e-6 unless stated
     changed, changed_3e7, ...                   share of elements that the step changed
     xor_ratio, xor_ratio_3e7, ..., zstd_ratio   the same by xor + zstd and by zstd alone
     encode_gbs, xor_gbs, zstd_gbs               rates of encoding at lr 1e-6
-    apply_gbs, apply_synced_gbs, copy_gbs       of applying, of applying until it is on disk, of a plain copy; lr 1e-6
-    encode_cpu_gbs, apply_cpu_gbs, ...          the same by CPU time: for one core, however busy the machine is
-    anon_mb                                     most anonymous memory of the whole process while encoding and applying
+    apply_gbs, copy_gbs                         applying until it is on disk, and a plain copy; lr 1e-6
+    encode_cpu_gbs, apply_cpu_gbs, ...          the same by CPU time, independent of other load
+    anon_mb                                     peak anonymous memory of the process while encoding and applying
 
 Real: the demo of examples/sort.toml trained by this package, consecutive versions as trained (fp32) and cast to bf16,
 at the demo's lr of 1e-4 and at 1e-6:
@@ -43,11 +43,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from common import OUT, ROOT, finish, mean, parse_flags
-from shoal.shardcast.delta import DeltaStats, apply_delta, encode_delta
-from shoal.shardcast.delta_format import Block, list_blocks
-from shoal.shardcast.delta_stream import ZSTD_LEVEL
-from shoal.shardcast.delta_work import Scratch, Workers, read_range
-from shoal.shardcast.tensors import Span, read_tensors
+from shoal.shardcast.delta.delta import BlockWorkers, DeltaWriter, Scratch, apply_chain, encode_delta, read_range
+from shoal.shardcast.delta.format import Block, list_blocks
+from shoal.shardcast.delta.stream import ZSTD_LEVEL
+from shoal.shardcast.delta.tensors import ElementSpan, read_tensors
 
 RATES = {"_3e7": 3e-7, "": 1e-6, "_3e6": 3e-6, "_1e5": 1e-5}
 """Learning rates by the suffix of their figures."""
@@ -101,7 +100,7 @@ def draw_weights(count: int, *, seed: int, lr: float) -> NDArray[np.float32]:
 
 
 def round_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """To the nearest, ties to even; for finite values."""
+    """Round to nearest, ties to even; for finite values."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
@@ -128,14 +127,13 @@ def measure_step(folder: Path, suffix: str) -> dict[str, float]:
 
 
 def measure_rates(folder: Path, rounds: int) -> dict[str, float]:
-    """Rates of everything in turn, medians over rounds, and the memory it takes."""
+    """Rates of all jobs in turn, medians over rounds, and peak memory."""
     old, new, delta, out = (folder / name for name in ("old", "new", "delta", "out"))
     jobs: dict[str, Callable[[], object]] = {
         "encode": partial(encode_file, old, new, delta),
         "xor": partial(compress_file, old, new, _xor_block),
         "zstd": partial(compress_file, old, new, _pack_block),
-        "apply": partial(apply_delta, old, delta, out, sync=False),
-        "apply_synced": partial(apply_delta, old, delta, out),
+        "apply": partial(apply_chain, old, [delta], out),
         "copy": partial(shutil.copyfile, new, out),
     }
     seconds: dict[str, list[float]] = {name: [] for job in jobs for name in (job, f"{job}_cpu")}
@@ -161,24 +159,24 @@ def measure_rates(folder: Path, rounds: int) -> dict[str, float]:
 
 
 def _recycle_memory(source: Path, out: Path) -> None:
-    """Write and remove a file, so that every job finds its memory free and touched.
+    """Write and remove a file, so that every job finds free memory that was touched before.
 
-    The first touch of memory is dear on a virtual machine, and would fall on whichever job comes first."""
+    The first touch of memory is expensive on a virtual machine, and would affect whichever job comes first."""
     shutil.copyfile(source, out)
     out.unlink()
 
 
-def encode_file(old: Path, new: Path, delta: Path) -> DeltaStats:
+def encode_file(old: Path, new: Path, delta: Path) -> DeltaWriter:
     """Write a delta to a file."""
     with delta.open("wb") as file:
         return encode_delta(old, new, file)
 
 
 def compress_file(old: Path, new: Path, work: Callable[[int, int, Scratch, Block], int]) -> int:
-    """Bytes that a way to compress blocks takes for a whole file, in the blocks and threads that deltas have."""
+    """Compressed size of a whole file, with the blocks and threads of deltas."""
     sizes: list[int] = []
-    with old.open("rb") as base, new.open("rb") as source, Workers(None) as workers:
-        blocks = list_blocks((Span(1, new.stat().st_size, 0),))
+    with old.open("rb") as base, new.open("rb") as source, BlockWorkers(None) as workers:
+        blocks = list_blocks((ElementSpan(1, new.stat().st_size, 0),))
         workers.run_jobs(partial(work, base.fileno(), source.fileno()), blocks, sizes.append)
     return sum(sizes)
 
@@ -195,7 +193,7 @@ def _pack_block(_: int, source: int, scratch: Scratch, block: Block) -> int:
 
 @contextmanager
 def watch_memory() -> Iterator[list[float]]:
-    """The most anonymous memory of this process in MB while the block runs, as a list of one number."""
+    """Peak anonymous memory of this process in MB while the block runs, as a list of one number."""
     peak, done = [0.0], threading.Event()
 
     def watch() -> None:
@@ -253,7 +251,7 @@ def measure_training(lr: float, suffix: str) -> dict[str, float]:
 
 
 def cast_file(path: Path) -> None:
-    """Make a safetensors file of fp32 tensors one of bf16."""
+    """Convert a safetensors file of fp32 tensors to bf16."""
     with path.open("rb") as file:
         tensors = read_tensors(file.fileno())
     assert tensors and all(tensor.dtype == "F32" for tensor in tensors), f"{path} is not a file of fp32 tensors"

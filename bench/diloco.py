@@ -1,14 +1,15 @@
-"""DiLoCo against data parallelism, one worker, and itself: loss and bytes, from one warm start, on several seeds.
+"""DiLoCo compared with data parallelism, one worker, and variants of itself: loss and bytes, from one warm start, on
+several seeds.
 
     python bench/diloco.py                  the main table, 3 seeds
     python bench/diloco.py --ablations      and the single-seed variations
     python bench/diloco.py --large          four arms at 1.27M parameters, the common rate, one seed, 500 + 1,500 steps
     python bench/diloco.py --quick --json   a third of the steps, one seed
 
-A Llama-like model of 0.11M parameters reads characters of Python's own library. 600 steps of ordinary training by one
-worker, then 1,400 steps of each arm with 4 workers of 8 x 64 characters. The learning rates of the tuned arms and the
-tuned outer rule were chosen on seed 11, which is not evaluated (`bench/diloco_sweep.py`). What was trained is kept in
-bench/out/diloco, so an interrupted benchmark goes on. Utilisation is that of `bench/diloco_net.py`.
+A Llama-like model of 0.11M parameters reads characters of Python's standard library. 600 steps of ordinary training by
+one worker, then 1,400 steps of each arm with 4 workers of 8 x 64 characters. The learning rates of the tuned arms and
+the tuned outer rule were chosen on seed 11, which is not evaluated (`bench/diloco_sweep.py`). Results are kept in
+bench/out/diloco, so an interrupted benchmark resumes. Utilisation is measured by `bench/diloco_net.py`.
 """
 
 import argparse
@@ -23,9 +24,9 @@ import torch
 
 from common import OUT, build_parser, finish
 from diloco_arms import Arm, Size, train_arm
-from diloco_crew import make_context
 from diloco_model import Shape
 from diloco_net import measure_utilisation
+from diloco_processes import make_context
 
 DDP_LR = 1e-2
 TUNED = {"lr": 6e-3, "eta": 1.0, "mu": 0.8, "fade": 8}
@@ -78,7 +79,7 @@ Found = dict[str, list[dict[str, Any]]]
 
 
 def main() -> None:
-    """Train what is not trained yet, print the table."""
+    """Train what is missing, and print the table."""
     flags = parse_flags()
     torch.set_num_threads(1)
     if flags.large:
@@ -102,11 +103,11 @@ def main() -> None:
 
 
 def parse_flags() -> argparse.Namespace:
-    """The flags of every benchmark, and which arms and seeds."""
-    parser = build_parser("DiLoCo against data parallelism: loss and bytes")
-    parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="of the workers' data (default: 5 6 7)")
+    """The flags of every benchmark, and the selection of arms and seeds."""
+    parser = build_parser("DiLoCo and data parallelism: loss and bytes")
+    parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="seeds of the workers' data (default: 5 6 7)")
     parser.add_argument("--ablations", action="store_true", help="also the variations, on the first seed")
-    parser.add_argument("--large", action="store_true", help="instead: four arms at 1.27M parameters, on seed 5")
+    parser.add_argument("--large", action="store_true", help="instead, run four arms at 1.27M parameters, on seed 5")
     parser.add_argument("--only", nargs="+", metavar="ARM", help="only these arms, and no figures")
     parser.add_argument("--picture", action="store_true", help="draw docs/img/diloco.png")
     return parser.parse_args()
@@ -141,7 +142,7 @@ def find_figures(found: Found) -> dict[str, float]:
 
 
 def find_large(found: Found) -> dict[str, float]:
-    """Which share of data parallelism's gain over one worker DiLoCo has, by the paper's outer rule and by ours."""
+    """Share of data parallelism's gain over one worker that DiLoCo reaches, by the paper's outer rule and by ours."""
     loss = {name: runs[0]["loss"] for name, runs in found.items()}
     gain = loss["one worker"] - loss["data parallel"]
     return {
@@ -151,7 +152,7 @@ def find_large(found: Found) -> dict[str, float]:
 
 
 def format_table(found: Found) -> str:
-    """One line per arm, in the columns of OpenDiLoCo's tables; perplexity is of a character."""
+    """One line per arm, in the columns of OpenDiLoCo's tables; perplexity is per character."""
     heads = ("arm", "syncs", "MB sent", "compute, data", "loss by seed", "mean", "perplexity", "CPU s")
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for name, runs in found.items():

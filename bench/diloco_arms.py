@@ -1,7 +1,7 @@
 """Training runs of `bench/diloco.py`: one worker, data parallelism, DiLoCo, all from one warm start.
 
-DiLoCo goes through the package's own codecs, mean and outer step (`close_round`), with error feedback on both ways;
-only the workers are simulated, side by side in one process. Loss is in nats per character on files nobody trained on.
+DiLoCo uses the package's own codecs, mean and outer step (`close_round`), with error feedback both ways. Only the
+workers are simulated, concurrently in one process. Loss is in nats per character on files that were not trained on.
 """
 
 import json
@@ -19,9 +19,8 @@ from torch import Tensor
 
 from diloco_model import Corpus, Shape, Stack, init_rows, load_corpus
 from shoal.diloco.codecs import encode_feedback, find_codec
-from shoal.diloco.outer import OuterRule, pseudo_gradient
-from shoal.diloco.plan import Guard, Plan, Rules
-from shoal.diloco.reduce import Closed, close_round
+from shoal.diloco.outer import DilocoPlan, OuterRule, Rules, UpdateGuard, pseudo_gradient
+from shoal.diloco.reduce import FinishedRound, close_round
 from shoal.diloco.round import Update
 from shoal.diloco.state import OuterState, start_state
 from shoal.seeds import derive_seed
@@ -32,7 +31,7 @@ DECAY, CLIP_NORM, FLOOR, RISE = 0.1, 1.0, 0.1, 100
 
 @dataclass(frozen=True)
 class Size:
-    """How long everything takes."""
+    """Lengths of all phases."""
 
     warm: int = 600
     steps: int = 1400
@@ -47,7 +46,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train."""
+    """One way of training."""
 
     name: str
     kind: str
@@ -64,20 +63,20 @@ class Arm:
     fade: int = 0
     fragments: int = 1
     delay: int = 0
-    """inner steps between the end of a round's steps and the new weights"""
+    """inner steps between the end of a round's steps and the arrival of the new weights"""
     alpha: float = 1.0
     shards: str = "random"
     """random, or apart: every worker reads a contiguous part of the corpus"""
     cold: bool = False
-    """from random weights, without the warm start"""
+    """start from random weights, without the warm start"""
     guard: str = "mean"
     evil: float = 0.0
-    """the last worker sends its update times this; 0: it is honest"""
+    """the last worker multiplies its update by this; 0: it is honest"""
 
 
 @dataclass
 class Start:
-    """Where all arms begin: weights and AdamW's moments of one worker."""
+    """Starting point of all arms: weights and AdamW moments of one worker."""
 
     weights: Tensor
     first: Tensor
@@ -97,7 +96,7 @@ class Inner:
 
     @torch.no_grad()
     def step(self, rate: float, beta1: float = 0.9, beta2: float = 0.95) -> None:
-        """One step on the gradients at hand, each worker's clipped to norm 1."""
+        """One step on the current gradients, each worker's clipped to norm 1."""
         stack, grad = self.stack, self.stack.grad
         self.step_count += 1
         parts = [grad[part].view(stack.num_workers, -1) for part in stack.slices]
@@ -123,19 +122,19 @@ class Site:
         if arm.fade:
             rounds = size.steps // arm.interval
             rule = OuterRule.model_validate(rule.model_dump() | {"fade": arm.fade, "rounds": rounds})
-        guard = Guard.model_validate({"mode": arm.guard})
+        guard = UpdateGuard.model_validate({"mode": arm.guard})
         rules = Rules.model_validate(
             {"interval": arm.interval, "codec": arm.codec, "outer": rule, "guard": guard, "dynamic": False}
         )
         parts = tuple(start.weights.numpy()[part] for part in self.bounds)
-        self.plan = Plan("bench", tuple(part.size for part in parts), rules)
+        self.plan = DilocoPlan("bench", tuple(part.size for part in parts), rules)
         self.state: OuterState = start_state(parts)
         self.residuals: dict[tuple[int, int], np.ndarray | None] = {}
         self.bytes_sent = 0
         self._arrived: dict[int, tuple[int, int, Tensor]] = {}
 
     def end_step(self, step: int) -> bool:
-        """The rounds that are due after `step` inner steps; whether there was one."""
+        """Do the rounds that are due after `step` inner steps; returns whether there was one."""
         for due, index, rows in list(self._arrived.values()):
             if due == step:
                 self._apply(index, rows)
@@ -149,7 +148,7 @@ class Site:
         return bool(due)
 
     def _apply(self, index: int, arrived: Tensor) -> None:
-        """New outer weights, with a share of what was walked since on top."""
+        """Set new outer weights, plus a share of the inner progress since."""
         self._arrived.pop(index, None)
         rows = self.stack.split_rows(self.stack.flat).detach()
         bounds, theta = self.bounds[index], torch.from_numpy(np.array(self.state.fragments[index].theta))
@@ -170,7 +169,7 @@ class Site:
             updates.append(Update(key, f"w{worker}", 1, self.arm.interval, payload, codec.name))
         self.bytes_sent += len(updates[0].payload)
         closed = close_round(self.plan, self.state, key, updates, residual=self.residuals.get((-1, index)))
-        assert isinstance(closed, Closed), "honest updates are averaged"
+        assert isinstance(closed, FinishedRound), "honest updates were not averaged"
         self.residuals[-1, index] = closed.aggregate.residual
         self.state = closed.state
         return rows
@@ -185,7 +184,7 @@ class Site:
 
 
 def train_arm(arm: Arm, size: Size, seed: int, folder: Path) -> dict[str, Any]:
-    """Final loss, curve, bytes and seconds of one arm; read from the folder where it was trained before."""
+    """Final loss, curve, bytes and seconds of one arm; read from the folder if it was trained before."""
     path = folder / f"{arm.name.replace(' ', '_').replace('/', '-')}-{size.tag}-seed{seed}.json"
     if path.exists():
         found: dict[str, Any] = json.loads(path.read_text())
@@ -221,7 +220,7 @@ def _train(arm: Arm, size: Size, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def warm_up(size: Size, folder: Path) -> Start:
-    """The shared warm start: one worker, ordinary training; read from the folder where it was made before."""
+    """The shared warm start: one worker, ordinary training; read from the folder if it exists."""
     path = folder / f"warm-{size.tag}.npy"
     if not path.exists():
         with path.with_suffix(".part").open("wb") as file:
@@ -231,7 +230,7 @@ def warm_up(size: Size, folder: Path) -> Start:
 
 
 def _warm_up(size: Size) -> list[Tensor]:
-    """Weights and AdamW's moments after the warm-up."""
+    """Weights and AdamW moments after the warm start."""
     start = _fresh_start(size)
     stack = Stack(size.shape, 1)
     inner = Inner(stack, start)
@@ -243,7 +242,7 @@ def _warm_up(size: Size) -> list[Tensor]:
 
 
 def find_rate(step: int, peak: float, total: int) -> float:
-    """Linear rise, then cosine to a tenth."""
+    """Linear warm-up, then cosine decay to a tenth."""
     if step < RISE:
         return peak * (step + 1) / RISE
     done = (step - RISE) / (total - RISE)
@@ -278,7 +277,7 @@ def _fresh_start(size: Size) -> Start:
 
 
 def _draw_batches(arm: Arm, seed: int, count: int) -> Iterator[Tensor]:
-    """(K, B, T + 1) characters per step: a worker's stream depends on the seed and its number alone."""
+    """(K, B, T + 1) characters per step: a worker's stream depends only on the seed and its index."""
     num_streams = 1 if arm.kind == "single" else arm.workers
     chars, window = _corpus().train, torch.arange(LENGTH + 1)
     streams = [torch.Generator().manual_seed(derive_seed("bench", seed, w) >> 1) for w in range(num_streams)]
@@ -294,7 +293,7 @@ def _draw_batches(arm: Arm, seed: int, count: int) -> Iterator[Tensor]:
 
 
 def _cut_fragments(shape: Shape, num_fragments: int) -> list[Tensor]:
-    """Indices of every fragment in a worker's row: layers in turn, what is outside them first or last."""
+    """Indices of every fragment in a worker's row: layers in turn; tensors outside layers come first or last."""
     owners: list[list[Tensor]] = [[] for _ in range(num_fragments)]
     start = 0
     for name, dims in shape.tensors:

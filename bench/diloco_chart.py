@@ -1,4 +1,4 @@
-"""Picture of `bench/diloco.py`: loss over steps, and final loss against the bytes that a worker sends."""
+"""Figure of `bench/diloco.py`: loss over steps, and final loss over the bytes that a worker sends."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,13 @@ from common import mean, open_plots, save_picture
 
 _SHOWN = ("one worker", "data parallel", "data parallel tuned", "diloco int4", "diloco tuned int4")
 _PLAIN = re.compile(r"data parallel( tuned)?|diloco( tuned)? (fp32|fp16|int8|int4|topk|H=\d+)")
-"""arms that differ in what they send, and in nothing else but tuning"""
+"""arms that differ only in what they send, and in tuning"""
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def draw_curves(runs: Runs, name: str) -> None:
-    """Curves are on an eighth of the held-out windows, points on all of them; means over the seeds."""
+    """Curves use an eighth of the held-out windows, points all of them; means over the seeds."""
     figure, (left, right) = open_plots().subplots(1, 2, figsize=(10, 3.8), dpi=120)
     for colour, arm in enumerate(_SHOWN):
         for run in runs[arm]:

@@ -1,10 +1,10 @@
-"""One peer of hivemind's averager, for `diloco_net.py`: a process of its own, for hivemind's own ones outlive it.
+"""One peer of hivemind's averager, for `diloco_net.py`, in its own process because hivemind's processes outlive it.
 
     python bench/diloco_hivemind.py RANK PEERS FLOATS CODEC [ADDRESS ...]
 
-Lines on stdout: where it can be reached, "ready" before every sync; after each the seconds it took and how far the
-result is from the mean of all vectors, as a share of its norm. A line on stdin starts each sync. Imports nothing of
-this package, so it runs under any interpreter that has hivemind 1.1.12.
+Lines on stdout: its address, "ready" before every sync, and after each the seconds it took and the distance of the
+result from the mean of all vectors, relative to its norm. A line on stdin starts each sync. Imports nothing from this
+package, so it runs with any interpreter that has hivemind 1.1.12.
 """
 
 import sys
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def draw_vector(rank: int, size: int) -> torch.Tensor:
-    """What a peer brings."""
+    """A peer's vector."""
     return torch.randn(size, generator=torch.Generator().manual_seed(rank))
 
 

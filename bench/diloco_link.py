@@ -1,7 +1,7 @@
-"""A slow way to a server on loopback: every peer has a link of its own with a rate and a delay, each way.
+"""A slow link to a server on loopback: every peer has its own link with a rate and a delay, in each direction.
 
-The bytes of all connections of a link share its rate; each leaves the link a fixed time after it has passed. Loss and
-slow start are not emulated.
+All connections of a link share its rate; each byte leaves the link a fixed time after it has passed. Loss and slow
+start are not emulated.
 """
 
 import asyncio
@@ -16,18 +16,18 @@ class Lane:
     """One direction of a link."""
 
     rate: float
-    """bytes a second"""
+    """bytes per second"""
     delay_s: float
     free_s: float = 0.0
 
     def pass_bytes(self, count: int, now_s: float) -> float:
-        """When so many bytes that come now have arrived."""
+        """When that many bytes sent now will have arrived."""
         self.free_s = max(self.free_s, now_s) + count / self.rate
         return self.free_s + self.delay_s
 
 
 async def serve_links(port: int, ports: list[int], rate: float, delay_s: float) -> None:
-    """Pass connections on to `port` for ever, each of `ports` a link."""
+    """Forward connections to `port` forever; each of `ports` is one link."""
     servers = [await _open_link(port, own, rate, delay_s) for own in ports]
     await asyncio.gather(*(server.serve_forever() for server in servers))
 
@@ -65,7 +65,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lane
             when_s = lane.pass_bytes(len(data), clock())
             queue.append((when_s, data))
             filled.set()
-            await asyncio.sleep(max(0.0, when_s - lane.delay_s - clock()))  # what the link does not take waits outside
+            await asyncio.sleep(max(0.0, when_s - lane.delay_s - clock()))  # data beyond the link's rate waits here
         queue.append((clock() + lane.delay_s, b""))
         filled.set()
 

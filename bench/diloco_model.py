@@ -1,7 +1,7 @@
-"""A Llama-like model of characters, many workers at once, in one process.
+"""A Llama-like character model, many workers at once, in one process.
 
-All workers' weights stand side by side in one flat buffer and go through one batched pass, so four workers cost as much
-as one with four times the batch. Shapes: K workers, B sequences, T characters, D width, P parameters of one worker.
+All workers' weights are stored in one flat buffer and go through one batched pass, so four workers cost as much as one
+with four times the batch. Shapes: K workers, B sequences, T characters, D width, P parameters of one worker.
 """
 
 import math
@@ -19,7 +19,7 @@ SYMBOLS = 96
 """printable ASCII and the line break"""
 CORPUS_BYTES = 6_000_000
 HELD_OUT = 20
-"""every so many-th file is for validation"""
+"""every n-th file is for validation"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Shape:
 
     @cached_property
     def tensors(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and shapes, matrices before norms (which are not decayed)."""
+        """Names and shapes, matrices before norms (which have no weight decay)."""
         d, f = self.width, self.hidden
         matrices: list[tuple[str, tuple[int, ...]]] = [("embed", (SYMBOLS, d))]
         for i in range(self.layers):
@@ -49,7 +49,7 @@ class Shape:
 
 
 class Stack:
-    """The weights of K workers: one buffer, tensor by tensor, with gradients laid out alike."""
+    """The weights of K workers: one buffer, tensor by tensor, with gradients in the same layout."""
 
     def __init__(self, shape: Shape, num_workers: int) -> None:
         self.shape, self.num_workers = shape, num_workers
@@ -136,14 +136,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Characters of Python's own library, in numbers below `SYMBOLS`."""
+    """Characters of Python's standard library, as numbers below `SYMBOLS`."""
 
     train: Tensor
     held_out: Tensor
 
 
 def load_corpus() -> Corpus:
-    """Sources of the standard library in order of their names, without its tests and installed packages."""
+    """Sources of the standard library by name, without its tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"test", "tests", "site-packages", "encodings", "pydoc_data", "__pycache__"}
     paths = sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
@@ -159,7 +159,7 @@ def load_corpus() -> Corpus:
 
 
 def _number_chars(data: bytes) -> Tensor:
-    table = np.zeros(256, dtype=np.int64)  # what is not printable reads as a space
+    table = np.zeros(256, dtype=np.int64)  # unprintable characters become spaces
     table[32:127] = np.arange(95)
     table[ord("\n")] = 95
     return torch.from_numpy(table[np.frombuffer(data, dtype=np.uint8)])

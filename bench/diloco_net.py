@@ -1,16 +1,18 @@
-"""DiLoCo's engine on the wire: sync time beside the rivals', utilisation behind slow links, and larger runs on paper.
+"""DiLoCo's engine over a network: sync time compared with other engines, utilisation behind slow links, and an
+extrapolation to larger runs.
 
     python bench/diloco_net.py [--quick] [--json] [--only sync|utilisation|paper] [--hivemind PYTHON]
 
-Sync: seconds from handing in a vector to holding the mean of all, between processes on loopback: this package's reducer
-(robust mean, signed, on disk before it is told), gloo's all-reduce, torchft's where it is installed, and hivemind's
-where an interpreter that has it is named, all in one run on one machine, with the same number of floats.
+Sync: seconds from submitting a vector to having the mean of all, between processes on loopback. Compared are this
+package's reducer (robust mean, signed, on disk before it is announced), gloo's all-reduce, torchft's if it is
+installed, and hivemind's if an interpreter that has it is given, all in one run on one machine, with the same number
+of floats.
 
-Utilisation: four peers, each behind a link of 100 Mbit/s and 25 ms each way, inner steps of a fixed length in the place
-of an accelerator's: share of the time in which they compute, waiting for each outcome and with the transfer overlapped.
+Utilisation: four peers, each behind a link of 100 Mbit/s and 25 ms each way, with inner steps of a fixed length that
+simulate an accelerator: share of time that they compute, when waiting for each outcome and with overlapped transfers.
 
-On paper: round time and utilisation of 1B and 10B parameters on 4 and 14 sites from the bytes and the seconds per
-element measured here.
+Extrapolation (`paper`): round time and utilisation of 1B and 10B parameters on 4 and 14 sites, from the bytes and the
+seconds per element measured here.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from common import build_parser, finish
-from diloco_crew import (
+from diloco_processes import (
     Work,
     find_ports,
     make_context,
@@ -40,7 +42,7 @@ from diloco_crew import (
 )
 from diloco_rival import time_hivemind
 from shoal.diloco.codecs import encode_feedback, find_codec
-from shoal.diloco.reduce import Closed, apply_outcome, close_round
+from shoal.diloco.reduce import FinishedRound, apply_outcome, close_round
 from shoal.diloco.round import Update
 from shoal.diloco.state import start_state
 
@@ -52,17 +54,17 @@ CODECS = ("fp32", "int8", "int4")
 WORK_PARAMETERS, WORK_STEP_S, WORK_INTERVAL = 2_500_000, 0.04, 50
 
 FLOPS = 8 * 989e12 * 0.4
-"""of a site on paper: 8 H100 (989 TFLOP/s dense bf16 by their data sheet) at 40 % of it"""
+"""FLOP/s of an extrapolated site: 8 H100 (989 TFLOP/s dense bf16 by the data sheet) at 40 % utilisation"""
 STEP_TOKENS = 1 << 19
-"""tokens of an inner step of a site on paper"""
+"""tokens per inner step of an extrapolated site"""
 REDUCER_RATE = 10e9 / 8
 REDUCER_CORES = 8
-"""which share the pieces of a vector (`shoal.diloco.pieces`)"""
+"""threads that share the pieces of a vector (`shoal.diloco.background`)"""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a core per element."""
+    """Core-seconds per element."""
 
     encode: float
     """an update, at its site"""
@@ -74,7 +76,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table on paper."""
+    """One line of the extrapolated table."""
 
     parameters: float
     sites: int
@@ -84,12 +86,12 @@ class Row:
 
     @property
     def waiting_steps(self) -> int:
-        """H for 95 % if every round is waited for."""
+        """H for 95 % utilisation if every round is waited for."""
         return math.ceil(19 * self.sync_s / self.step_s)
 
     @property
     def overlapped_steps(self) -> int:
-        """H for nothing to wait for if the whole transfer is overlapped."""
+        """H for no waiting if the whole transfer is overlapped."""
         return math.ceil(self.sync_s / self.step_s)
 
     def find_share(self, interval: int) -> float:
@@ -107,7 +109,7 @@ def main() -> None:
     if flags.only in (None, "utilisation"):
         waiting, overlapped = measure_utilisation(context, 4 if flags.quick else 8)
         figures |= {"utilisation": overlapped, "utilisation_waiting": waiting}
-        lines += ["", f"utilisation of 4 peers at 100 Mbit/s, 50 ms there and back, {WORK_PARAMETERS:,} parameters,"]
+        lines += ["", f"utilisation of 4 peers at 100 Mbit/s, 50 ms round trip, {WORK_PARAMETERS:,} parameters,"]
         lines += [f"int4, rounds of {WORK_INTERVAL} steps of {1000 * WORK_STEP_S:.0f} ms:"]
         lines += [f"  every outcome waited for {waiting:.1%}, transfer overlapped {overlapped:.1%}"]
     if flags.only in (None, "paper"):
@@ -118,8 +120,8 @@ def main() -> None:
 
 
 def parse_flags() -> argparse.Namespace:
-    """The flags of every benchmark, and what to measure."""
-    parser = build_parser("DiLoCo's engine on the wire: sync time, utilisation, and larger runs on paper")
+    """The flags of every benchmark, and the selection of parts."""
+    parser = build_parser("DiLoCo's engine over a network: sync time, utilisation, extrapolation")
     parser.add_argument("--only", choices=("sync", "utilisation", "paper"), help="one of the three parts")
     parser.add_argument("--hivemind", metavar="PYTHON", help="an interpreter that has hivemind 1.1.12")
     return parser.parse_args()
@@ -128,7 +130,7 @@ def parse_flags() -> argparse.Namespace:
 def measure_sync(
     context: Any, sizes: tuple[int, ...], repeats: int, hivemind: str | None
 ) -> tuple[list[str], dict[str, float]]:
-    """Seconds per sync of every engine that is here."""
+    """Seconds per sync of every available engine."""
     lines, figures = ["sync, seconds (median of the slowest peer, without the first round)"], {}
     for size in sizes:
         for count in PEERS:
@@ -143,7 +145,7 @@ def measure_sync(
             print(lines[-1], file=sys.stderr, flush=True)
             figures |= {f"sync_{name}_{size // 100_000}e5_{count}": seconds for name, seconds in cells.items()}
     if importlib.util.find_spec("torchft") is None:
-        lines.append("  torchft: not measured, it is not installed (pip install torchft==0.2.0)")
+        lines.append("  torchft: not measured, not installed (pip install torchft==0.2.0)")
     if not hivemind:
         lines.append("  hivemind: not measured (--hivemind PYTHON)")
     return lines, figures
@@ -168,12 +170,12 @@ def time_torchft(context: Any, size: int, count: int, repeats: int) -> float:
 
 
 def pick_time(times: list[list[float]]) -> float:
-    """The median over rounds of the slowest peer; the first round is where connections and buffers are made."""
+    """The median over rounds of the slowest peer, without the first round, which sets up connections and buffers."""
     return median([max(row) for row in zip(*times, strict=True)][1:])
 
 
 def measure_costs(size: int) -> Costs:
-    """CPU seconds per element of one core: of four updates on their way into a round and out of it."""
+    """CPU seconds per element on one core, for four updates into a round and out of it."""
     plan, state = make_plan(size, "int4"), start_state((np.zeros(size, dtype=np.float32),))
     key, codec, random = plan.name_round(state, 0), find_codec("int4"), np.random.default_rng(0)
     vectors = [random.standard_normal(size, dtype=np.float32) for _ in range(4)]
@@ -183,14 +185,14 @@ def measure_costs(size: int) -> Costs:
     updates = [Update(key, f"{n:064x}", 1, 1, payload, "int4") for n, payload in enumerate(payloads)]
     closed = close_round(plan, state, key, updates)
     reduced = time.process_time()
-    assert isinstance(closed, Closed), "sound updates are averaged"
+    assert isinstance(closed, FinishedRound), "the updates were not averaged"
     apply_outcome(plan, start_state((np.zeros(size, dtype=np.float32),)), closed.outcome)
     applied = time.process_time()
     return Costs((encoded - start) / 4 / size, (reduced - encoded) / 4 / size, (applied - reduced) / size)
 
 
 def measure_utilisation(context: Any, rounds: int) -> tuple[float, float]:
-    """Mean share of the time computing, without and with overlap."""
+    """Mean share of time spent computing, without and with overlap."""
     shares = []
     for delay in (0, WORK_INTERVAL * 3 // 5):
         plan = make_plan(WORK_PARAMETERS, "int4", WORK_INTERVAL)
@@ -217,7 +219,7 @@ def make_table(costs: Costs) -> list[Row]:
 def make_row(costs: Costs, parameters: float, sites: int, rate: float) -> Row:
     """The formula of docs/diloco_engine.md."""
     payload = float(find_codec("int4").count_bytes(int(parameters)))
-    # The reducer's own link carries every site's payload; up and down, one after the other.
+    # The reducer's link carries every site's payload, up and down, one after the other.
     way_s = 2 * max(payload / rate, sites * payload / REDUCER_RATE)
     reduce_s = costs.reduce * sites * parameters / REDUCER_CORES
     own_s = (costs.encode + costs.apply) * parameters

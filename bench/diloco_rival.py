@@ -1,6 +1,6 @@
-"""hivemind's averager beside this package's engine: its peers, started, kept in step and ended.
+"""hivemind's averager for comparison: starts its peers, keeps them in step and stops them.
 
-They are processes of an interpreter of their own choice, so that hivemind need not be installed beside this package.
+They run in a separate interpreter, so that hivemind need not be installed next to this package.
 """
 
 import os
@@ -28,7 +28,7 @@ def _time_round(peers: list[subprocess.Popen[str]], largest_error: float) -> flo
         for peer in peers:
             print("go", file=peer.stdin, flush=True)
         answers = [_read_line(peer).split() for peer in peers]
-    # It reports success for a mean of some slices only (docs/diloco_engine.md), so the result is looked at.
+    # It reports success for a mean of some slices only (docs/diloco_engine.md), so the result is checked.
     if max(float(error) for _, error in answers) > largest_error:
         raise RuntimeError("hivemind did not average the whole vector over all peers")
     return max(float(seconds) for seconds, _ in answers)
@@ -48,7 +48,7 @@ def _start_peers(python: str, size: int, count: int, codec: str) -> Iterator[lis
         yield peers
     finally:
         for peer in peers:
-            os.killpg(peer.pid, signal.SIGKILL)  # its own group: its averager and daemon live on without it
+            os.killpg(peer.pid, signal.SIGKILL)  # its own group: its averager and daemon outlive it
             peer.wait()
 
 
@@ -64,5 +64,5 @@ def _read_line(peer: subprocess.Popen[str]) -> str:
     assert stream is not None
     line = stream.readline().strip()
     if not line:
-        raise RuntimeError("a hivemind peer ended before its time")
+        raise RuntimeError("a hivemind peer ended early")
     return line

@@ -1,9 +1,10 @@
-"""How the rates of `bench/diloco.py` were chosen: every setting that was tried, on a seed that is not evaluated.
+"""How the rates of `bench/diloco.py` were chosen: every setting tried, on a seed that is not evaluated.
 
-    python bench/diloco_sweep.py            all of them, best first within a kind
+    python bench/diloco_sweep.py            all of them, best first within each kind
     python bench/diloco_sweep.py ddp:lr=6e-3 diloco:lr=6e-3,mu=0.8,fade=8
 
-A setting is a kind and what differs from the defaults of `Arm`. Runs are kept in bench/out/diloco, as the benchmark's.
+A setting is a kind and its differences from the defaults of `Arm`. Runs are kept in bench/out/diloco, as in the
+benchmark.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""shoal's engine against transformers' generate, same model and prompts, in turn in one process.
+"""shoal's engine compared with transformers' generate: same model and prompts, alternating in one process.
 
     python bench/engine.py [--quick] [--json]
 
 Figures are ratios transformers / shoal, medians over rounds, above 1 where shoal is faster:
-    ratio_mixed    256 prompts of 4 to 24 tokens, completions that end by themselves, at most 256 tokens
+    ratio_mixed    256 prompts of 4 to 24 tokens, completions with an end token, at most 256 tokens
     ratio_equal    256 prompts of 12 tokens, 32 tokens each, no end token
     ratio_grouped  16 prompts x 16 rollouts, as in training
 """
@@ -17,11 +17,11 @@ import torch
 from transformers import PreTrainedModel
 
 from common import finish, parse_flags
-from shoal.config import PolicyConfig, TinyConfig
-from shoal.engine.torch import TorchEngine
+from shoal.config.run import EngineConfig, PolicyConfig, TinyConfig
+from shoal.engine import open_engine
 from shoal.policy.model import load_policy
 from shoal.rollout import Request
-from shoal.runtime import tune_process
+from shoal.util.process import tune_process
 
 Prompts = list[tuple[int, ...]]
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -47,12 +47,14 @@ def main() -> None:
 
 
 def compare(width: int, layers: int, prompts: Prompts, limit: int, ends: bool, rounds: int) -> tuple[float, float, int]:
-    """Median seconds of both, and the tokens that shoal generated."""
+    """Median seconds of both, and the number of tokens that shoal generated."""
     config = PolicyConfig(tiny=TinyConfig(width=width, layers=layers))
     policy = load_policy(config, alphabet=ALPHABET, seed=0)
     eos_id = policy.eos_id if ends else -1
     policy.model.generation_config.eos_token_id = policy.eos_id if ends else None
-    engine = TorchEngine(load_policy(config, alphabet=ALPHABET, seed=0).model, eos_id=eos_id, slots=len(prompts))
+    engine = open_engine(
+        EngineConfig(slots=len(prompts)), load_policy(config, alphabet=ALPHABET, seed=0).model, eos_id=eos_id
+    )
     tokens = 0
 
     def run_engine() -> None:

@@ -1,15 +1,15 @@
-"""Online filter on and off: held-out pass rate against generated tokens.
+"""Online filter on and off: held-out pass rate over generated tokens.
 
     python bench/filter.py [--quick] [--json]
 
-The filter spends more sampling per step and trains only on groups that carry a signal; the honest axis is
-tokens generated, not steps.
+The filter samples more per step and trains only on groups with a signal, so the fair axis is tokens generated, not
+steps.
 """
 
 from itertools import accumulate
 
 from common import SEEDS, Lines, finish, mean, open_plots, parse_flags, run_arms, save_picture
-from shoal.report import pick_series
+from shoal.train.report import pick_series
 
 ARMS = {"filter": ["batch.filter=true"], "no-filter": ["batch.filter=false"]}
 METRIC = "eval/pass_at_1"
@@ -34,7 +34,7 @@ def token_curve(lines: Lines) -> tuple[list[float], list[float]]:
 
 
 def pass_at_budget(lines: Lines, thousand_tokens: float) -> float:
-    """Pass rate at a token budget, between evaluations by straight line."""
+    """Pass rate at a token budget, interpolated linearly between evaluations."""
     xs, ys = token_curve(lines)
     for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:], strict=False):
         if x0 <= thousand_tokens <= x1:

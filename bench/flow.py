@@ -1,8 +1,8 @@
-"""Draws docs/img/flow.png: who gives what to whom in a swarm.
+"""Draws docs/img/flow.png: what the roles of a swarm send to each other.
 
     python bench/flow.py
 
-Boxes are roles, arrows what passes between them. Grey boxes belong to the run, white ones to anybody.
+Boxes are roles, arrows show what passes between them. Grey boxes belong to the run, white ones to anyone.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ OWN, OPEN, LINE, TEXT = "#dfe7ef", "#ffffff", "#34495e", "#1c2833"
 
 @dataclass(frozen=True)
 class Box:
-    """A role: where it stands, and what it does."""
+    """A role: its position and its task."""
 
     name: str
     words: str
@@ -51,7 +51,7 @@ ARROWS = (
     ("job: what to recompute,\ndrawn after the commit", (2.9, 2.6), (8.4, 0.5), (5.2, 0.75), 0.0),
     ("events, heads", (1.2, 2.6), (1.2, 1.3), (0.45, 1.85), 0.0),
 )
-"""words, from, to, where the words stand, bend"""
+"""label, from, to, position of the label, bend"""
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def draw_box(axes: Axes, box: Box) -> None:
 
 
 def draw_arrow(start: tuple[float, float], end: tuple[float, float], bend: float) -> FancyArrowPatch:
-    """Something that passes from one role to another."""
+    """An arrow from one role to another."""
     style = f"arc3,rad={bend}"
     return FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=14, color=LINE, lw=1.3, connectionstyle=style)
 

@@ -1,10 +1,10 @@
-"""Forgers, fitted to a model's states on other texts. They know the token ids of the text to forge and run no model.
+"""Forgers, fitted to a model's states on other texts. They know the token ids of the text to forge, but run no model.
 
-constant   one pattern everywhere: the commonest among top values
+constant   one pattern everywhere: the most frequent among top values
 channels   one pattern per channel, with the modulus set to the width, so that all tokens share them
-linear     states predicted by ridge regression from the embeddings of nearby tokens, the next ones included
+linear     states predicted by ridge regression from the embeddings of nearby tokens, including the next ones
 network    states predicted by a network with one hidden layer on the same features, fitted by gradient descent
-shared     the network's, with any modulus under which one residue serves several places
+shared     the network's, with any modulus under which one residue serves several positions
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from guesses import Forger, Guess, Limits, Texts, compare_patterns, measure_guesses, passes
 from shoal.engine.base import CHUNK
-from shoal.redteam.proofs import Bits, pick_pattern
+from shoal.redteam.behaviours.forged_work import Bits, pick_pattern
 from shoal.seeds import derive_seed
 from shoal.toploc.build import find_moduli
 from shoal.toploc.field import P
@@ -30,11 +30,11 @@ Predict = Callable[[Tensor], Tensor]
 _HIDDEN, _EPOCHS, _BATCH, _RATE = 768, 30, 256, 1e-3
 _MODULI, _LIKELY = 64, 1024
 _SURE, _SERVED = 9.0, 0.75
-"""Mean mantissa error to aim at, and share of the top values that are to agree in exponent: 10 and 0.7 pass."""
+"""Target mean mantissa error, and target share of top values with matching exponent: 10 and 0.7 pass."""
 
 
 def fit_forgers(train: Texts) -> dict[str, Forger]:
-    """Every forger, fitted to texts that are not the ones it will forge."""
+    """Every forger, fitted to texts other than the ones it will forge."""
     forgers: dict[str, Forger] = {"constant": fit_constant(train), "channels": fit_channels(train)}
     if train.features.shape[2]:
         linear, network = Predictor(train, fit_linear), Predictor(train, fit_network)
@@ -44,7 +44,7 @@ def fit_forgers(train: Texts) -> dict[str, Forger]:
 
 
 def fit_constant(train: Texts) -> Forger:
-    """The commonest exponent of top values and the median mantissa there, at every place: a polynomial of degree 0."""
+    """The most frequent exponent of top values with its median mantissa, everywhere: a polynomial of degree 0."""
     pattern = pick_pattern(select_top(train.bits, TOPK)[1].ravel())
 
     def forge(test: Texts) -> list[Guess]:
@@ -54,10 +54,10 @@ def fit_constant(train: Texts) -> Forger:
 
 
 def fit_channels(train: Texts) -> Forger:
-    """The 128 channels that hold most top values, each with its commonest pattern.
+    """The 128 channels with the most top values, each with its most frequent pattern.
 
-    Mantissas count only where exponents agree, and 38 exponents need not: channels whose mantissas vary most are given
-    up on purpose, as many as pass best on the texts it learns from.
+    Mantissas count only where exponents match, and 38 exponents need not match: the channels whose mantissas vary most
+    are sacrificed, as many as give the best pass rate on the training texts.
     """
     indices, patterns = select_top(train.bits, TOPK)
     channels, patterns = indices.ravel() % train.width, patterns.ravel()
@@ -77,7 +77,7 @@ def fit_channels(train: Texts) -> Forger:
 
 
 def fit_linear(train: Texts) -> Predict:
-    """Ridge regression, the penalty chosen on texts held back."""
+    """Ridge regression; the penalty is chosen on held-out texts."""
     fit, held = _split_texts(train)
     x, y = fit.features.flatten(0, 1).double(), fit.states.flatten(0, 1).double()
     x_held, y_held = held.features.flatten(0, 1).double(), held.states.flatten(0, 1).double()
@@ -93,7 +93,7 @@ def fit_linear(train: Texts) -> Predict:
 
 
 def fit_network(train: Texts) -> Predict:
-    """One hidden layer beside a linear path; the epoch that does best on texts held back is kept."""
+    """One hidden layer in parallel to a linear path; keeps the best epoch on held-out texts."""
     fit, held = _split_texts(train)
     x, y = fit.features.flatten(0, 1), fit.states.flatten(0, 1)
     torch.manual_seed(derive_seed("forgery") % 2**31)
@@ -124,16 +124,16 @@ def fit_network(train: Texts) -> Predict:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a prediction says of every place of a chunk: the chance of a top value there, and which pattern it has."""
+    """Prediction for every position of a chunk: the probability of a top value there, and its pattern."""
 
     chances: NDArray[np.float64]
     patterns: Bits
     errors: NDArray[np.float64]
-    """by how much the mantissa may be off"""
+    """expected mantissa error"""
 
 
 class Predictor:
-    """States are taken as Gaussian about their prediction; a top value is one beyond the usual smallest of them."""
+    """States are assumed Gaussian around their prediction; a top value is one beyond the typical smallest top value."""
 
     def __init__(self, train: Texts, fit: Callable[[Texts], Predict]) -> None:
         fitted, held = _split_texts(train)
@@ -145,7 +145,7 @@ class Predictor:
 
     @torch.no_grad()
     def look(self, features: Tensor) -> Outlook:
-        """The outlook on one chunk's places, from features (32, F)."""
+        """The outlook on the positions of one chunk, from features (32, F)."""
         mean = self._predict(features)
         sign = torch.where(mean < 0, -1.0, 1.0)
         beyond = (self._least - mean.abs()) / self._noise
@@ -154,12 +154,12 @@ class Predictor:
         values = sign * (mean.abs() + self._noise * density / chances)
         patterns = read_bits(values).view(np.uint16).ravel()
         binades = torch.exp2(values.abs().log2().floor())
-        errors = 0.8 * 128 * self._noise / binades  # the mean of |x| is 0.8 sigma; beyond a bound x varies less still
+        errors = 0.8 * 128 * self._noise / binades  # the mean of |x| is 0.8 sigma; in the tail x varies even less
         return Outlook(chances.double().numpy().ravel(), patterns, errors.double().numpy().ravel())
 
 
 def pick_points(predictor: Predictor) -> Forger:
-    """The 128 places where top values are likeliest, with the modulus of an honest prover."""
+    """The 128 positions where top values are likeliest, with the modulus of an honest prover."""
 
     def forge(test: Texts) -> list[Guess]:
         guesses = []
@@ -174,7 +174,7 @@ def pick_points(predictor: Predictor) -> Forger:
 
 
 def share_points(predictor: Predictor, width: int) -> Forger:
-    """The same, with any modulus under which one residue serves several likely places of like patterns."""
+    """The same, with any modulus under which one residue serves several likely positions of similar patterns."""
     rng = np.random.default_rng(derive_seed("moduli"))
     size = min(P, CHUNK * width)
     moduli = [*(width * step for step in range(1, CHUNK + 1)), *rng.integers(TOPK, size, _MODULI)]
@@ -187,10 +187,10 @@ def share_points(predictor: Predictor, width: int) -> Forger:
 
 
 def share_residues(outlook: Outlook, modulus: int) -> tuple[tuple[float, float], Guess]:
-    """How well a modulus serves, and the guess: 128 residues, each with the mean pattern of its commonest exponent.
+    """Score of a modulus, and its guess: 128 residues, each with the mean pattern of its most frequent exponent.
 
-    Residues whose mantissas are least sure are given up until the expected mean error would pass, as far as the number
-    of exponents that may differ allows.
+    The residues with the least certain mantissas are sacrificed until the expected mean error passes, within the
+    number of exponents that may differ.
     """
     places = np.argsort(-outlook.chances, kind="stable")[:_LIKELY]
     patterns, chances = outlook.patterns[places].astype(np.int64), outlook.chances[places]
@@ -199,7 +199,7 @@ def share_residues(outlook: Outlook, modulus: int) -> tuple[tuple[float, float],
     means = np.bincount(inverse, chances * patterns) / weights
     errors = np.bincount(inverse, chances * np.hypot(patterns - means[inverse], outlook.errors[places])) / weights
     order = np.argsort(-weights, kind="stable")
-    _, first = np.unique(keys[order] >> 9, return_index=True)  # of each residue the exponent that weighs most
+    _, first = np.unique(keys[order] >> 9, return_index=True)  # the heaviest exponent of each residue
     best = order[np.sort(first)[:TOPK]]
     best = best[np.argsort(errors[best])]
     served = np.cumsum(weights[best])
@@ -212,7 +212,7 @@ def share_residues(outlook: Outlook, modulus: int) -> tuple[tuple[float, float],
 
 
 def _pick_best(forgers: Sequence[Forger], texts: Texts) -> Forger:
-    """The forger that the published rule lets pass most often, and of equals the one that comes closest."""
+    """The forger that passes the published rule most often; ties go to the one that comes closest."""
 
     def rank(forge: Forger) -> tuple[float, float]:
         scores = measure_guesses(forge(texts), texts)
@@ -223,6 +223,6 @@ def _pick_best(forgers: Sequence[Forger], texts: Texts) -> Forger:
 
 
 def _split_texts(texts: Texts) -> tuple[Texts, Texts]:
-    """Four fifths to fit, the rest held back."""
+    """Four fifths for fitting, the rest held out."""
     cut = len(texts.states) * 4 // 5
     return Texts(texts.states[:cut], texts.features[:cut]), Texts(texts.states[cut:], texts.features[cut:])

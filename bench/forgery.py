@@ -5,8 +5,8 @@
 The forgers of bench/forgers.py have the token ids of the text, the embeddings of the model, and its states on
 other texts, and do not run the model.
 
-Every proof is held against the published rule (exponent mismatches <= 38, mantissa mean <= 10 and median <= 8), against
-that rule with one of our additions, and against all checks that shoal.toploc makes on a proof.
+Every proof is checked against the published rule (exponent mismatches <= 38, mantissa mean <= 10 and median <= 8), that
+rule with one of our additions, and all checks that shoal.toploc makes on a proof.
 
 Figures: pass_<rule>_<model>, the share of chunks on which the best forger passes.
 """
@@ -23,32 +23,32 @@ from common import OUT, finish, open_plots, parse_flags, save_picture
 from forgers import fit_forgers
 from guesses import RULES, Limits, Scores, Texts, measure_guesses, passes
 from models import allow_bfloat16, has_smollm2, load_subject
+from shoal.calibrate.calibrate import FLOORS, UNITS
+from shoal.calibrate.variants import probe_dtype
 from shoal.engine.base import CHUNK
 from shoal.rollout import Rollout
-from shoal.runtime import tune_process
 from shoal.seeds import derive_seed
 from shoal.toploc.calibration import SHARES
 from shoal.toploc.finding import Check
-from shoal.toploc.fit import FLOORS, UNITS
-from shoal.toploc.probe import probe_dtype
 from shoal.toploc.replay import replay_rollouts
 from shoal.toploc.select import read_bits
-from shoal.toploc.tail import pick_threshold
+from shoal.toploc.threshold import pick_threshold
 from shoal.toploc.verify import verify_batch
+from shoal.util.process import tune_process
 from stage import Stage, draw_requests
 
 FOLDER = OUT / "forgery"
 CHECKS = (Check.EXPONENT, Check.MANTISSA, Check.SIGN)
 RATE = 1e-4 / SHARES / 2 / 16
-"""Per chunk, of a check that has its share of 1e-4 for rollouts of 512 tokens."""
+"""False positive rate per chunk of a check with its share of 1e-4 for rollouts of 512 tokens."""
 CONFIDENCE = 0.95
 _NEAR = (-3, -2, -1, 0, 1, 2)
-"""Tokens that a prediction looks at: 0 is the one fed, 1 the one then chosen."""
+"""Token offsets used by a prediction: 0 is the token fed, 1 the one then chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, or a law that states are drawn from: what a forger may see, what it must forge, what would pass."""
+    """A model, or a distribution of states: what a forger may see, what it must forge, what would pass."""
 
     name: str
     train: Texts
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def list_cases(quick: bool) -> Iterator[Case]:
-    """Real models, then states drawn from simple laws."""
+    """Real models, then states drawn from simple distributions."""
     if not quick and has_smollm2():
         yield load_case("smollm2", torch.float32, 20, 384)
     yield load_case("text", torch.float32, 24 if quick else 128, 512)
@@ -92,7 +92,7 @@ def list_cases(quick: bool) -> Iterator[Case]:
 
 
 def load_case(name: str, dtype: torch.dtype, rollouts: int, tokens: int) -> Case:
-    """States of rollouts of a model: three quarters to learn from, the rest to forge."""
+    """States of a model's rollouts: three quarters to learn from, the rest to forge."""
     title = name if dtype == torch.float32 else f"{name}_bf16"
     path = FOLDER / f"{title} {rollouts}x{tokens}.npz"
     if not path.exists():
@@ -111,12 +111,12 @@ def load_case(name: str, dtype: torch.dtype, rollouts: int, tokens: int) -> Case
 
 
 def _fit_limit(check: Check, values: NDArray[np.float64]) -> float:
-    """What `shoal calibrate` would allow from these honest chunks."""
+    """What `shoal calibrate` would allow, given these honest chunks."""
     return pick_threshold(values, RATE, CONFIDENCE, floor=FLOORS[check], unit=UNITS.get(check, 0.0)).value
 
 
 def _measure_case(path: Path, name: str, dtype: torch.dtype, rollouts: int, tokens: int) -> None:
-    """Keep the full chunks of honest rollouts: patterns, nearby tokens, and how honest proofs fare."""
+    """Keep the full chunks of honest rollouts: patterns, nearby tokens, and the scores of honest proofs."""
     subject = load_subject(name, dtype)
     stage = Stage(subject, draw_requests(subject, f"forgery {name}", rollouts, tokens))
     replays = replay_rollouts(stage.model, stage.honest.rollouts, eos_id=stage.eos_id)
@@ -138,14 +138,14 @@ def _measure_case(path: Path, name: str, dtype: torch.dtype, rollouts: int, toke
 
 
 def _list_near(rollout: Rollout, num: int) -> NDArray[np.int64]:
-    """Ids (num, offsets) of the tokens near each row; beyond the ends stands the nearest there is."""
+    """Ids (num, offsets) of the tokens near each row; beyond the ends, the nearest existing token."""
     context = np.concatenate((rollout.prompt_ids, rollout.token_ids)).astype(np.int64)
     fed = len(rollout.prompt_ids) - 1 + np.arange(num)
     return context[np.clip(fed[:, None] + np.array(_NEAR), 0, len(context) - 1)]
 
 
 def _draw_case(name: str, width: int, *, jitter: float | None) -> Case:
-    """Gaussian states; with `jitter`, six channels are large and vary by that share from token to token."""
+    """Gaussian states; with `jitter`, six channels are large and vary by that share between tokens."""
     rng = torch.Generator().manual_seed(derive_seed("forgery", name) % 2**63)
     states = torch.randn(96, CHUNK, width, generator=rng)
     if jitter is not None:
@@ -172,7 +172,7 @@ def _format_case(case: Case, scores: Mapping[str, Scores]) -> str:
 
 
 def _draw_scores(shown: Mapping[str, Mapping[str, Scores]]) -> None:
-    """Exponent mismatches against mantissa mean, with the corner that the published rule lets pass."""
+    """Exponent mismatches over mantissa mean, with the region that the published rule accepts."""
     pyplot = open_plots()
     figure, axes = pyplot.subplots(2, (len(shown) + 1) // 2, figsize=(13, 6), squeeze=False, sharex=True, sharey=True)
     for axis, (name, scores) in zip(axes.flat, shown.items(), strict=False):
@@ -181,7 +181,7 @@ def _draw_scores(shown: Mapping[str, Mapping[str, Scores]]) -> None:
             axis.plot(s.exponents, np.minimum(s.means, 60), ".", markersize=3, label=kind, alpha=0.6)
         axis.set_title(name, fontsize=9)
     axes.flat[0].legend(fontsize=7)
-    figure.supxlabel("exponent mismatches of 128 (shaded: the published rule lets pass)")
+    figure.supxlabel("exponent mismatches of 128 (shaded: accepted by the published rule)")
     figure.supylabel("mean mantissa error")
     save_picture(figure, "forgery.png")
 

@@ -1,4 +1,4 @@
-"""Guessed proofs, and how they fare: the published rule, each of our additions to it, and all checks on a proof."""
+"""Guessed proofs and their scores under the published rule, each of our additions to it, and all checks on a proof."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.engine.base import CHUNK
-from shoal.redteam.proofs import Bits
+from shoal.redteam.behaviours.forged_work import Bits
 from shoal.seeds import derive_seed
 from shoal.toploc.field import Vandermonde, interpolate, to_canonical
 from shoal.toploc.proof import TOPK, pack_proofs
@@ -21,7 +21,7 @@ _BAND = 8
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Full chunks of some rollouts: states (C, 32, W) in float32, and the features of each row (C, 32, F)."""
+    """Full chunks of rollouts: states (C, 32, W) in float32, and the features of each row (C, 32, F)."""
 
     states: Tensor
     features: Tensor
@@ -37,7 +37,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A forged commitment of one chunk: patterns at residues of a modulus."""
+    """A forged commitment for one chunk: patterns at residues of a modulus."""
 
     modulus: int
     residues: NDArray[np.int64]
@@ -50,7 +50,7 @@ Forger = Callable[[Texts], list[Guess]]
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How guesses fare, one entry per chunk."""
+    """Scores of guesses, one entry per chunk."""
 
     exponents: NDArray[np.int64]
     means: NDArray[np.float64]
@@ -58,12 +58,12 @@ class Scores:
     signs: NDArray[np.int64]
     outside: NDArray[np.float64]
     void: NDArray[np.bool_]
-    """shoal.toploc refuses the form: modulus, degree or coefficients"""
+    """whether shoal.toploc rejects the form: modulus, degree or coefficients"""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What calibration allows for this model."""
+    """What the calibration of this model allows."""
 
     exponents: float
     mean: float
@@ -71,7 +71,7 @@ class Limits:
 
 
 def measure_guesses(guesses: Sequence[Guess], test: Texts) -> Scores:
-    """Hold guessed commitments against the true states, as a verifier does that refuses none for its form."""
+    """Compare guessed commitments with the true states, as a verifier that accepts any form would."""
     columns: list[tuple[float, ...]] = []
     proofs: list[bytes] = []
     indices, own = select_top(test.bits, TOPK)
@@ -106,14 +106,14 @@ def compare_patterns(claimed: Bits, own: Bits) -> tuple[int, float, float, int]:
 
 
 def share_hits(claimed: Bits, own: Bits) -> float:
-    """Share of patterns whose exponent could be a top value's: from the smallest of those, eight upwards."""
+    """Share of patterns whose exponent could be that of a top value: from the smallest of these, eight upwards."""
     exponents, shown = (own & 0x7F80) >> 7, (claimed & 0x7F80) >> 7
     low = exponents.min()
     return float(((shown >= low) & (shown <= min(exponents.max(), low + _BAND - 1))).mean())
 
 
 def passes(rule: str, scores: Scores, limits: Limits) -> NDArray[np.bool_]:
-    """Which chunks a rule lets pass."""
+    """Which chunks a rule accepts."""
     return RULES[rule](scores, limits)
 
 
@@ -129,4 +129,4 @@ RULES: dict[str, Callable[[Scores, Limits], NDArray[np.bool_]]] = {
     "calibrated": lambda s, limits: (s.exponents <= limits.exponents) & (s.means <= limits.mean),
 }
 RULES["all"] = lambda s, limits: np.logical_and.reduce([rule(s, limits) for n, rule in RULES.items() if n != "all"])
-"""The published rule alone, with one addition, calibrated limits in its place, and all together."""
+"""The published rule alone, with one addition, with calibrated limits instead, and all together."""

@@ -1,11 +1,11 @@
-"""How often honest owners are watched, how soon others are, and what it costs.
+"""How often honest owners are watched, how soon cheating ones are, and the cost.
 
     python bench/history.py              # a minute
-    python bench/history.py --quick      # some seconds
+    python bench/history.py --quick      # a few seconds
 
-Swarms of eight owners whose speeds differ by a factor of 27. A group has 8 rollouts of a task; hard tasks are answered
-at length and seldom right. A lease that takes too long is done by the quickest owner instead, as in a run. Each step
-has a version of its own, the least favourable case: a bag lasts for one step.
+Swarms of eight owners whose speeds differ by a factor of 27. A group has 8 rollouts of a task; answers to hard tasks
+are long and rarely correct. A lease that takes too long is done by the fastest owner instead, as in a run. Each step
+has its own version, the least favourable case: a bag lasts for one step.
 """
 
 import argparse
@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
-from shoal.canonical import encode_canonical
-from shoal.swarm.event import Event, Kind, encode_body
-from shoal.swarm.params import MILLION, RunParams, dump_params
-from shoal.swarm.replay import open_scratch
-from shoal.swarm.rules.history import RANKED, Bag, Evidence, line_evidence
-from shoal.swarm.state import history, run
+from shoal.audit.verify import open_scratch
+from shoal.coordinator.rules.drift import RANKED, DriftEvidence, PopulationSamples, line_evidence
+from shoal.coordinator.state import drift, run
+from shoal.ledger.event import Event, EventKind, encode_body
+from shoal.protocol.params import MILLION, RunParams, dump_params
+from shoal.util.canonical import encode_canonical
 
 Numbers = tuple[int, int, int]
 """tokens, reward and entropy of a group"""
@@ -29,13 +29,13 @@ Write = Callable[[Numbers, random.Random], Numbers]
 
 SPEEDS = [0.4 * 1.6**place for place in range(8)]
 CHEAT = 4
-"""the owner that cheats, of middling speed"""
+"""the owner that cheats, of medium speed"""
 GROUP = 8
 LEASE = 1500
 
 
 def draw_numbers(rng: random.Random) -> Numbers:
-    """What an honest group is like."""
+    """Numbers of an honest group."""
     hard = rng.gauss(0, 1)
     tokens = round(600 * math.exp(0.35 * hard + rng.gauss(0, 0.15)))
     chance = 1 / (1 + math.exp(1.2 * hard))
@@ -49,7 +49,7 @@ def shorten(share: float) -> Write:
 
 
 def take_best(numbers: Numbers, rng: random.Random) -> Numbers:
-    """What was wrong is drawn once more."""
+    """Wrong answers are sampled once more."""
     right = numbers[1] * GROUP // MILLION
     more = sum(rng.random() < right / GROUP for _ in range(GROUP - right))
     return numbers[0], (right + more) * MILLION // GROUP, numbers[2]
@@ -71,7 +71,7 @@ CHEATS: dict[str, Write] = {
 
 
 def write_step(rng: random.Random, groups: int) -> Iterator[tuple[int, int, Numbers]]:
-    """Groups in order of index: who leased each first, who delivered it, and what an honest one is like."""
+    """Groups by index: the owner that leased each first, the one that submitted it, and honest numbers."""
     clock = [(rng.random(), owner) for owner in range(len(SPEEDS))]
     heapq.heapify(clock)
     for _ in range(groups):
@@ -85,11 +85,11 @@ def write_step(rng: random.Random, groups: int) -> Iterator[tuple[int, int, Numb
 def watch_swarm(
     seed: int, steps: int, groups: int, line: int, write: Write | None = None, after: int = 0
 ) -> dict[int, int]:
-    """Who is watched, after how many of its groups; the cheat begins after some groups of its own."""
+    """Which owners are watched, after how many of their groups; the cheat starts after some of its own groups."""
     rng, watched = random.Random(seed), {}
-    evidence = [Evidence() for _ in SPEEDS]
+    evidence = [DriftEvidence() for _ in SPEEDS]
     for _ in range(steps):
-        bag = Bag()
+        bag = PopulationSamples()
         for holder, author, honest in write_step(rng, groups):
             cheats = write is not None and author == CHEAT and evidence[CHEAT].groups >= after
             numbers = write(honest, rng) if write is not None and cheats else honest
@@ -108,14 +108,14 @@ def watch_swarm(
 def show_validity(swarms: int, steps: int) -> None:
     """Honest owners that are ever watched."""
     total = swarms * len(SPEEDS)
-    print(f"honest: {swarms} swarms of {len(SPEEDS)} owners, {steps} steps of 80 groups, looked at after each group")
+    print(f"honest: {swarms} swarms of {len(SPEEDS)} owners, {steps} steps of 80 groups, tested after each group")
     for rate in (100_000, 10_000, 1_000):
         found = sum(len(watch_swarm(seed, steps, 80, line_evidence(rate))) for seed in range(swarms))
         print(f"  rate {rate / MILLION:<6g} {found} of {total} watched ({found / total:.2%})")
 
 
 def show_power(swarms: int, line: int) -> None:
-    """Groups of its own that a cheat hands in until it is watched, and honest owners that are watched beside it."""
+    """Groups that a cheat submits until it is watched, and honest owners watched in the same swarm."""
     print(f"{'cheat':<30}{'groups a version':>18}{'median':>8}{'worst':>8}{'missed':>8}{'others':>8}")
     for name, write in CHEATS.items():
         for groups in (24, 80, 400):
@@ -138,7 +138,7 @@ def show_row(name: str, groups: str, runs: Sequence[dict[int, int]]) -> None:
 def show_cost(groups: int, owners: int) -> None:
     """One cut of a large step, in SQLite."""
     rng = random.Random(0)
-    with open_scratch((history.NUMBERS, history.BAG, history.HISTORY, run.RUN_STATE)) as connection:
+    with open_scratch((drift.NUMBERS, drift.BAG, drift.HISTORY, run.RUN_STATE)) as connection:
         params = encode_canonical(dump_params(RunParams())).decode()
         connection.execute(
             run.RUN_STATE.insert(), [{"run": "demo", "operator": "", "beacon": "", "params": params, "stopped": 0}]
@@ -156,18 +156,18 @@ def show_cost(groups: int, owners: int) -> None:
             }
             for position in range(groups)
         ]
-        connection.execute(history.NUMBERS.insert(), rows)
+        connection.execute(drift.NUMBERS.insert(), rows)
         body = encode_body({"groups": groups, "hash": "", "step": 1})
-        event = Event(9, 0, Kind.BATCH_CUT, "ab" * 32, "", body, b"", bytes(32), bytes(32))
+        event = Event(9, 0, EventKind.BATCH_CUT, "ab" * 32, "", body, b"", bytes(32), bytes(32))
         start = time.process_time()
-        history.weigh_step(event, connection)
+        drift.weigh_step(event, connection)
         spent = time.process_time() - start
     each = 1e6 * spent / groups
-    print(f"cut of {groups} groups of {owners} owners: {1e3 * spent:.0f} ms of CPU, {each:.0f} us a group")
+    print(f"cut of {groups} groups of {owners} owners: {1e3 * spent:.0f} ms of CPU, {each:.0f} us per group")
 
 
 def main() -> None:
-    """Print all of it."""
+    """Print everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer swarms")
     quick = parser.parse_args().quick

@@ -1,13 +1,13 @@
-"""RL teaches: the demo's run with three seeds, and the same compute spent on more demonstrations instead.
+"""Learning by RL: the demo's run with three seeds, and the same compute spent on more demonstrations instead.
 
     python bench/learning.py [--quick] [--json]
 
-Held-out pass rates, sampled and greedy, before and after. The control warms up three times as long, which costs
-about what RL costs, and sees no RL. Runs are single-threaded, two at a time; `make demo` gives all cores to one run.
+Held-out pass rates, sampled and greedy, before and after. The control is fine-tuned three times as long, which costs
+about as much as RL, without RL. Runs are single-threaded, two at a time; `make demo` gives all cores to one run.
 """
 
 from common import SEEDS, Lines, finish, parse_flags, picture_path, run_arms
-from shoal.report import draw_curves, pick_series
+from shoal.train.report import draw_curves, pick_series
 
 METRICS = {"sampled": "eval/pass_at_1", "greedy": "eval/greedy"}
 
@@ -15,7 +15,7 @@ METRICS = {"sampled": "eval/pass_at_1", "greedy": "eval/greedy"}
 def main() -> None:
     flags = parse_flags(__doc__.splitlines()[0])
     seeds, steps = (SEEDS[:1], 20) if flags.quick else (SEEDS, 60)
-    arms = {"rl": [f"steps={steps}"], "control": ["steps=0", "warmup.steps=750"]}
+    arms = {"rl": [f"steps={steps}"], "control": ["steps=0", "sft.steps=750"]}
     runs = run_arms(arms, config="examples/sort.toml", seeds=seeds, tag=f"learning{steps}")
     if not flags.quick:
         draw_curves(picture_path("learning.png"), [(f"seed {seed}", runs["rl"][seed]) for seed in seeds])

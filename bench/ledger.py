@@ -1,11 +1,11 @@
-"""The ledger's speed: events appended one per commit and in groups, verified, and proved.
+"""Speed of the ledger: appending events one per commit and in groups, verifying, proving.
 
     python bench/ledger.py [--quick] [--json]                 # SQLite in a temporary folder
     python bench/ledger.py --url postgresql://user@host/db    # an empty database
 
-An event here is a lease of about 200 bytes; with credit, every fourth is a verdict with two postings. Appending is by
-`transact` from one event loop with that many callers at once. CPU is that of this process alone. --quick: a tenth of
-the events.
+An event here is a lease of about 200 bytes; with credit, every fourth is a verdict with two postings. Events are
+appended with `transact` from one event loop with that many concurrent callers. CPU time is that of this process alone.
+--quick: a tenth of the events.
 """
 
 import asyncio
@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from sqlalchemy import Engine
 
 from common import build_parser, finish
-from shoal.keys import Key
-from shoal.swarm.db import open_engine
-from shoal.swarm.event import Event, Kind
-from shoal.swarm.ledger import Draft, Ledger
-from shoal.swarm.postings import move_credit
-from shoal.swarm.verify import verify_ledger
+from shoal.audit.verify import verify_ledger
+from shoal.identity.keys import Key
+from shoal.ledger.db import open_database
+from shoal.ledger.event import Event, EventKind, move_credit
+from shoal.ledger.ledger import Ledger, LedgerTransaction
 
 OWNER = "ab" * 32
 NAMES = {
@@ -33,12 +32,12 @@ NAMES = {
     "proofs": "proofs",
     "verify": "verify",
 }
-"""of the figures, by their line of the table"""
+"""of the figures, by line of the table"""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """How many per second of the clock, and per second of this process's CPU."""
+    """Count per wall-clock second, and per CPU second of this process."""
 
     per_s: float
     per_cpu_s: float
@@ -50,14 +49,14 @@ def measure(count: int, work: Callable[[], object]) -> Rate:
     return Rate(count / (time.perf_counter() - wall), count / (time.process_time() - cpu))
 
 
-def decide_one(index: int, *, credit: bool) -> Callable[[Draft], Event]:
+def decide_one(index: int, *, credit: bool) -> Callable[[LedgerTransaction], Event]:
     body = {"deadline": 1_700_000_000_000 + index, "fence": 1, "groups": [index, index + 1], "node": OWNER, "step": 7}
 
-    def decide(draft: Draft) -> Event:
+    def decide(draft: LedgerTransaction) -> Event:
         if credit and index % 4 == 0:
             postings = move_credit("mint", f"pending:{index % 997:064x}", 1000)
-            return draft.append(Kind.VAL_VERDICT, subject=f"sub:{index}", body=body, postings=postings)
-        return draft.append(Kind.LEASE_GRANT, subject=f"lease:{index}", body=body)
+            return draft.append(EventKind.VAL_VERDICT, subject=f"sub:{index}", body=body, postings=postings)
+        return draft.append(EventKind.LEASE_GRANT, subject=f"lease:{index}", body=body)
 
     return decide
 
@@ -86,7 +85,7 @@ def run_bench(url: str, single: int, grouped: int) -> dict[str, Rate]:
     chosen = range(0, size, max(1, size // 200))
     rates["proofs"] = measure(len(chosen), lambda: [ledger.prove_event(seq, size) for seq in chosen])
     ledger.close()
-    engine = open_engine(url)
+    engine = open_database(url)
     rates["verify"] = measure(size, lambda: check_holds(engine))
     engine.dispose()
     return rates
@@ -100,8 +99,8 @@ def check_holds(engine: Engine) -> None:
 def main() -> None:
     parser = build_parser(__doc__.splitlines()[0])
     parser.add_argument("--url", default="", help="an empty database (default: SQLite in a temporary folder)")
-    parser.add_argument("--single", type=int, default=300, help="events one per commit (%(default)s)")
-    parser.add_argument("--grouped", type=int, default=8000, help="events in groups (%(default)s)")
+    parser.add_argument("--single", type=int, default=300, help="number of events, one per commit (%(default)s)")
+    parser.add_argument("--grouped", type=int, default=8000, help="number of events, in groups (%(default)s)")
     flags = parser.parse_args()
     share = 10 if flags.quick else 1
     with tempfile.TemporaryDirectory() as folder:

@@ -1,15 +1,15 @@
-"""TARGET-SHORT and TARGET-LONG: does a model learn the length that its prompt asks for, and what makes it learn?
+"""TARGET-SHORT and TARGET-LONG: does a model learn the length requested in its prompt, and what makes it learn?
 
     python bench/length.py [--quick] [--json] [--arms ARM ...] [--seeds N ...] [--only ARM:SEED]
 
-INTELLECT-2's two sets of targets, divided by 333. The model is warmed up on demonstrations of which three in ten keep
-to the target in their prompt; the others have any length, right answers all. Each run is single-threaded and is not
-repeated once it is there; `--only long:0` makes one run and ends.
+INTELLECT-2's two sets of targets, divided by 333. The model is fine-tuned on demonstrations of which three in ten match
+the target in their prompt; the others have any length. All are correct answers. Each run is single-threaded and is not
+repeated once it exists; `--only long:0` does one run and exits.
 
     short, long   alpha 0.02 per token, at most 0.5
     control       long, length not rewarded
-    weak          long, alpha = 0.0003, INTELLECT-2's number
-    deaf          long, from a start whose demonstrations had nothing to do with the targets in their prompts
+    weak          long, alpha = 0.0003, INTELLECT-2's value
+    deaf          long, from a start whose demonstrations were unrelated to the targets in their prompts
     filtered      long, with the online filter: groups whose answers are all right or all wrong are replaced
     centred       long, advantages not divided by the group's standard deviation
 """
@@ -20,13 +20,13 @@ import json
 import numpy as np
 
 from common import SEEDS, Lines, build_parser, find_policy, finish, mean, open_plots, save_picture, train_arm
-from shoal.report import pick_series
+from shoal.train.report import pick_series
 
 CONFIG = "examples/length.toml"
 
 
 def name_targets(targets: list[int]) -> str:
-    """The setting of them."""
+    """The setting for these targets."""
     return f"length.targets={json.dumps(targets)}"
 
 
@@ -47,7 +47,7 @@ PASSES = {"sampled": "eval/pass_at_1", "greedy": "eval/greedy"}
 
 def main() -> None:
     parser = build_parser(__doc__.splitlines()[0])
-    parser.add_argument("--only", metavar="ARM:SEED", help="make this run and end")
+    parser.add_argument("--only", metavar="ARM:SEED", help="do this run and exit")
     parser.add_argument("--arms", nargs="+", choices=list(TARGETS), help="compare these (default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="with these seeds (default: 0 1 2)")
     flags = parser.parse_args()
@@ -64,9 +64,9 @@ def main() -> None:
 
 
 def run_arm(arm: str, seed: int, steps: int) -> Lines:
-    """One run; the arms of a seed, but for the deaf one, start from the same model, which has seen all targets."""
+    """One run. The arms of a seed, except the deaf one, start from the same model, which has seen all targets."""
     start = find_policy(CONFIG, "length", [*START, *(OVERRIDES[arm] if arm == "deaf" else [])], seed)
-    place = [f"policy.path={start}", "warmup.steps=0", f"steps={steps}"]
+    place = [f"policy.path={start}", "sft.steps=0", f"steps={steps}"]
     return train_arm(CONFIG, "length", arm, [*place, name_targets(TARGETS[arm]), *OVERRIDES[arm]], seed)
 
 
@@ -75,12 +75,12 @@ def show(flags: argparse.Namespace, runs: dict[str, list[Lines]]) -> None:
 
 
 def best_constant(targets: list[int]) -> float:
-    """Mean |l - target| of the best length that does not depend on the target, targets being equally likely."""
+    """Mean |l - target| of the best length that does not depend on the target, for equally likely targets."""
     return min(float(np.mean([abs(length - target) for target in targets])) for length in range(max(targets) + 1))
 
 
 def error_curve(lines: Lines, targets: list[int]) -> tuple[list[int], list[float]]:
-    """Steps, and mean |l - target| over held-out tasks, targets weighing alike."""
+    """Steps, and mean |l - target| over held-out tasks, with equal weight per target."""
     curves = [pick_series(lines, f"eval/error_{target}") for target in targets]
     return curves[0][0], [mean(values) for values in zip(*(curve for _, curve in curves), strict=True)]
 

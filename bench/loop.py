@@ -1,25 +1,25 @@
-"""What the loop costs: a swarm from prompts to trained gradients, and where its CPU time goes.
+"""Cost of the loop: a swarm from prompts to trained gradients, and where its CPU time goes.
 
     python bench/loop.py [--quick] [--json] [--only ROW ...] [--steps N] [--set key=value ...]
 
-`shoal run examples/demo.toml` is started as a user starts it, with fewer steps; what `shoal prepare` makes is kept from
-one time to the next. From the step after which all is warm
-to the last one, the CPU time of every process is read from /proc, the readers of files included, and inside of each
-role that of its stages (bench/loop_probe, thread CPU time around the calls). Model compute is the engine's steps, the
-validators' prefill, the learner's passes and update, the evaluator's engine. All else is overhead. Rows:
+`shoal run examples/demo.toml` is started as a user would start it, with fewer steps; the result of `shoal prepare` is
+reused. From the end of the warm-up steps to the last step, the CPU time of every process is read from /proc, including
+the file readers, and inside each role that of its stages (bench/loop_probe, thread CPU time around the calls). Model
+compute is the engine's steps, the validators' prefill, the learner's passes and update, and the evaluator's engine.
+Everything else is overhead. Rows:
     demo    the demo as it is: answers of 8 to 11 digits and a model of 0.6 million parameters
     long    the same model with answers of 20 to 22 digits
     large   these answers, and a model of 3 million parameters
-Figures, those of other rows than the demo with the row's name before them:
-    tokens_per_s                  of completions, from prompt to trained gradient; generated_per_s: all that was written
-    overhead_cpu_share            CPU that is not model compute, of all CPU; the aim is below 0.10
-    start_cpu_s                   CPU before that, in which all processes start: imports, first weights, first steps
-    control_bytes_per_rollout     to and from the coordinator, files included; file_bytes_per_rollout: one file once
+Figures, prefixed with the name of the row except for the demo:
+    tokens_per_s                  of completions, from prompt to trained gradient; generated_per_s: all generated tokens
+    overhead_cpu_share            CPU time other than model compute, of all CPU time; the goal is below 0.10
+    start_cpu_s                   CPU time before that: imports, first weights, first steps
+    control_bytes_per_rollout     to and from the coordinator, including files; file_bytes_per_rollout: each file once
     cast_bytes_per_rollout        sent by origin and relay
-    control_cpu_ms_per_rollout    of the coordinator, and of all roles in talking to it
-    overhead_ms_ROLE              CPU outside of model compute per rollout, by role
+    control_cpu_ms_per_rollout    of the coordinator, and of all roles for communicating with it
+    overhead_ms_ROLE              CPU time other than model compute per rollout, by role
     share_STAGE                   of all CPU
-A rollout is one that a worker handed in; most of them are not trained, for the filter takes groups with a signal.
+A rollout is one that a worker submitted; most are not trained, because the filter only takes groups with a signal.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from pathlib import Path
 from common import OUT, ROOT, finish
 from loop_probe.loop_stages import FOLDER, STAGES
 from loop_watch import Part, Snapshot, Watch
-from shoal.report import read_metrics
+from shoal.train.report import read_metrics
 
 PROBE = Path(__file__).resolve().parent / "loop_probe"
 LOOK_S, LIMIT_S = 0.1, 900.0
@@ -47,19 +47,19 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 LONG = (
     "tasks.options.min_length=20",
     "tasks.options.max_length=22",
-    "warmup.options.min_length=12",
-    "warmup.options.max_length=20",
+    "sft.options.min_length=12",
+    "sft.options.max_length=20",
     "engine.max_tokens=24",
 )
 ROWS: dict[str, tuple[str, ...]] = {
     "demo": (),
     "long": LONG,
-    "large": (*LONG, "policy.tiny.width=256", "policy.tiny.layers=4", "warmup.batch=64", "warmup.lr=1.5e-3"),
+    "large": (*LONG, "policy.tiny.width=256", "policy.tiny.layers=4", "sft.batch=64", "sft.lr=1.5e-3"),
 }
 CONTROL = ("lease", "commit", "upload", "heartbeat", "claim", "fetch", "verdict")
-"""stages of a role in which it talks to the coordinator"""
+"""stages of a role in which it communicates with the coordinator"""
 ENGINE = ("evaluator", "generate")
-"""the stage of a role that has a name of its own in the table"""
+"""the stage of a role that has its own name in the table"""
 MODEL = tuple(stage.name for stage in STAGES if stage.is_model)
 
 Figures = dict[str, float]
@@ -77,7 +77,7 @@ class Measured:
     """tokens"""
 
     def sum(self, of: str, *names: str) -> float:
-        """A counter over all parts, or over those whose names begin so."""
+        """A counter over all parts, or over those whose names begin with one of `names`."""
         return sum(part.counts[of] for name, part in self.parts.items() if not names or name.startswith(names))
 
     @property
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smaller size that still shows the effect")
     parser.add_argument("--json", action="store_true", help="print only one line: a JSON object of named figures")
     parser.add_argument("--only", nargs="+", choices=ROWS, default=ROWS, help="rows to run (all)")
-    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="settings over those of every row")
+    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="override settings of every row")
     parser.add_argument("--steps", type=int, help="steps of each row; the first few are not measured (16; quick: 8)")
     flags = parser.parse_args()
     steps, warm = flags.steps or (8 if flags.quick else 16), 3
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def measure_swarm(row: str, overrides: Sequence[str], *, warm: int, steps: int) -> Measured:
-    """Run a swarm to its end; what it cost after step `warm`."""
+    """Run a swarm to its end; returns what it cost after step `warm`."""
     root = OUT / f"loop-{row}-seed0"
     prepare_swarm(root, overrides)
     with tempfile.TemporaryDirectory(prefix="shoal-loop-") as probes, start_swarm(root, overrides, probes) as process:
@@ -118,7 +118,7 @@ def measure_swarm(row: str, overrides: Sequence[str], *, warm: int, steps: int) 
         if process.wait(LIMIT_S):
             raise SystemExit(f"the swarm ended with {process.returncode}; see {root / 'logs'}")
     if idle := list_idle(end):
-        raise SystemExit(f"stages that nobody entered, so that their time would be overhead: {', '.join(idle)}")
+        raise SystemExit(f"stages that were never entered, whose time would count as overhead: {', '.join(idle)}")
     lines = [line for line in read_metrics(metrics) if warm < line["step"] <= steps]
     return Measured(
         start=start,
@@ -129,7 +129,7 @@ def measure_swarm(row: str, overrides: Sequence[str], *, warm: int, steps: int) 
 
 
 def prepare_swarm(root: Path, overrides: Sequence[str]) -> None:
-    """A swarm that was never started, in its folder; what takes long is copied from the one before, if it is there."""
+    """A swarm that was never started, in its folder; the expensive parts are copied from an earlier one if possible."""
     ready = root.with_suffix(".ready")
     shutil.rmtree(root, ignore_errors=True)
     if ready.exists():
@@ -149,7 +149,7 @@ def list_command(name: str, root: Path, overrides: Sequence[str]) -> list[str]:
 
 @contextmanager
 def start_swarm(root: Path, overrides: Sequence[str], probes: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A swarm that is ready, measured from inside; stopped with the block, whatever happens."""
+    """Start a prepared swarm with probes inside; it is stopped at the end of the block, whatever happens."""
     paths = os.pathsep.join([str(PROBE), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | ONE_THREAD | {FOLDER: probes, "PYTHONPATH": paths}
     with root.with_suffix(".log").open("wb") as log:
@@ -163,7 +163,7 @@ def start_swarm(root: Path, overrides: Sequence[str], probes: str) -> Iterator[s
 
 
 def await_step(process: subprocess.Popen[bytes], watch: Watch, metrics: Path, step: int) -> tuple[Snapshot, float]:
-    """What all processes have cost when a step is recorded, and when that was."""
+    """Cost of all processes when a step is recorded, and the time of that."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         found = watch.look()
@@ -176,7 +176,7 @@ def await_step(process: subprocess.Popen[bytes], watch: Watch, metrics: Path, st
 
 
 def list_idle(found: Snapshot) -> list[str]:
-    """Stages that no part has entered: the code calls something else by now."""
+    """Stages that no part has entered: the code has changed."""
     return [stage.name for stage in STAGES if not any(part.calls[stage.name] for part in found.values())]
 
 
@@ -214,7 +214,7 @@ def count_control(found: Measured) -> float:
 
 
 def group_roles(parts: Snapshot) -> list[tuple[str, Part]]:
-    """Parts of the same kind together; a worker that cheats is one."""
+    """Parts of the same kind together; a cheating worker counts as a worker."""
     roles: dict[str, Part] = {}
     for name, part in parts.items():
         role = name.rstrip("-0123456789").replace("cheat", "worker")
@@ -223,7 +223,7 @@ def group_roles(parts: Snapshot) -> list[tuple[str, Part]]:
 
 
 def share_stages(found: Measured) -> dict[str, float]:
-    """The share of each stage in all CPU time; what is in no stage by role."""
+    """The share of each stage in all CPU time; time outside of stages by role."""
     shares: Counter[str] = Counter()
     for role, part in group_roles(found.parts):
         own = Counter({"evaluate" if (role, name) == ENGINE else name: part.stages[name] for name in part.stages})
@@ -240,7 +240,7 @@ def draw_table(title: str, found: Measured) -> str:
         "",
         f"{'tokens/s, prompt to gradient':<34}{figures['tokens_per_s']:>10,.0f}",
         f"{'tokens/s written':<34}{figures['generated_per_s']:>10,.0f}",
-        f"{'CPU s, and before it':<34}{found.cpu_s:>10.1f}{figures['start_cpu_s']:>10.1f}",
+        f"{'CPU s, and before that':<34}{found.cpu_s:>10.1f}{figures['start_cpu_s']:>10.1f}",
         f"{'CPU that is not model compute':<34}{figures['overhead_cpu_share']:>10.1%}",
         f"{'control plane: bytes/rollout':<34}{figures['control_bytes_per_rollout']:>10,.0f}",
         f"{'    of which a file, once':<34}{figures['file_bytes_per_rollout']:>10,.0f}",

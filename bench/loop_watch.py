@@ -1,4 +1,4 @@
-"""What a swarm's processes cost: the CPU time of each by /proc, with that of their children, and the stages inside."""
+"""Cost of a swarm's processes: the CPU time of each from /proc, including children, and of the stages inside."""
 
 import os
 import struct
@@ -11,23 +11,23 @@ from loop_probe.loop_stages import COUNTERS, NUM_DOUBLES, STAGES
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _STATS = 2
-"""of /proc/PID/stat: fields after the name, which may hold spaces"""
+"""fields of /proc/PID/stat after the name, which may contain spaces"""
 
 
 @dataclass(slots=True)
 class Part:
-    """One process that the launcher started, with all that it started."""
+    """One process that the launcher started, with its children."""
 
     cpu_s: float = 0.0
     child_s: float = 0.0
-    """that of its children, the readers of files"""
+    """of its children, the file readers"""
     stages: Counter[str] = field(default_factory=Counter)
     """CPU seconds by stage"""
     calls: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
 
     def subtract(self, other: "Part") -> "Part":
-        """What was added since."""
+        """The difference since an earlier reading."""
         return Part(
             self.cpu_s - other.cpu_s,
             self.child_s - other.child_s,
@@ -41,18 +41,18 @@ Snapshot = dict[str, Part]
 
 
 class Watch:
-    """Looks at the processes of one swarm. One that has ended keeps what was last seen of it."""
+    """Observes the processes of one swarm. An ended process keeps its last reading."""
 
     def __init__(self, launcher: int, probes: Path) -> None:
         self._launcher, self._probes = launcher, probes
         self._parts: dict[int, tuple[str, Part]] = {}
 
     def look(self) -> Snapshot:
-        """The CPU time of each part until now."""
+        """The CPU time of each part so far."""
         tree = _read_tree()
         own = tree.get(self._launcher)
         if own is not None:
-            # without the time of children that ended: they are parts of their own
+            # without ended children, which are separate parts
             self._parts[self._launcher] = "launcher", self._read_part(self._launcher, own.cpu_s, 0.0)
         for pid, process in tree.items():
             if process.parent == self._launcher and (name := name_part(pid)):
@@ -79,7 +79,7 @@ class _Process:
     parent: int
     cpu_s: float
     ended_s: float
-    """of children that ended and were waited for"""
+    """of ended children that were waited for"""
 
 
 def _read_tree() -> dict[int, _Process]:
@@ -90,7 +90,7 @@ def _read_tree() -> dict[int, _Process]:
         try:
             fields = (path / "stat").read_text().rpartition(")")[_STATS].split()
         except OSError:
-            continue  # it ended in the meantime
+            continue  # it has ended in the meantime
         user, system, ended_user, ended_system = (int(value) * _TICK_S for value in fields[11:15])
         found[int(path.name)] = _Process(int(fields[1]), user + system, ended_user + ended_system)
     return found
@@ -104,12 +104,12 @@ def _list_below(tree: dict[int, _Process], pid: int) -> Iterator[int]:
 
 
 def name_part(pid: int) -> str:
-    """What a part is called: by its folder, or by its command; empty if it is none."""
+    """The name of a part, from its folder or its command; empty if it is not a part."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     except OSError:
         return ""
-    if "shoal.launch.nursery" in words:
+    if "shoal.launch.process" in words:
         return "nursery"
     if "shoal" not in words:
         return ""

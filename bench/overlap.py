@@ -1,12 +1,12 @@
-"""Asynchrony in a real swarm: what a broadcast that takes as long as a training step costs with k = 0, 1, 2 and 4.
+"""Asynchrony in a real swarm: the cost of a broadcast that takes as long as a training step, for k = 0, 1, 2 and 4.
 
     python bench/overlap.py [--quick] [--json] [--fresh] [--out DIR] [--seeds 0 1 2] [--levels 0 1 2 4]
 
-All processes of `shoal run` on this machine, the origin's link limited so that a version is under way for about as long
-as a step is trained (two short runs find the rate). Busy shares are from the spans that the roles write, pass rates are
+All processes of `shoal run` on this machine. The origin's link is limited so that a broadcast takes about as long as a
+training step (two short runs find the rate). Busy shares come from the spans that the roles write. Pass rates are
 held-out ones of the versions, evaluated after the run, over steps and over seconds since v0 was published.
 
-Runs are interleaved over seeds. What a finished run came to is kept in DIR: the same command goes on where it stopped.
+Runs are interleaved over seeds. Results of finished runs are kept in DIR: the same command resumes where it stopped.
 """
 
 import argparse
@@ -18,27 +18,27 @@ from statistics import median
 
 from common import OUT, build_parser, finish, mean
 from overlap_chart import draw_curves, draw_overlap
-from shoal.files import write_atomic
+from shoal.util.files import write_atomic
 from swarms import Summary, find_summary, load_swarm
 
 LEVELS, SEEDS = (0, 1, 2, 4), (0, 1, 2)
 SHARES = (0.5, 0.7, 0.9)
 SHARE = 0.7
-"""of what k = 0 gains in the run of the same seed, for seeds begin at different pass rates; `speedup` is for this"""
+"""share of the gain of k = 0 in the run of the same seed, because seeds begin at different pass rates; for `speedup`"""
 STEPS = 20
 QUICK_STEPS = 12
 """past an anchor, v8"""
 SETTINGS = (
-    # Large enough that computing counts and not talking; KL and recomputed log-probs are INTELLECT-2's.
+    # Large enough that computation dominates communication; KL and recomputed log-probs are INTELLECT-2's.
     "policy.tiny.width=192",
     "policy.tiny.layers=4",
-    "warmup.steps=200",
-    "warmup.lr=1.5e-3",
-    "warmup.options={min_length=3, max_length=7}",
+    "sft.steps=200",
+    "sft.lr=1.5e-3",
+    "sft.options={min_length=3, max_length=7}",
     "learner.loss.kl=0.001",
-    # Small changes from version to version, as in long runs: the target is passed after a dozen steps, not after two.
+    # Small changes from version to version, as in long runs: the target is reached after a dozen steps, not after two.
     "learner.lr=6e-6",
-    # Groups that are large and not sampled too sharply mostly have a signal: two cores can supply the trainer.
+    # Large groups that are not sampled too sharply mostly have a signal: two cores can supply the trainer.
     "tasks.options={min_length=8, max_length=9}",
     "engine.temperature=1.3",
     "batch.groups=12",
@@ -47,7 +47,7 @@ SETTINGS = (
     "swarm.slots=512",
     "swarm.cheats=[]",
     "checkpoint.every=8",
-    # Answers this short repeat themselves, those of real tasks do not: every one is trained on as if it stood alone.
+    # Answers this short repeat themselves, unlike those of real tasks: prefix sharing is off.
     "learner.share=false",
 )
 EVAL = ("eval.tasks=512", "eval.samples=4", "eval.k=1", "eval.every=4")
@@ -80,7 +80,7 @@ def run_level(flags: argparse.Namespace, level: int, seed: int, steps: int, rate
 
 
 def find_rate(flags: argparse.Namespace) -> str:
-    """The rate at which a version is under way for as long as a step takes; measured once, then kept."""
+    """The rate at which a broadcast takes as long as a step; measured once, then kept."""
     path = flags.out / "rate.json"
     if path.exists() and not flags.fresh:
         return str(json.loads(path.read_bytes())["rate"])
@@ -88,7 +88,7 @@ def find_rate(flags: argparse.Namespace) -> str:
     train_s, least_s = median(free.train_s), median(free.broadcasts)
     first = free.version_bytes / train_s
     limited = run_pilot(flags, _spell_rate(first))
-    # A broadcast takes what it takes without a limit, and the time of its bytes on the link.
+    # A broadcast takes its time without a limit, plus the time of its bytes on the link.
     wire_bytes = first * (median(limited.broadcasts) - least_s)
     rate = _spell_rate(wire_bytes / (train_s - least_s))
     found = {"rate": rate, "train_s": train_s, "least_s": least_s, "wire_bytes": wire_bytes}
@@ -106,7 +106,7 @@ def _spell_rate(bytes_per_s: float) -> str:
 
 
 def find_crossing(run: Summary, target: float) -> float | None:
-    """Seconds until the held-out pass rate reaches a target, between two evaluations by a straight line."""
+    """Seconds until the held-out pass rate reaches a target, interpolated linearly between evaluations."""
     times = [0.0, *run.written]
     points = [(times[version], rate) for version, rate, _ in run.evals]
     if points[0][1] >= target:
@@ -133,7 +133,7 @@ def collect_figures(runs: Runs) -> dict[str, float]:
 
 
 def compare_speed(slow: Sequence[Summary], fast: Sequence[Summary]) -> dict[str, float]:
-    """How many times faster the second ones are: per step, and to each target that all of them reach."""
+    """Speed-up of the second runs over the first: per step, and to each target that all of them reach."""
     found = {"step_speedup": mean([measure_step(run) for run in slow]) / mean([measure_step(run) for run in fast])}
     before = [mean([run.window[0] for run in seeds]) for seeds in (slow, fast)]
     for share in SHARES:
@@ -148,7 +148,7 @@ def compare_speed(slow: Sequence[Summary], fast: Sequence[Summary]) -> dict[str,
 
 
 def find_target(run: Summary, share: float) -> float:
-    """The pass rate at which a run has made a share of its gain."""
+    """The pass rate at which a run has made that share of its gain."""
     first, last = run.evals[0][1], run.evals[-1][1]
     return first + share * (last - first)
 
@@ -160,12 +160,12 @@ def measure_step(run: Summary) -> float:
 
 
 def share_workers(run: Summary) -> float:
-    """Busy share of the workers, mean."""
+    """Mean busy share of the workers."""
     return mean([run.share_of(name) for name in run.busy if name.startswith("worker-")])
 
 
 def compare_broadcast(run: Summary) -> float:
-    """Time of a broadcast over that of a training step, medians."""
+    """Median time of a broadcast relative to a training step."""
     return median(run.broadcasts) / median(run.train_s)
 
 
@@ -235,8 +235,8 @@ def _list_cpu(runs: Runs) -> list[str]:
 
 def parse_flags() -> argparse.Namespace:
     parser = build_parser(__doc__.splitlines()[0])
-    parser.add_argument("--fresh", action="store_true", help="run again what is kept")
-    parser.add_argument("--out", type=Path, default=OUT / "overlap", help="folder of what is kept (%(default)s)")
+    parser.add_argument("--fresh", action="store_true", help="ignore kept results and run again")
+    parser.add_argument("--out", type=Path, default=OUT / "overlap", help="folder for results (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", help="seeds (0 1 2; --quick: 0)")
     parser.add_argument("--levels", type=int, nargs="+", help="async levels (0 1 2 4; --quick: 0 2)")
     flags = parser.parse_args()

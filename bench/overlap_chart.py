@@ -1,4 +1,4 @@
-"""Pictures of asynchrony: who was busy when, and what was learned over steps and over seconds."""
+"""Figures of asynchrony: which role was busy when, and what was learned over steps and over seconds."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ Runs = Mapping[int, Sequence[Summary]]
 
 
 def draw_overlap(runs: Runs, name: str) -> None:
-    """For each level the parts of its first run on one axis of time, and busy shares over all runs."""
+    """For each level, the parts of its first run on one time axis, and busy shares over all runs."""
     levels = [level for level in runs if level <= 2]
     end_s = max(runs[level][0].window[1] for level in levels)
     figure, axes = open_plots().subplots(
@@ -28,7 +28,7 @@ def draw_overlap(runs: Runs, name: str) -> None:
 
 
 def draw_curves(runs: Runs, name: str) -> None:
-    """Held-out pass rates, sampled, each seed thin and their mean thick."""
+    """Held-out pass rates, sampled; each seed thin and the mean thick."""
     figure, axes = open_plots().subplots(1, 2, figsize=(9, 3.6), dpi=120, sharey=True)
     for colour, (level, seeds) in enumerate(runs.items()):
         for run in seeds:

@@ -1,4 +1,4 @@
-"""What the separation bench measures: models, honest variants, attacks, and where the records of each are kept."""
+"""What the separation benchmark measures: models, honest variants, attacks, and where the records are kept."""
 
 import copy
 import random
@@ -14,13 +14,13 @@ from attacks import ATTACKS, Attack
 from common import OUT
 from models import Subject, allow_bfloat16, has_smollm2, load_subject
 from records import SUBMISSION, WINDOWS, Record, load_records, measure_work, replay_attack, save_records
-from shoal.redteam.forge import Forged
+from shoal.calibrate.variants import VariantSetup, run_variant, use_threads
+from shoal.redteam.behaviours.forged_work import ForgedRollouts
 from shoal.rollout import Request
-from shoal.runtime import tune_process
 from shoal.seeds import derive_seed
 from shoal.toploc.build import build_batch
 from shoal.toploc.replay import replay_rollouts
-from shoal.toploc.variants import Way, run_way, use_threads
+from shoal.util.process import tune_process
 from stage import GROUP, Stage, draw_requests
 
 FOLDER = OUT / "separation"
@@ -28,9 +28,9 @@ FOLDER = OUT / "separation"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Honest rollouts of one way of generating, and the ways of replaying them, each with how many rollouts."""
+    """Honest rollouts of one way of generating, and the ways of replaying them, each with a number of rollouts."""
 
-    way: Way
+    way: VariantSetup
     rollouts: int
     replays: Mapping[str, int]
 
@@ -43,9 +43,9 @@ class Part:
     dtype: str
     sources: tuple[Source, ...]
     rollouts: int
-    """of each attack"""
+    """rollouts of each attack"""
     tokens: int
-    """longest rollout of an attack"""
+    """maximum length of a rollout of an attack"""
     slots: int = 64
 
     @property
@@ -53,20 +53,20 @@ class Part:
         return f"{self.subject}_{self.dtype.replace('float', 'fp').replace('bfp', 'bf')}"
 
 
-def _plain(batch: int) -> Way:
-    return Way(name="transformers", source="plain", batch=batch)
+def _plain(batch: int) -> VariantSetup:
+    return VariantSetup(name="transformers", source="plain", batch=batch)
 
 
 def list_parts(quick: bool) -> list[Part]:
-    """What is measured, the dearest first."""
+    """The parts to measure, the most expensive first."""
     many = 48 if quick else 384
     some = 16 if quick else 64
     sources = (
-        Source(Way(name="256 slots", batch=256), many, {"packed": many, "alone": many // 2}),
-        Source(Way(name="7 slots", batch=7), some, {"packed": some}),
-        Source(Way(name="recomputed every 16 tokens", refresh=16), some, {"packed": some}),
+        Source(VariantSetup(name="256 slots", batch=256), many, {"packed": many, "alone": many // 2}),
+        Source(VariantSetup(name="7 slots", batch=7), some, {"packed": some}),
+        Source(VariantSetup(name="recomputed every 16 tokens", refresh=16), some, {"packed": some}),
         Source(_plain(8), some, {"packed": some}),
-        Source(Way(name="2 threads", threads=2), some, {"packed": some, "2 threads": some}),
+        Source(VariantSetup(name="2 threads", threads=2), some, {"packed": some, "2 threads": some}),
     )
     exact = (replace(sources[0], replays={**sources[0].replays, "float64": many // 2}), *sources[1:])
     times = 4 if quick else 8
@@ -82,16 +82,16 @@ def list_parts(quick: bool) -> list[Part]:
         parts.insert(1, Part("text", "bfloat16", sources, 64, 512))
     if not quick and has_smollm2():
         large = (
-            Source(Way(name="16 slots", batch=16), 16, {"packed": 16, "alone": 16, "float64": 4}),
+            Source(VariantSetup(name="16 slots", batch=16), 16, {"packed": 16, "alone": 16, "float64": 4}),
             Source(_plain(4), 4, {"packed": 4}),
-            Source(Way(name="2 threads", batch=16, threads=2), 8, {"2 threads": 8}),
+            Source(VariantSetup(name="2 threads", batch=16, threads=2), 8, {"2 threads": 8}),
         )
         parts.insert(0, Part("smollm2", "float32", large, SUBMISSION, 128, slots=16))
     return parts
 
 
 def measure_part(part: Part, fresh: bool) -> None:
-    """Measure what is not yet kept of a part."""
+    """Measure what is not kept yet of a part."""
     tune_process(1)
     allow_bfloat16()
     for source in part.sources:
@@ -123,17 +123,19 @@ def _measure_honest(part: Part, source: Source, paths: Mapping[str, Path]) -> No
     def keep(rollout_id: str, start: int, hidden: torch.Tensor) -> None:
         states.setdefault(rollout_id, []).append(hidden.clone())
 
-    found = run_way(source.way, subject.policy.model, requests, eos_id=subject.policy.eos_id, sink=keep)
+    found = run_variant(source.way, subject.policy.model, requests, eos_id=subject.policy.eos_id, sink=keep)
     rollouts = {rollout.id: rollout for rollout in found}
     proofs = build_batch([torch.cat(states[request.id]) for request in requests])
-    work = Forged(tuple(rollouts[r.id] for r in requests), {r.id: p for r, p in zip(requests, proofs, strict=True)})
+    work = ForgedRollouts(
+        tuple(rollouts[r.id] for r in requests), {r.id: p for r, p in zip(requests, proofs, strict=True)}
+    )
     for replay, path in paths.items():
         count = source.replays[replay]
         save_records(path, _replay_honest(subject, replay, _cut_work(work, count), requests[:count]))
     _log(part, f"honest, {source.way.name}: {_count_tokens(work)} tokens, {time.process_time() - started:.1f} CPU s")
 
 
-def _replay_honest(subject: Subject, replay: str, work: Forged, requests: Sequence[Request]) -> list[Record]:
+def _replay_honest(subject: Subject, replay: str, work: ForgedRollouts, requests: Sequence[Request]) -> list[Record]:
     model, eos_id = subject.policy.model, subject.policy.eos_id
     if replay == "float64":
         model = copy.deepcopy(model).double()
@@ -169,18 +171,18 @@ def attack_path(part: Part, attack: Attack) -> Path:
 
 
 def _vary_limits(requests: Sequence[Request]) -> tuple[Request, ...]:
-    """Every fourth request has a limit of its own, so that last chunks of every size are seen."""
+    """Every fourth request has its own limit, so that last chunks of every size occur."""
     rng = random.Random(derive_seed("limits", requests[0].id))
     return tuple(
         replace(r, max_tokens=rng.randint(1, r.max_tokens)) if index % 4 == 3 else r for index, r in enumerate(requests)
     )
 
 
-def _cut_work(work: Forged, count: int) -> Forged:
-    return Forged(work.rollouts[:count], work.proofs)
+def _cut_work(work: ForgedRollouts, count: int) -> ForgedRollouts:
+    return ForgedRollouts(work.rollouts[:count], work.proofs)
 
 
-def _count_tokens(work: Forged) -> int:
+def _count_tokens(work: ForgedRollouts) -> int:
     return sum(rollout.num_tokens for rollout in work.rollouts)
 
 

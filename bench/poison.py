@@ -1,13 +1,13 @@
-"""Learning among cheats: held-out pass rates without attackers, with 30 % of them, and with 30 % and nobody checking.
+"""Learning under attack: held-out pass rates without attackers, with 30 % attackers, and with 30 % and no checks.
 
     python bench/poison.py [--quick] [--json] [--fresh] [--out DIR] [--seeds 0 1 2] [--arms clean checked unchecked]
 
-All processes of `shoal run` on this machine, seven honest workers and in two of the arms three that attack. Who is
-banned comes back at once under a new name, with the next attack of the mix, so the pressure lasts as long as the run.
-`unchecked` has the same attackers and validators that accept everything (`shoal redteam judge --lie accept`).
+All processes of `shoal run` on this machine: seven honest workers, and in two of the arms three attackers. A banned
+attacker returns immediately under a new identity, with the next attack of the mix, so the pressure lasts for the whole
+run. `unchecked` has the same attackers, and validators that accept everything (`shoal redteam judge --lie accept`).
 
-Pass rates are those of the versions, evaluated after the run. Runs are interleaved over seeds; what a finished run came
-to is kept in DIR: the same command goes on where it stopped.
+Pass rates are those of the versions, evaluated after the run. Runs are interleaved over seeds. Results of finished runs
+are kept in DIR: the same command resumes where it stopped.
 """
 
 import argparse
@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from common import OUT, build_parser, finish, mean, open_plots, save_picture
-from shoal.files import remove_dir, write_atomic
-from shoal.launch.glance import EVALS
 from shoal.launch.layout import name_validators
-from shoal.launch.part import Part, Process, open_log
-from shoal.launch.prepare import Prepared
+from shoal.launch.prepare import PreparedSwarm
+from shoal.launch.process import Part, Process, open_log
 from shoal.launch.run import make_environment
-from shoal.launch.supervise import Supervisor
-from shoal.redteam.tally import Tally, read_tally
-from shoal.report import read_metrics
-from shoal.swarm.messages import Standing, SubmissionState
+from shoal.launch.supervisor import Supervisor
+from shoal.launch.view import EVALS
+from shoal.protocol.messages import Standing, SubmissionState
+from shoal.redteam.ledger_summary import LedgerSummary, read_ledger_summary
+from shoal.train.report import read_metrics
+from shoal.util.files import remove_dir, write_atomic
 from swarms import evaluate_versions, hash_settings, load_swarm, lower_priority, run_swarm
 
 ARMS = {
@@ -41,7 +41,7 @@ ARMS = {
 SEEDS = (0, 1, 2)
 HONEST, ATTACKERS, STEPS = 7, 3, 40
 MIX = ("flipped_reward", "edited_tokens", "flipped_reward", "foreign_text", "greedy", "claimed_reward")
-"""attacks that do harm where nobody checks; each attacker begins with one of its own, and goes on by turns"""
+"""attacks that do harm if there are no checks; each attacker starts with a different one and then rotates"""
 SETTINGS = ("swarm.cheats=[]", "swarm.groups_per_lease=4", "checkpoint.every=10")
 EVAL = ("eval.tasks=256", "eval.samples=4", "eval.k=1", "eval.every=4")
 QUICK = ("eval.tasks=64", "eval.samples=2", "eval.k=1", "eval.every=4")
@@ -50,17 +50,17 @@ PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run came to."""
+    """The outcome of a run."""
 
     arm: str
     seed: int
     evals: list[tuple[int, float, float]]
     """version, pass rate sampled, greedy"""
     names: int
-    """owners that the attackers had"""
+    """number of owners that the attackers used"""
     banned: int
     bad_share: float
-    """of the groups that were accepted, those of attackers"""
+    """share of attackers in the accepted groups"""
     ledger: bool
     """it holds"""
 
@@ -82,16 +82,16 @@ def main() -> None:
 
 
 def find_result(flags: argparse.Namespace, arm: str, seed: int) -> Result:
-    """What a run came to, from its file, or by running it now."""
+    """The outcome of a run, from its file, or by running it now."""
     honest, attackers, steps = (2, 1, 8) if flags.quick else (HONEST, ATTACKERS, STEPS)
     settings = [*SETTINGS, *(QUICK if flags.quick else EVAL), f"steps={steps}", f"swarm.workers={honest}"]
     config = load_swarm(f"poison-{arm}", seed, flags.out, settings)
     path = flags.out / f"{config.name}-{hash_settings(config)}.json"
     if path.exists() and not flags.fresh:
         return Result(**json.loads(path.read_bytes()))
-    raid = Raid(0 if arm == "clean" else attackers, lies=arm == "unchecked")
-    apart = name_validators(config.swarm) if raid.lies else ()
-    prepared, _ = run_swarm(config, apart=apart, drive=raid.drive)
+    attack = PoisonAttack(0 if arm == "clean" else attackers, lies=arm == "unchecked")
+    apart = name_validators(config.swarm) if attack.lies else ()
+    prepared, _ = run_swarm(config, apart=apart, drive=attack.drive)
     result = read_result(prepared, arm)
     flags.out.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(asdict(result)).encode())
@@ -99,33 +99,33 @@ def find_result(flags: argparse.Namespace, arm: str, seed: int) -> Result:
     return result
 
 
-class Raid:
-    """Attackers that come back, and validators that accept everything."""
+class PoisonAttack:
+    """Attackers that return after a ban, and validators that accept everything."""
 
     def __init__(self, attackers: int, *, lies: bool) -> None:
         self._attackers, self.lies = attackers, lies
 
-    async def drive(self, prepared: Prepared, supervisor: Supervisor) -> None:
-        """Attack for as long as the run lasts."""
-        raiders = [self._come_back(prepared, number) for number in range(self._attackers)]
+    async def drive(self, prepared: PreparedSwarm, supervisor: Supervisor) -> None:
+        """Attack until the run ends."""
+        attackers = [self._come_back(prepared, number) for number in range(self._attackers)]
         liars = name_validators(prepared.config.swarm) if self.lies else []
-        await asyncio.gather(*raiders, *(self._lie(prepared, name) for name in liars))
+        await asyncio.gather(*attackers, *(self._lie(prepared, name) for name in liars))
 
-    async def _come_back(self, prepared: Prepared, number: int) -> None:
-        """One attacker, under one name after the other."""
+    async def _come_back(self, prepared: PreparedSwarm, number: int) -> None:
+        """One attacker, under one identity after another."""
         for turn in itertools.count():
-            attack, name = MIX[(number + turn * self._attackers) % len(MIX)], f"raider-{number}-{turn}"
+            attack, name = MIX[(number + turn * self._attackers) % len(MIX)], f"attacker-{number}-{turn}"
             slots = str(prepared.config.engine.slots)
             await run_part(prepared, name, "redteam", "work", prepared.url, "--attack", attack, "--slots", slots)
             await asyncio.sleep(PAUSE_S)
 
-    async def _lie(self, prepared: Prepared, name: str) -> None:
+    async def _lie(self, prepared: PreparedSwarm, name: str) -> None:
         while True:
             await run_part(prepared, name, "redteam", "judge", prepared.url, "--lie", "accept")
             await asyncio.sleep(PAUSE_S)
 
 
-async def run_part(prepared: Prepared, name: str, *words: str) -> None:
+async def run_part(prepared: PreparedSwarm, name: str, *words: str) -> None:
     """Run a process to its end, or until this is cancelled."""
     layout, threads = prepared.layout, prepared.config.swarm.threads
     place = ("--folder", str(layout.folder(name)), "--threads", str(threads))
@@ -140,31 +140,31 @@ async def run_part(prepared: Prepared, name: str, *words: str) -> None:
         await process.wait()
 
 
-def read_result(prepared: Prepared, arm: str) -> Result:
-    """What a swarm that has ended wrote down; its versions are evaluated now."""
+def read_result(prepared: PreparedSwarm, arm: str) -> Result:
+    """The outcome of a finished swarm; its versions are evaluated now."""
     evaluate_versions(prepared)
-    tally = read_tally(prepared.layout.ledger)
+    ledger = read_ledger_summary(prepared.layout.ledger)
     known = {identity.owner for identity in prepared.identities.values()}
-    strangers = [owner for owner in tally.standings if owner not in known]
+    strangers = [owner for owner in ledger.standings if owner not in known]
     lines = read_metrics(prepared.layout.root / EVALS)
     return Result(
         arm=arm,
         seed=prepared.config.seed,
         evals=[(line["step"], line["eval/pass_at_1"], line["eval/greedy"]) for line in lines],
         names=len(strangers),
-        banned=sum(tally.standings[owner] is Standing.BANNED for owner in strangers),
-        bad_share=count_accepted(tally, strangers) / max(1, count_accepted(tally, list(tally.standings))),
-        ledger=tally.holds,
+        banned=sum(ledger.standings[owner] is Standing.BANNED for owner in strangers),
+        bad_share=count_accepted(ledger, strangers) / max(1, count_accepted(ledger, list(ledger.standings))),
+        ledger=ledger.holds,
     )
 
 
-def count_accepted(tally: Tally, owners: Sequence[str]) -> int:
-    """Groups of some owners that were accepted."""
-    return sum(piece.groups for piece in tally.find_pieces(owners) if piece.state is SubmissionState.ACCEPTED)
+def count_accepted(ledger: LedgerSummary, owners: Sequence[str]) -> int:
+    """Accepted groups of some owners."""
+    return sum(each.groups for each in ledger.list_submissions(owners) if each.state is SubmissionState.ACCEPTED)
 
 
 def collect_figures(results: Results) -> dict[str, float]:
-    """Of each arm the last pass rates, their spread over seeds, and how much of what was accepted is bad."""
+    """For each arm the final pass rates, their spread over seeds, and the share of bad groups among the accepted."""
     figures: dict[str, float] = {}
     for arm, seeds in results.items():
         last = [result.evals[-1] for result in seeds]
@@ -201,7 +201,7 @@ def format_table(results: Results) -> str:
 
 
 def draw_curves(results: Results, name: str) -> None:
-    """Held-out pass rates, sampled and greedy, each seed thin and their mean thick."""
+    """Held-out pass rates, sampled and greedy; each seed thin and the mean thick."""
     figure, axes = open_plots().subplots(1, 2, figsize=(9, 3.6), dpi=120, sharey=True)
     for panel, place, label in zip(axes, (1, 2), ("sampled", "greedy"), strict=True):
         for colour, (arm, seeds) in enumerate(results.items()):
@@ -223,8 +223,8 @@ def _draw_arm(panel: Any, seeds: Sequence[Result], place: int, colour: str, labe
 
 def parse_flags() -> argparse.Namespace:
     parser = build_parser(__doc__.splitlines()[0])
-    parser.add_argument("--fresh", action="store_true", help="run again what is kept")
-    parser.add_argument("--out", type=Path, default=OUT / "poison", help="folder of what is kept (%(default)s)")
+    parser.add_argument("--fresh", action="store_true", help="ignore kept results and run again")
+    parser.add_argument("--out", type=Path, default=OUT / "poison", help="folder for results (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", help="seeds (0 1 2; --quick: 0)")
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=tuple(ARMS), help="arms (all)")
     flags = parser.parse_args()

@@ -1,10 +1,10 @@
-"""How fast one core is in the matrix products of a model: few rows as in writing, many as in checking.
+"""Speed of one core in a model's matrix products: few rows as in generation, many as in checking.
 
-    python bench/products.py [--json]     # seconds
+    python bench/products.py [--json]     # takes seconds
 
-Who decodes n rollouts side by side multiplies n rows at a time, who replays them thousands. The quotient of both speeds
-is the least share of generation that a replay can cost where products are all there is, and attention over what was
-written before, which only the writer has to read again for every token, lowers it.
+Decoding n rollouts concurrently multiplies n rows at a time, replaying them thousands. The quotient of both speeds is
+the minimum cost of a replay as a share of generation if there were only matrix products. Attention over earlier
+tokens, which only generation has to read again for every token, lowers it.
 """
 
 import argparse
@@ -14,27 +14,27 @@ import torch
 import torch.nn.functional as F
 
 from common import finish, parse_flags
-from shoal.config import PolicyConfig, TinyConfig
+from shoal.config.run import PolicyConfig, TinyConfig
 from shoal.policy.decoder import Layer, fuse_layers
 from shoal.policy.model import load_policy
-from shoal.runtime import tune_process
-from shoal.tasks.sort import Sort
+from shoal.tasks.families.sort import Sort
+from shoal.util.process import tune_process
 
 LONG, ROWS = 2048, (1, 8, 64, 256, 2048)
-"""rows of a prefill's products, and those whose speeds are told"""
+"""rows of a prefill's products, and the row counts to report"""
 WIDTHS = (128, 256, 576, 1024)
 ENOUGH = 5e8
 """FLOPs of one measurement"""
 
 
 def count_weights(layer: Layer) -> int:
-    """Of a layer's matrices."""
+    """Number of weights in a layer's matrices."""
     return sum(weight.numel() for weight in (layer.qkv, layer.out, layer.gate_up, layer.down))
 
 
 @torch.inference_mode()
 def measure_speed(layer: Layer, rows: int) -> float:
-    """FLOP/s of this core in the products of one layer, with so many rows; the best of five."""
+    """FLOP/s of this core in the products of one layer with that many rows; the best of five."""
     wide, inner = torch.randn(rows, layer.out.shape[0]), torch.randn(rows, layer.down.shape[1])
     flops = 2.0 * rows * count_weights(layer)
     repeats, best = max(1, round(ENOUGH / flops)), 0.0
@@ -48,8 +48,8 @@ def measure_speed(layer: Layer, rows: int) -> float:
     return best
 
 
-def tell_speeds(flags: argparse.Namespace) -> None:
-    """What a core does in products of few and of many rows: a writer has few, a checker many."""
+def print_speeds(flags: argparse.Namespace) -> None:
+    """Print this core's speed in products with few rows (generation) and with many (checking)."""
     lines = ["| width | " + " | ".join(f"{rows} rows" for rows in ROWS) + " |", "|---" * (len(ROWS) + 1) + "|"]
     figures = {}
     for width in WIDTHS:
@@ -62,10 +62,10 @@ def tell_speeds(flags: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure and print."""
     flags = parse_flags(__doc__ or "")
     tune_process(1)
-    tell_speeds(flags)
+    print_speeds(flags)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What a verifier saw of many rollouts, apart from any threshold, and how the checks judge parts of it.
+"""What a verifier measured for many rollouts, independent of thresholds, and how the checks judge parts of it.
 
-A record holds everything that `shoal.toploc.check.Judge` reads of one rollout. It is measured once and kept, so that
-thresholds, windows and submissions can be tried without another prefill. A window of a rollout is judged as if it were
-all of it, by the same code.
+A record holds everything that `shoal.toploc.check.Judge` reads about one rollout. It is measured once and kept, so that
+thresholds, windows and submissions can be tried without another prefill. A window of a rollout is judged by the same
+code as if it were the whole rollout.
 """
 
 from collections import Counter
@@ -15,14 +15,14 @@ import torch
 
 from attacks import Attack
 from shoal.engine.base import CHUNK
-from shoal.redteam.forge import Forged
+from shoal.redteam.behaviours.forged_work import ForgedRollouts
 from shoal.rollout import Finish, Request, Rollout, VersionRange
 from shoal.toploc.calibration import PUBLISHED, Calibration
-from shoal.toploc.check import Judge, Report, weigh_reports
+from shoal.toploc.check import RolloutChecker, RolloutReport, weigh_reports
 from shoal.toploc.finding import Check
 from shoal.toploc.proof import Fault
 from shoal.toploc.replay import Replay, replay_rollouts
-from shoal.toploc.shape import check_odds, trace_choices
+from shoal.toploc.shape_test import check_odds, trace_choices
 from shoal.toploc.verify import ChunkResult, verify_batch
 from stage import Stage
 
@@ -40,8 +40,8 @@ FAMILIES = {
     "all": (),
 }
 """Groups of checks: the published rule; ours on proofs; on log-probs; on the seed's draws; on the end; the mean of many
-chunks; tokens from too far out; the shape test, for engines without seeds; and all of ours that a run with seeds uses
-(so not `shape`)."""
+chunks; too unlikely tokens; the shape test, for engines without seeds; and all of ours that a run with seeds uses (so
+not `shape`)."""
 _ALONE = {"published", "shape", "all"}
 _TOKEN_ARRAYS = ("logprobs", "distances", "eos_probs", "tilts", "masses")
 _NUMBERS = tuple(field.name for field in fields(ChunkResult) if field.name != "fault")
@@ -49,22 +49,22 @@ _NUMBERS = tuple(field.name for field in fields(ChunkResult) if field.name != "f
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Record:
-    """One rollout as its verifier saw it."""
+    """One rollout as measured by its verifier."""
 
     rollout: Rollout
     max_tokens: int
     replay: Replay
-    """without hidden states, which are behind `results`"""
+    """without hidden states, which are already in `results`"""
     results: tuple[ChunkResult, ...]
     changed: bool
-    """anything handed in is not what honest work on the same request is"""
+    """whether anything submitted differs from honest work on the same request"""
 
     @property
     def num_chunks(self) -> int:
         return len(self.results)
 
     def cut(self, start: int, stop: int) -> "Record":
-        """Chunks start .. stop - 1 as if they were all; where the end is not among them, as if the limit were there."""
+        """Chunks start .. stop - 1 as if they were all; without the real end, as if the limit were reached there."""
         rows = slice(start * CHUNK, min(stop * CHUNK, self.rollout.num_tokens))
         num = rows.stop - rows.start
         whole = stop >= self.num_chunks
@@ -85,13 +85,13 @@ class Verdict:
     """Families of checks that failed, and the report behind them."""
 
     failed: frozenset[str]
-    report: Report
+    report: RolloutReport
 
 
 def measure_work(
-    work: Forged, requests: Sequence[Request], replays: Sequence[Replay], changed: Sequence[bool]
+    work: ForgedRollouts, requests: Sequence[Request], replays: Sequence[Replay], changed: Sequence[bool]
 ) -> list[Record]:
-    """Records of handed-in work from the replays of its rollouts."""
+    """Records of submitted work, from the replays of its rollouts."""
     results = verify_batch([r.hidden for r in replays], [list(work.proofs[rollout.id]) for rollout in work.rollouts])
     rows = zip(work.rollouts, requests, replays, results, changed, strict=True)
     return [
@@ -106,18 +106,18 @@ def measure_work(
     ]
 
 
-def replay_attack(stage: Stage, attack: Attack, work: Forged) -> list[Record]:
-    """Records of an attack, by one prefill with the stage's weights."""
+def replay_attack(stage: Stage, attack: Attack, work: ForgedRollouts) -> list[Record]:
+    """Records of an attack, from one prefill with the stage's weights."""
     replays = replay_rollouts(stage.model, work.rollouts, eos_id=stage.eos_id, shape=True)
     pairs = zip(work.rollouts, stage.honest.rollouts, strict=True)
-    # whoever computes with the true model cheats by other tokens alone: with the same ones the work is honest
+    # with the true model, only different tokens make the work dishonest: with the same tokens it is honest
     changed = [not attack.chooses or not np.array_equal(own.token_ids, true.token_ids) for own, true in pairs]
     return measure_work(work, stage.requests, replays, changed)
 
 
 def judge_record(record: Record, calibration: Calibration, eos_id: int) -> Verdict:
-    """What every family of checks says on a rollout."""
-    judge = Judge(calibration=calibration, eos_id=eos_id, max_tokens=record.max_tokens)
+    """The result of every family of checks for a rollout."""
+    judge = RolloutChecker(calibration=calibration, eos_id=eos_id, max_tokens=record.max_tokens)
     report = judge.judge_rollout(record.rollout, record.replay, record.results)
     path = trace_choices(record.replay.logprobs, record.replay.tilts, record.replay.masses)
     seen = {finding.check for finding in report.failed}
@@ -132,14 +132,14 @@ def judge_record(record: Record, calibration: Calibration, eos_id: int) -> Verdi
 
 
 def breaks_published(result: ChunkResult) -> bool:
-    """Whether the paper's rule refuses a chunk."""
+    """Whether the paper's rule rejects a chunk."""
     numbers = (result.exp_mismatches, result.mant_err_mean, result.mant_err_median)
     limits = (PUBLISHED[check] for check in (Check.EXPONENT, Check.MANTISSA, Check.MEDIAN))
     return any(not number <= limit for number, limit in zip(numbers, limits, strict=True))
 
 
 def judge_submission(verdicts: Sequence[Verdict], calibration: Calibration) -> set[str]:
-    """Families that fail on any of the rollouts, or on all of them together."""
+    """Families that fail for any of the rollouts, or for all of them together."""
     failed = set().union(*(verdict.failed for verdict in verdicts))
     if "sequence" not in failed:
         together = weigh_reports([verdict.report for verdict in verdicts], calibration)
@@ -151,7 +151,7 @@ def judge_submission(verdicts: Sequence[Verdict], calibration: Calibration) -> s
 def judge_windows(
     records: Sequence[Record], calibration: Calibration, eos_id: int
 ) -> tuple[list[Counter[str]], list[int], list[Verdict]]:
-    """How often each family fails on windows, and how many windows there are, by size; verdicts on whole rollouts."""
+    """By size: how often each family fails on windows, and their number; also the verdicts on whole rollouts."""
     counts, trials = [Counter[str]() for _ in WINDOWS], [0 for _ in WINDOWS]
     whole = [judge_record(record, calibration, eos_id) for record in records]
     for record, verdict in zip(records, whole, strict=True):
@@ -165,13 +165,13 @@ def judge_windows(
 
 
 def cut_windows(num: int, step: int) -> list[tuple[int, int]]:
-    """Windows of `step` side by side; the last reaches back, so that all are as long as they can be."""
+    """Adjacent windows of `step`; the last one overlaps, so that all are as long as possible."""
     last = max(0, num - step)
     return [(start, min(start + step, num)) for start in sorted({*range(0, last, step), last})]
 
 
 def save_records(path: Path, records: Sequence[Record]) -> None:
-    """One file of plain arrays."""
+    """Write one file of plain arrays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     results = [result for record in records for result in record.results]
     arrays = {name: np.concatenate([getattr(r.replay, name) for r in records]) for name in _TOKEN_ARRAYS}
@@ -187,7 +187,7 @@ def save_records(path: Path, records: Sequence[Record]) -> None:
 
 
 def load_records(path: Path) -> list[Record]:
-    """What `save_records` wrote."""
+    """Read what `save_records` wrote."""
     with np.load(path) as data:
         columns = {name: data[name] for name in data.files}
     records, token, chunk = [], 0, 0
@@ -213,7 +213,7 @@ def _describe(record: Record) -> tuple[int, int, int, bool, bool]:
 
 
 def _restore_rollout(columns: dict[str, np.ndarray], tokens: slice, stopped: bool) -> Rollout:
-    """Without prompt and seed, which no check reads once there is a replay."""
+    """Without prompt and seed, which no check needs once there is a replay."""
     return Rollout(
         id="",
         prompt_ids=np.zeros(1, dtype=np.int32),

@@ -1,8 +1,8 @@
-"""How many candidates a second the code verifier scores, beside a plain `subprocess.run` that protects from nothing.
+"""Candidates per second that the code verifier scores, compared with a plain `subprocess.run` without protection.
 
-Both run the same candidate with the same tests and the same number at a time; the plain one starts an interpreter for
-each and believes its exit code. Rounds alternate, and the median of the rounds counts. CPU time is that of the whole
-tree of processes, without their start, and says more than rates where the machine is shared.
+Both run the same candidate with the same tests and the same concurrency. The plain one starts an interpreter for each
+candidate and trusts its exit code. Rounds alternate, and the median of the rounds counts. CPU time is that of the whole
+process tree without start-up, and is more reliable than rates on a shared machine.
 
     python bench/sandbox.py [--quick] [--json]
 """
@@ -22,7 +22,7 @@ from shoal.tasks.verify.code.verifier import CodeVerifier
 
 _WHO = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
 SIZE = 2
-"""boxes, or plain processes, at a time"""
+"""concurrent boxes, or plain processes"""
 SOURCE = (
     "def near(numbers, limit):\n"
     "    pairs = [(a, b) for i, a in enumerate(numbers) for b in numbers[i + 1 :]]\n"
@@ -67,7 +67,7 @@ def measure_boxes(verifier: CodeVerifier, form: str, count: int) -> float:
 
 @contextmanager
 def open_arms() -> Iterator[dict[str, Callable[[int], float]]]:
-    """What is measured, by name."""
+    """The arms to measure, by name."""
     with ExitStack() as stack:
         walled = stack.enter_context(closing(CodeVerifier(size=SIZE)))
         bare = stack.enter_context(closing(CodeVerifier(size=SIZE, namespaces=False)))
@@ -79,7 +79,7 @@ def open_arms() -> Iterator[dict[str, Callable[[int], float]]]:
 
 
 def count_cpu(name: str, count: int) -> float:
-    """CPU seconds of one arm from start to end, its processes included; a busy machine changes it little."""
+    """CPU seconds of one arm from start to end, including its processes; hardly affected by other load."""
     before = sum(resource.getrusage(who)[place] for who in _WHO for place in (0, 1))
     with open_arms() as arms:
         arms[name](count)
@@ -87,7 +87,7 @@ def count_cpu(name: str, count: int) -> float:
 
 
 def main() -> None:
-    flags = parse_flags("Candidates a second in boxes, beside a plain subprocess.")
+    flags = parse_flags("Candidates per second in boxes and in a plain subprocess.")
     count, rounds = (40, 3) if flags.quick else (200, 7)
     with open_arms() as arms:
         for measure in arms.values():
@@ -99,7 +99,7 @@ def main() -> None:
     cpu_ms = {name: 1000 * (count_cpu(name, count + 4) - count_cpu(name, 4)) / count for name in rates}
     found = {name: statistics.median(values) for name, values in rates.items()}
     head = f"{SIZE} at a time"
-    lines = [f"{head:14} {'a second':>9} {'least':>7} {'most':>7} {'ratio':>7} {'CPU ms each':>12} {'ratio':>7}"]
+    lines = [f"{head:14} {'per s':>9} {'least':>7} {'most':>7} {'ratio':>7} {'CPU ms each':>12} {'ratio':>7}"]
     for name, values in rates.items():
         speed = f"{found[name]:9.1f} {min(values):7.1f} {max(values):7.1f} {found[name] / found['plain']:7.2f}"
         lines.append(f"{name:14} {speed} {cpu_ms[name]:12.2f} {cpu_ms[name] / cpu_ms['plain']:7.2f}")

@@ -1,9 +1,9 @@
-"""Draws docs/img/view.png: the live view of a real `shoal demo`, as a terminal shows it.
+"""Draws docs/img/view.png: the live view of a real `shoal demo`, as shown by a terminal.
 
     python bench/screen.py [--after 100] [--into FILE] [-- any arguments of `shoal demo`]
 
-The command runs in a pseudo terminal. The last page that it drew before `--after` seconds is kept, colours and all;
-then the run is stopped with SIGTERM, and can be gone on with.
+The command runs in a pseudo terminal. The last page that it drew before `--after` seconds is kept, including colours.
+Then the run is stopped with SIGTERM, and can be resumed.
 """
 
 import argparse
@@ -28,28 +28,28 @@ from rich.text import Text
 COLUMNS, ROWS, SIZE = 118, 46, 15
 BACK, INK = "#14181d", "#d8dee4"
 COLOURS = {1: "#ff6b68", 2: "#7ec97e", 3: "#e5c07b", 6: "#62c8d4"}
-"""by the terminal's number: red, green, yellow, cyan"""
+"""by terminal colour number: red, green, yellow, cyan"""
 _MOVES = re.compile(rb"(?:\x1b\[\d*[A-KJ]|\r|\x1b\[\?25[lh])+")
 """how a page that is drawn over the last one begins"""
 
 
 def main() -> None:
-    """Run, keep a page, draw it."""
+    """Run the command, keep a page, draw it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--after", type=float, default=100.0, help="seconds after which the page is taken")
+    parser.add_argument("--after", type=float, default=100.0, help="seconds after which the page is captured")
     parser.add_argument("--into", type=Path, default=Path("docs/img/view.png"))
     parser.add_argument("rest", nargs="*", help="arguments of `shoal demo`")
     args = parser.parse_args()
     drawn = record_screen([str(Path(sys.executable).with_name("shoal")), "demo", *args.rest], args.after)
     pages = [page for page in _MOVES.split(drawn.replace(b"\r\n", b"\n")) if page.count(b"\n") > ROWS // 3]
     if not pages:
-        sys.exit("the command drew no page in that time; give it more with --after")
+        sys.exit("the command drew no page in that time; increase --after")
     draw_screen(Text.from_ansi(pages[-1].decode("utf-8", "replace")), args.into)
     print(f"drew {args.into}")
 
 
 def record_screen(command: list[str], seconds: float) -> bytes:
-    """What a command writes to a terminal in so many seconds; it is stopped then."""
+    """Record a command's terminal output for that many seconds, then stop it."""
     pid, screen = pty.fork()
     if pid == 0:
         os.execvpe(command[0], command, os.environ | {"TERM": "xterm-256color", "COLUMNS": str(COLUMNS)})
@@ -65,18 +65,18 @@ def record_screen(command: list[str], seconds: float) -> bytes:
 
 
 def read_screen(screen: int, timeout_s: float) -> bytes:
-    """The next bytes of a terminal; none when nobody writes to it any more."""
+    """The next bytes of a terminal; empty when it has no writer any more."""
     if not select.select([screen], [], [], timeout_s)[0]:
         return b""
     try:
         return os.read(screen, 65536)
-    except OSError:  # Linux says EIO when the last writer is gone
+    except OSError:  # Linux reports EIO when the last writer has closed it
         time.sleep(0.1)
         return b""
 
 
 def draw_screen(page: Text, path: Path) -> None:
-    """A page as a picture."""
+    """Draw a page as an image."""
     font = ImageFont.truetype(font_manager.findfont("DejaVu Sans Mono"), SIZE)
     bold = ImageFont.truetype(font_manager.findfont("DejaVu Sans Mono:bold"), SIZE)
     console = Console(width=COLUMNS, color_system="truecolor", force_terminal=True)

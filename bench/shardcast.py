@@ -1,25 +1,25 @@
-"""Weights from publisher to client: shoal's shardcast against the published package, nginx with curl, and a copy.
+"""Weights from publisher to client: shoal's shardcast compared with the published package, nginx with curl, and a copy.
 
     python bench/shardcast.py [--quick] [--json] [--reference PYTHON] [--only PART ...]
 
 Everything runs as real processes on this machine and ends with the right hash on disk. Ratios are peer / shoal of the
 same round, medians over rounds, above 1 where shoal is faster. Parts and their figures:
-    path    one file of random bytes, all nodes live, from the call of `publish` to the verified folder at the client,
+    path    one file of random bytes, nodes running, from the call of `publish` to the verified folder at the client,
             through one relay: seconds, cpu_seconds (all processes), anon_mb (largest anonymous memory of a process),
-              vs_shardcast       origin, middle and client of the published package, looking for news every second
-              vs_nginx           nginx and curl, nothing between, then BLAKE3 of the file
-              vs_nginx_relayed   likewise with a second, caching nginx between
+              vs_shardcast       origin, middle and client of the published package, polling every second
+              vs_nginx           nginx and curl, without a relay, then BLAKE3 of the file
+              vs_nginx_relayed   the same with a second, caching nginx in between
               vs_copy            `cp` on the same disk, then SHA-256; vs_copy_blake3: then BLAKE3
-              direct_vs_nginx    shoal without the relay, against the same nginx
+              direct_vs_nginx    shoal without the relay, compared with the same nginx
     fan     1 origin, 2 relays, 4 clients: fan_seconds to the last client; fan_vs_nginx: nginx and 4 curls, no relays
-    chain   1 to 4 links one behind the other, each 200 Mbit/s and 20 ms one way: depth_growth is the mean growth of the
+    chain   1 to 4 links in series, each 200 Mbit/s and 20 ms one way: depth_growth is the mean growth of the
             time to the leaf per link, chain_share the leaf's rate behind 4 links as a share of a link's
     mixed   three relays behind links: 400 Mbit/s, a quarter of it, 400 Mbit/s with half of all requests failing.
             vs_best: rate of a client with all three over that with the first alone; vs_even: over that of a client that
             draws them evenly
 
-The published package is run by another Python that has it (`pip install shardcast==0.3.2`, and wget): `--reference`, or
-the variable SHARDCAST_PYTHON. A peer that is not there is left out, with a sentence. Links are bench/cast_link.py.
+The published package runs in another Python that has it (`pip install shardcast==0.3.2`, and wget): `--reference`, or
+the variable SHARDCAST_PYTHON. Missing peers are skipped with a message. Links are bench/shardcast_link.py.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
 
-from cast_chart import draw_picture
-from cast_crew import Reading, end_on_signal
-from cast_ours import ALONE, EVEN, WEIGHED, run_chain, run_mixed, run_tree
-from cast_peers import find_missing, run_copy, run_nginx, run_reference
-from cast_sample import Job, Runs, Sample, interleave, make_sample
 from common import build_parser, finish, mean
+from shardcast_chart import draw_picture
+from shardcast_peers import find_missing, run_copy, run_nginx, run_reference
+from shardcast_processes import Reading, end_on_signal
+from shardcast_sample import Job, Runs, Sample, interleave, make_sample
+from shardcast_trees import ALONE, EVEN, WEIGHED, run_chain, run_mixed, run_tree
 
 FULL = {"path": (1 << 30, 3), "fan": (1 << 29, 3), "chain": (1 << 28, 3), "mixed": (1 << 29, 3)}
 """bytes and rounds of each part"""
@@ -72,7 +72,7 @@ def main() -> None:
         with make_sample(num_bytes) as sample:
             results[part] = measures[part](sample, rounds, flags.reference, figures)
         tables.append(f"{part}, {num_bytes >> 20} MiB, {rounds} rounds\n\n{format_table(results[part], num_bytes)}")
-    tables += [f"left out: {name}: {reason}" for name, reason in find_missing(flags.reference).items()]
+    tables += [f"skipped: {name}: {reason}" for name, reason in find_missing(flags.reference).items()]
     if not flags.quick and set(results) == set(FULL):
         draw_picture(results, link_s=FULL["chain"][0] / LINK_RATE, mixed_bytes=FULL["mixed"][0])
     finish(flags, "\n\n".join(tables), figures)
@@ -88,7 +88,7 @@ def parse_flags() -> argparse.Namespace:
 
 
 def measure_path(sample: Sample, rounds: int, reference: str | None, figures: Figures) -> Runs:
-    """One relay, one client, against everybody."""
+    """One relay, one client, compared with all peers."""
     missing = find_missing(reference)
     jobs: dict[str, Job] = {
         RELAYED: lambda folder: run_tree(sample, folder, relays=1, clients=1),
@@ -126,7 +126,7 @@ def measure_fan(sample: Sample, rounds: int, _: str | None, figures: Figures) ->
 
 
 def measure_chain(sample: Sample, rounds: int, _: str | None, figures: Figures) -> Runs:
-    """Links one behind the other."""
+    """Links in series."""
 
     def run_depth(depth: int) -> Job:
         return lambda folder: run_chain(sample, folder, depth=depth, rate=LINK_RATE, delay_s=LINK_DELAY_S)
@@ -152,7 +152,7 @@ def compare_runs(theirs: Sequence[Reading], ours: Sequence[Reading]) -> float:
 
 
 def grow_rate(times: Sequence[float]) -> float:
-    """Mean relative growth from each to the next."""
+    """Mean relative growth from each value to the next."""
     return mean([after / before - 1 for before, after in pairwise(times)])
 
 

@@ -1,14 +1,14 @@
-"""What it saves to compute once what several samples of a group wrote alike: CPU of training steps, with and without.
+"""Savings from computing the common prefixes of a group's samples once: CPU time of training steps, with and without.
 
     python bench/sharing.py [--quick] [--json]      # a minute
 
-The demo's task in one process with one thread. Two learners train on the same batches in turns, from the same warmed-up
-weights; the one that shares writes the next batch. Both must end with nearly the same weights, or the figures mean
-nothing.
+The demo's task in one process with one thread. Two learners train alternately on the same batches, from the same
+fine-tuned weights; the sharing one samples the next batch. Both must end with nearly the same weights, otherwise the
+figures are meaningless.
 
-    step_ratio       CPU of a step without sharing over that with it, all steps together
-    fed_share        tokens that the model was fed with sharing, of those without
-    gap_ppm          between the weights of both in the end, of how far they moved, in millionths
+    step_ratio       CPU time of a step without sharing over that with it, all steps together
+    fed_share        tokens fed to the model with sharing, as a share of those without
+    gap_ppm          final distance between the weights of both, relative to how far they moved, in parts per million
 """
 
 import time
@@ -20,25 +20,26 @@ import torch
 from torch import Tensor
 
 from common import OUT, ROOT, finish, mean, parse_flags
-from shoal.config import RunConfig, load_config
-from shoal.engine.torch import TorchEngine
+from shoal.config.run import RunConfig, load_config
+from shoal.engine import open_engine
+from shoal.learner.advantage import build_samples
 from shoal.learner.learner import Learner
-from shoal.learner.sample import build_packs, build_samples
 from shoal.policy.model import Policy
+from shoal.policy.packing import build_packs
 from shoal.rollout import Group
-from shoal.runtime import tune_process
-from shoal.sampler import Sampler
 from shoal.tasks.registry import load_family
-from shoal.warmup import load_start
+from shoal.train.sampler import Sampler
+from shoal.train.sft import load_start
+from shoal.util.process import tune_process
 
 CONFIG, STEPS, QUICK_STEPS = "examples/sort.toml", 20, 4
 MOST_GAP = 0.05
-"""of the distance moved; rounding grows in twenty steps of Adam, a fault would be far larger"""
+"""relative to the distance moved; rounding grows over twenty steps of Adam, a bug would cause far more"""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One batch, trained by both."""
+    """One batch, trained on by both."""
 
     apart_s: float
     shared_s: float
@@ -47,7 +48,7 @@ class Turn:
 
 
 class Pair:
-    """Two learners that differ in nothing but whether they share."""
+    """Two learners that differ only in whether they share."""
 
     def __init__(self, config: RunConfig, policy: Policy) -> None:
         self._config, self._begin = config, _flatten(policy)
@@ -67,12 +68,12 @@ class Pair:
 
     @property
     def gap(self) -> float:
-        """How far both are apart, of how far they are from where they began."""
+        """Distance between both, relative to their distance from the start."""
         apart, shared = (_flatten(self._policies[share]) for share in (False, True))
         return float((apart - shared).norm() / (apart - self._begin).norm())
 
     def train(self, groups: Sequence[Group], turn: int) -> Turn:
-        """One step of both; who is first alternates."""
+        """One step of both; the order alternates."""
         spent = {}
         for share in (False, True) if turn % 2 else (True, False):
             begun = time.process_time()
@@ -87,10 +88,10 @@ class Pair:
 
 
 def run_turns(config: RunConfig, steps: int) -> tuple[list[Turn], float]:
-    """All steps, and how far both learners are apart in the end."""
-    policy = load_start(config, note=lambda text: None)
+    """All steps, and the final distance of the learners."""
+    policy = load_start(config)
     pair = Pair(config, policy)
-    engine = TorchEngine(policy.model, eos_id=policy.eos_id, slots=config.engine.slots)
+    engine = open_engine(config.engine, policy.model, eos_id=policy.eos_id)
     sampler = Sampler(engine, load_family(config.tasks.name, config.tasks.options), policy.tokenizer, config)
     turns = []
     for step in range(1, steps + 1):
@@ -111,7 +112,7 @@ def list_figures(turns: Sequence[Turn], gap: float) -> dict[str, float]:
 def format_table(turns: Sequence[Turn]) -> str:
     """The first half of the steps, and the second."""
     half = len(turns) // 2
-    lines = ["| steps | tokens fed, apart | shared | CPU s a step, apart | shared | ratio |", "|---" * 6 + "|"]
+    lines = ["| steps | tokens fed, apart | shared | CPU s per step, apart | shared | ratio |", "|---" * 6 + "|"]
     for name, part in ((f"1 to {half}", turns[:half]), (f"{half + 1} to {len(turns)}", turns[half:])):
         apart_s, shared_s = mean([turn.apart_s for turn in part]), mean([turn.shared_s for turn in part])
         tokens = mean([turn.apart_tokens for turn in part]), mean([turn.shared_tokens for turn in part])
@@ -125,14 +126,14 @@ def _flatten(policy: Policy) -> Tensor:
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure and print."""
     flags = parse_flags(__doc__ or "")
     tune_process(1)
     turns, gap = run_turns(
         load_config(ROOT / CONFIG, [f"out={OUT}", "threads=1"]), QUICK_STEPS if flags.quick else STEPS
     )
     if gap > MOST_GAP:
-        raise SystemExit(f"both learners are {gap:.1%} of their way apart: they did not train on the same")
+        raise SystemExit(f"the learners differ by {gap:.1%} of the distance moved: they did not train on the same data")
     finish(flags, format_table(turns), list_figures(turns, gap))
 
 

@@ -1,10 +1,10 @@
-"""A real pretrained model through the real swarm: what examples/smollm.toml did, before and after, rule by rule.
+"""A real pretrained model in a real swarm: the effect of examples/smollm.toml, before and after, rule by rule.
 
     shoal run examples/smollm.toml
     python bench/smollm.py [--run runs/smollm-seed0] [--quick] [--json]
 
-Both ends of a run that is over are evaluated on the same held-out tasks with the same seeds, sampled and greedy, and a
-few of their answers are printed side by side. Nothing is trained here.
+Both ends of a finished run are evaluated on the same held-out tasks with the same seeds, sampled and greedy, and a few
+of their answers are printed next to each other. Nothing is trained here.
 """
 
 import argparse
@@ -14,28 +14,36 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import build_parser, finish, picture_path
-from shoal.config import EvalConfig, RunConfig, load_config
-from shoal.engine.torch import TorchEngine
+from shoal.config.run import EvalConfig, RunConfig, load_config
+from shoal.engine import open_engine
 from shoal.errors import ConfigError
-from shoal.eval import Estimate, EvalResult, answer_tasks, draw_tasks, estimate_rate, estimate_share, summarise_groups
-from shoal.launch.glance import read_lines
+from shoal.launch.view import read_lines
 from shoal.learner.checkpoint import find_newest
 from shoal.policy.model import open_policy
 from shoal.policy.tokenizer import decode_completion
-from shoal.report import draw_curves
 from shoal.rollout import Group
-from shoal.runtime import tune_process
-from shoal.tasks.source import open_tasks
+from shoal.tasks.open import open_tasks
+from shoal.train.eval import (
+    Estimate,
+    EvalResult,
+    answer_tasks,
+    draw_tasks,
+    estimate_rate,
+    estimate_share,
+    summarise_groups,
+)
+from shoal.train.report import draw_curves
+from shoal.util.process import tune_process
 
 EXAMPLES = 2
-"""tasks of each rule whose answers are shown"""
+"""tasks of each rule whose answers are printed"""
 FULL, QUICK = (160, 2), (24, 2)
 """held-out tasks, and samples of each"""
 
 
 @dataclass(frozen=True)
 class End:
-    """One end of a run: its figures, its answers, and those answers as text."""
+    """One end of a run: its figures, its answers, and the answers as text."""
 
     result: EvalResult
     groups: Sequence[Group]
@@ -59,16 +67,16 @@ def find_ends(run: Path) -> tuple[Path, Path]:
     """The folders of v0 and of the newest checkpoint."""
     newest = find_newest(run / "checkpoints")
     if newest is None:
-        raise ConfigError(f"{run}: holds no checkpoint; shoal run examples/smollm.toml makes it")
+        raise ConfigError(f"{run}: no checkpoint found; create one with `shoal run examples/smollm.toml`")
     return run / "launch" / "v0", newest / "policy"
 
 
 def measure_end(config: RunConfig, evals: EvalConfig, folder: Path) -> End:
     tune_process(1)
     policy = open_policy(folder)
-    engine = TorchEngine(policy.model, eos_id=policy.eos_id, slots=config.engine.slots)
+    engine = open_engine(config.engine, policy.model, eos_id=policy.eos_id)
     family = open_tasks(config)
-    groups = answer_tasks(engine, family, policy, evals, seed=config.seed, max_tokens=config.engine.max_tokens)
+    groups = answer_tasks(engine, family, policy, config.model_copy(update={"eval": evals}))
     texts = [[decode_completion(policy.tokenizer, rollout.token_ids) for rollout in g.rollouts] for g in groups]
     return End(summarise_groups(groups, evals), groups, texts)
 
@@ -97,13 +105,13 @@ def format_tables(config: RunConfig, evals: EvalConfig, before: End, after: End)
         count = sum(group.task_id.split("-")[1] == rule for group in before.groups)
         cells = [ruled[0][rule][0], ruled[1][rule][0], ruled[0][rule][1], ruled[1][rule][1]]
         rows.append(f"| {rule} | {count} | " + " | ".join(map(str, cells)) + " |")
-    lengths = f"tokens an answer, sampled: {ends[0].mean_length} before, {ends[1].mean_length} after"
+    lengths = f"tokens per answer, sampled: {ends[0].mean_length} before, {ends[1].mean_length} after"
     return "\n".join([*rows, "", lengths, "", *show_examples(config, evals, before, after)])
 
 
 def show_examples(config: RunConfig, evals: EvalConfig, before: End, after: End) -> list[str]:
     """The first sample and the greedy answer of a few tasks of each rule, at both ends."""
-    tasks = {task.id: task for task in draw_tasks(open_tasks(config), evals, seed=config.seed)}
+    tasks = {task.id: task for task in draw_tasks(open_tasks(config), config.model_copy(update={"eval": evals}))}
     shown: dict[str, int] = defaultdict(int)
     lines: list[str] = []
     for index, group in enumerate(before.groups):

@@ -1,4 +1,4 @@
-"""A worker's stage: a model, the requests of some leases, and the ways of working on them, honest or not."""
+"""A model, the requests of some leases, and the ways of working on them, honest or not."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,8 +7,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from models import Subject
-from shoal.engine.choice import Choose, choose_tokens
-from shoal.redteam.forge import Forged, decode_requests, prefill_tokens
+from shoal.engine.sampling import Choose, choose_tokens
+from shoal.redteam.behaviours.forged_work import ForgedRollouts, decode_requests, prefill_tokens
 from shoal.rollout import Request, Rollout, VersionRange
 from shoal.seeds import derive_seed
 
@@ -18,13 +18,13 @@ GROUP = 4
 
 @dataclass
 class Stage:
-    """A subject, the requests of some leases, and what honest work on them looks like."""
+    """A subject, the requests of some leases, and honest work on them."""
 
     subject: Subject
     requests: tuple[Request, ...]
     slots: int = 64
     _models: dict[str, PreTrainedModel] = field(default_factory=dict)
-    _honest: Forged | None = None
+    _honest: ForgedRollouts | None = None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -35,29 +35,29 @@ class Stage:
         return self.subject.policy.eos_id
 
     @property
-    def honest(self) -> Forged:
+    def honest(self) -> ForgedRollouts:
         if self._honest is None:
             self._honest = self.generate(self.model)
         return self._honest
 
     def alter(self, name: str, make: Callable[[PreTrainedModel], PreTrainedModel]) -> PreTrainedModel:
-        """An altered copy of the model, made once per stage."""
+        """A modified copy of the model, created once per stage."""
         if name not in self._models:
             self._models[name] = make(self.model).eval()
         return self._models[name]
 
     def generate(
         self, model: PreTrainedModel, *, requests: Sequence[Request] | None = None, choose: Choose = choose_tokens
-    ) -> Forged:
-        """Decode with a model and a way of choosing tokens; the result states what was asked, whatever was done."""
+    ) -> ForgedRollouts:
+        """Decode with a model and a token choice function; the result states the request, whatever was done."""
         requests = self.requests if requests is None else requests
         found = decode_requests(model, requests, eos_id=self.eos_id, slots=self.slots, choose=choose)
         asked = {request.id: request for request in self.requests}
         stated = tuple(state_request(r, asked[r.id]) if r.id in asked else r for r in found.rollouts)
-        return Forged(stated, found.proofs)
+        return ForgedRollouts(stated, found.proofs)
 
-    def prefill(self, rollouts: Sequence[Rollout], model: PreTrainedModel | None = None) -> Forged:
-        """Log-probs and proofs of given tokens, as one prefill gives them."""
+    def prefill(self, rollouts: Sequence[Rollout], model: PreTrainedModel | None = None) -> ForgedRollouts:
+        """Log-probs and proofs of given tokens, from one prefill."""
         return prefill_tokens(self.model if model is None else model, rollouts, eos_id=self.eos_id)
 
 
@@ -76,7 +76,7 @@ def draw_requests(subject: Subject, name: str, count: int, max_tokens: int) -> t
 
 
 def state_request(rollout: Rollout, request: Request) -> Rollout:
-    """A rollout as if it had been made as asked."""
+    """A rollout presented as the result of the given request."""
     return replace(
         rollout,
         prompt_ids=np.array(request.prompt_ids, dtype=np.int32),

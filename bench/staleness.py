@@ -1,4 +1,4 @@
-"""Staleness 0, 1, 2 and 4, simulated by delayed weights: old log-probs recomputed, with and without importance
+"""Staleness 0, 1, 2 and 4, simulated by delayed weights. Old log-probs are recomputed, with and without importance
 correction, or taken from the rollouts.
 
     python bench/staleness.py [--quick] [--json] [--levels 0 1 2 4] [--kinds token none behaviour]
@@ -7,7 +7,7 @@ Claim of the paper (its figure 7): up to four steps of staleness barely change t
 """
 
 from common import SEEDS, Lines, build_parser, finish, last_value, mean, open_plots, run_arms, save_picture
-from shoal.report import pick_series
+from shoal.train.report import pick_series
 
 LEVELS = (0, 1, 2, 4)
 METRIC = "eval/pass_at_1"

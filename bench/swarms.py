@@ -1,10 +1,11 @@
-"""Whole swarms for benchmarks: made ready and looked after by the code of `shoal run`, read back from what they wrote.
+"""Whole swarms for benchmarks: prepared and supervised by the code of `shoal run`, read back from what they wrote.
 
-    settings -> prepare -> all parts but the evaluator -> the last step -> evaluator -> a summary, kept as JSON
+    settings -> prepare -> all parts but the evaluator -> the last step -> evaluator -> a summary, stored as JSON
 
-- The evaluator runs when the swarm has ended, so it takes time from nobody. A version's time is when it was written.
-- Workers and validators are niced: elsewhere they have machines of their own, and would not slow the trainer down.
-- A summary is kept under the hash of its settings; a run that has one is not repeated.
+- The evaluator runs after the swarm has ended, so it takes no time from other roles. A version's time is when it was
+  written.
+- Workers and validators are niced: in practice they have their own machines, and would not slow the trainer down.
+- A summary is stored under the hash of its settings; a run that has one is not repeated.
 """
 
 import asyncio
@@ -17,59 +18,58 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shoal.config import flatten_config
-from shoal.files import remove_dir, write_atomic
-from shoal.launch.evidence import collect_evidence
-from shoal.launch.glance import EVALS, METRICS
-from shoal.launch.layout import Layout
-from shoal.launch.meter import Meter
-from shoal.launch.part import Part, Process, read_last_line
-from shoal.launch.prepare import Prepared, prepare_swarm
-from shoal.launch.report import find_folders
-from shoal.launch.roster import list_parts
-from shoal.launch.run import hold_swarm, make_environment
+from shoal.config.run import flatten_config
+from shoal.launch.cpu_usage import CpuMeter
+from shoal.launch.layout import SwarmPaths
+from shoal.launch.parts import list_parts
+from shoal.launch.prepare import PreparedSwarm, prepare_swarm
+from shoal.launch.process import Part, Process, read_last_line
+from shoal.launch.report import collect_evidence, find_folders
+from shoal.launch.run import hold_swarm, make_environment, open_supervisor
 from shoal.launch.settings import LaunchConfig, load_launch
-from shoal.launch.supervise import Supervisor
-from shoal.launch.timeline import Interval, Track, find_broadcasts, read_tracks
-from shoal.node.tasks import run_together
-from shoal.report import read_metrics
+from shoal.launch.supervisor import Supervisor
+from shoal.launch.timeline import Interval, PartTrack, find_broadcasts, read_tracks
+from shoal.launch.view import EVALS, METRICS
+from shoal.train.report import read_metrics
+from shoal.util.aio import run_together
+from shoal.util.files import remove_dir, write_atomic
 
 NICE = 10
 LIMIT_S = 1800.0
-"""after which a swarm is given up"""
+"""time limit for a swarm"""
 _LOOK_S = 0.5
 _NICED = ("worker-", "validator-")
 
-Drive = Callable[[Prepared, Supervisor], Awaitable[None]]
-"""what is done to a swarm while it runs; it need not end"""
+Drive = Callable[[PreparedSwarm, Supervisor], Awaitable[None]]
+"""what is done to a swarm while it runs; it need not return"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a run came to. Times are seconds since its v0 was published."""
+    """The outcome of a run. Times are seconds since its v0 was published."""
 
     level: int
     seed: int
     written: list[float]
     """when v1, v2, ... were written"""
     train_s: list[float]
-    """what each step took, its version on disk"""
+    """duration of each step, including writing its version"""
     ages: list[float]
-    """of each step, mean over its rollouts, in versions"""
+    """mean age of each step's rollouts, in versions"""
     age_max: float
     rewards: list[float]
     evals: list[tuple[int, float, float]]
     """version, pass rate sampled, greedy"""
     broadcasts: list[float]
-    """of v1, v2, ..., until all workers that got it had it"""
+    """for v1, v2, ..., until all workers that fetched it had it"""
     busy: dict[str, list[Interval]]
     waits: dict[str, list[Interval]]
     window: Interval
-    """from the beginning of the first step's training to the end of the last one's"""
+    """from the start of the first step's training to the end of the last one's"""
     cpu_s: dict[str, float]
-    """of each part with all that it started"""
+    """CPU seconds of each part and its children"""
     version_bytes: int
-    """of one version's weights"""
+    """bytes of one version's weights"""
     ledger: str
 
     def share_of(self, part: str) -> float:
@@ -80,12 +80,12 @@ class Summary:
 
 
 def load_swarm(name: str, seed: int, out: Path, overrides: Sequence[str], *, base: Path | None = None) -> LaunchConfig:
-    """The settings of a file (None: the demo's) with others laid over them."""
+    """The settings of a file (None: the demo's) with overrides."""
     return load_launch(base, [*overrides, f"name={name}", f"seed={seed}", f"out={out}"])
 
 
 def find_summary(config: LaunchConfig, out: Path, *, fresh: bool = False) -> Summary:
-    """What a run with these settings came to, from its file, or by running it now."""
+    """The outcome of a run with these settings, from its file, or by running it now."""
     path = out / f"{config.name}-{hash_settings(config)}.json"
     if path.exists() and not fresh:
         return Summary(**json.loads(path.read_bytes()))
@@ -102,27 +102,27 @@ def find_summary(config: LaunchConfig, out: Path, *, fresh: bool = False) -> Sum
 
 
 def list_silent(summary: Summary) -> list[str]:
-    """Workers and validators that did nothing in the last third of a run: what became of them is in its folder."""
+    """Workers and validators that did nothing in the last third of a run; the reason is in its folder."""
     begin, end = summary.window
     late = end - (end - begin) / 3
     return [part for part, busy in summary.busy.items() if part.startswith(_NICED) and max(busy)[1] < late]
 
 
 def hash_settings(config: LaunchConfig) -> str:
-    """What decides a run, but for the code."""
+    """Hash of everything that determines a run, except the code."""
     values = {key: value for key, value in flatten_config(config).items() if key not in ("name", "out")}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def run_swarm(
     config: LaunchConfig, *, apart: Collection[str] = (), drive: Drive | None = None
-) -> tuple[Prepared, dict[str, float]]:
-    """Run a swarm to its last step; CPU seconds of its parts too. Those `apart` are the driver's to start."""
-    layout = Layout.of(config)
+) -> tuple[PreparedSwarm, dict[str, float]]:
+    """Run a swarm to its last step; also returns the CPU seconds of its parts. The driver starts those in `apart`."""
+    layout = SwarmPaths.of(config)
     if layout.root.exists():
-        remove_dir(layout.root)  # of a benchmark that was interrupted
+        remove_dir(layout.root)  # from an interrupted benchmark
     with hold_swarm(layout):
-        prepared = prepare_swarm(config, layout, lambda _: None)
+        prepared = prepare_swarm(config, layout)
         cpu_s = asyncio.run(_supervise(prepared, apart, drive))
     return prepared, cpu_s
 
@@ -134,15 +134,15 @@ async def find_part(supervisor: Supervisor, name: str) -> Process:
     return process
 
 
-def pick_parts(prepared: Prepared, names: Collection[str]) -> list[Part]:
+def pick_parts(prepared: PreparedSwarm, names: Collection[str]) -> list[Part]:
     """Parts of a swarm by their names."""
     return [part for part in list_parts(prepared) if part.name in names]
 
 
-async def _supervise(prepared: Prepared, apart: Collection[str], drive: Drive | None) -> dict[str, float]:
+async def _supervise(prepared: PreparedSwarm, apart: Collection[str], drive: Drive | None) -> dict[str, float]:
     parts = [part for part in list_parts(prepared) if part.name not in ("evaluator", *apart)]
     supervisor = open_supervisor(prepared, parts)
-    meter = Meter(supervisor, _nice)
+    meter = CpuMeter(supervisor, _nice)
     beside = [drive(prepared, supervisor)] if drive else []
     async with asyncio.timeout(LIMIT_S):
         running = supervisor.run(lambda: True, asyncio.Event())
@@ -156,35 +156,30 @@ async def _wrap(work: Awaitable[None]) -> None:
     await work
 
 
-def open_supervisor(prepared: Prepared, parts: Sequence[Part]) -> Supervisor:
-    """A supervisor as `shoal run` has it."""
-    return Supervisor(parts, prepared.layout.logs, make_environment(prepared.config.swarm.threads))
-
-
 def _nice(name: str, session: int) -> None:
-    """Those who write and those who check make room for the trainer."""
+    """Workers and validators yield to the trainer."""
     if name.startswith(_NICED):
         lower_priority(session)
 
 
 def lower_priority(session: int) -> None:
-    """Nice all of a session. Where the kernel groups processes by session, it is the group's niceness that counts."""
+    """Nice all processes of a session. If the kernel groups processes by session, the group's niceness counts."""
     os.setpriority(os.PRIO_PGRP, session, NICE)
     group = Path(f"/proc/{session}/autogroup")
     if group.exists():
         group.write_text(str(NICE))
 
 
-def evaluate_versions(prepared: Prepared) -> None:
-    """Evaluate all versions that are due of a swarm that has ended."""
+def evaluate_versions(prepared: PreparedSwarm) -> None:
+    """Evaluate all versions of a finished swarm that are due."""
     command = [sys.executable, "-m", "shoal", "evaluator", str(prepared.layout.run_settings)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=make_environment(1))
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
-def summarise_run(prepared: Prepared, cpu_s: Mapping[str, float]) -> Summary:
-    """Read what a swarm wrote down. That no rollout was too old, and that its ledger holds, is checked."""
+def summarise_run(prepared: PreparedSwarm, cpu_s: Mapping[str, float]) -> Summary:
+    """Read what a swarm wrote. Also checks that no rollout was too old and that its ledger holds."""
     config, root = prepared.config, prepared.layout.root
     lines = read_metrics(root / METRICS)
     tracks = {track.name: track for track in read_tracks(find_folders(prepared))}
@@ -213,8 +208,8 @@ def summarise_run(prepared: Prepared, cpu_s: Mapping[str, float]) -> Summary:
     )
 
 
-def _measure_broadcasts(tracks: Sequence[Track]) -> list[float]:
-    """Of each version but v0; one that no worker took, because there was a newer one, is left out."""
+def _measure_broadcasts(tracks: Sequence[PartTrack]) -> list[float]:
+    """For each version but v0; one that no worker fetched, because there was a newer one, is left out."""
     found = [item for item in find_broadcasts(tracks) if item.version > 0 and item.reached_s]
     return [max(item.reached_s.values()) for item in found]
 

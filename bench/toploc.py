@@ -1,4 +1,4 @@
-"""shoal's proofs against the published package `toploc`, in turn in one process, and what proofs cost in a run.
+"""shoal's proofs compared with the published package `toploc`, alternating in one process, and their cost in a run.
 
     python bench/toploc.py [--quick] [--json]
 
@@ -6,12 +6,12 @@ All figures are CPU time on one thread. Ratios are peer / shoal, medians over ro
     build_ratio_896, build_ratio_5120      building proofs of 256 chunks of 32 tokens, hidden size 896 and 5120
     verify_ratio_896, verify_ratio_5120    verifying them
 With the torch engine:
-    build_share                share of generation that goes into proofs: the demo's model (width 128, 3 layers),
+    build_share                share of generation time spent on proofs: the demo's model (width 128, 3 layers),
                                256 rollouts of 64 tokens
-    build_share_large          likewise: width 576, 30 layers, 16 rollouts of 32 tokens
+    build_share_large          the same: width 576, 30 layers, 16 rollouts of 32 tokens
     verify_cost_ratio          generating / verifying (prefill, log-probs, sampling distances, proofs) per token: the
-                               demo's model, 64 rollouts of 512 tokens side by side
-    verify_cost_ratio_single   likewise, 4 rollouts generated one after the other
+                               demo's model, 64 concurrent rollouts of 512 tokens
+    verify_cost_ratio_single   the same, 4 rollouts generated one after the other
 
 The published package must be built from source: see tests/toploc/test_reference.py.
 """
@@ -28,13 +28,16 @@ import torch
 from torch import Tensor
 
 from common import finish, parse_flags
-from shoal.config import PolicyConfig, TinyConfig
-from shoal.engine.torch import TorchEngine
+from shoal.config.run import EngineConfig, PolicyConfig, TinyConfig
+from shoal.engine import open_engine
+from shoal.engine.base import Engine
 from shoal.policy.model import Policy, load_policy
 from shoal.rollout import Request, Rollout
-from shoal.runtime import tune_process
-from shoal.toploc import ProofBuilder, build_proofs, verify_batch, verify_proofs
+from shoal.toploc.build import build_proofs
 from shoal.toploc.replay import replay_rollouts
+from shoal.toploc.stream import ProofBuilder
+from shoal.toploc.verify import verify_batch, verify_proofs
+from shoal.util.process import tune_process
 
 CHUNKS = 256
 SMALL = TinyConfig(context=640)
@@ -85,10 +88,10 @@ def compare_proofs(peer: Any, width: int, rounds: int) -> dict[str, tuple[float,
 
 
 def measure_share(config: TinyConfig, *, rollouts: int, tokens: int, rounds: int) -> float:
-    """Median share of generation's time that is spent inside the proof builder."""
+    """Median share of generation time spent inside the proof builder."""
     policy = load_policy(PolicyConfig(tiny=config), alphabet=ALPHABET, seed=0)
     sink = _TimedSink()
-    engine = TorchEngine(policy.model, eos_id=-1, slots=rollouts, sink=sink)
+    engine = open_engine(EngineConfig(slots=rollouts), policy.model, eos_id=-1, sink=sink)
     shares = []
     for count in (min(8, rollouts), *[rollouts] * rounds):  # a few to warm up
         sink.seconds = 0.0
@@ -98,10 +101,10 @@ def measure_share(config: TinyConfig, *, rollouts: int, tokens: int, rounds: int
 
 
 def measure_cost(*, rollouts: int, slots: int, rounds: int) -> float:
-    """Median of the CPU time to generate rollouts of 512 tokens with proofs over that to verify them."""
+    """Median CPU time of generating rollouts of 512 tokens with proofs, relative to that of verifying them."""
     policy = load_policy(PolicyConfig(tiny=SMALL), alphabet=ALPHABET, seed=0)
     builder = ProofBuilder()
-    engine = TorchEngine(policy.model, eos_id=-1, slots=slots, sink=builder)
+    engine = open_engine(EngineConfig(slots=slots), policy.model, eos_id=-1, sink=builder)
     ratios = []
     for count in (1, *[rollouts] * rounds):  # one to warm up
         proven, generation = _measure(_generate, engine, builder, _draw_requests(count, 512))
@@ -111,7 +114,7 @@ def measure_cost(*, rollouts: int, slots: int, rounds: int) -> float:
 
 
 class _TimedSink:
-    """A proof builder that adds up its own CPU time."""
+    """A proof builder that measures its own CPU time."""
 
     def __init__(self) -> None:
         self._builder = ProofBuilder()
@@ -126,7 +129,7 @@ class _TimedSink:
         return proofs
 
 
-def _generate(engine: TorchEngine, builder: ProofBuilder | _TimedSink, requests: Sequence[Request]) -> list[Proven]:
+def _generate(engine: Engine, builder: ProofBuilder | _TimedSink, requests: Sequence[Request]) -> list[Proven]:
     rollouts = list(engine.generate(requests))
     return list(zip(rollouts, builder.take_many([rollout.id for rollout in rollouts]), strict=True))
 
@@ -144,7 +147,7 @@ def _draw_requests(count: int, tokens: int) -> list[Request]:
 
 
 def _measure(job: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-    """What a job returns, and its CPU time in seconds."""
+    """Result of a job, and its CPU time in seconds."""
     started = time.process_time()
     result = job(*arguments)
     return result, time.process_time() - started

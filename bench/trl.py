@@ -1,13 +1,13 @@
-"""shoal against TRL's GRPOTrainer: same start, tasks, batch, loss and updates, step by step in turn on this machine.
+"""shoal compared with TRL's GRPOTrainer: same start, tasks, batch, loss and updates, alternating step by step.
 
     python bench/trl.py [--quick] [--json]
 
-Two processes, each with all cores while it is its turn: one step of TRL, one of shoal, one of TRL, ... A step is
-sampling, scoring and one optimizer update. Figures are ratios TRL / shoal, above 1 where shoal is faster:
+Two processes, each with all cores during its turn: one step of TRL, one of shoal, one of TRL, ... A step is sampling,
+scoring and one optimizer update. Figures are ratios TRL / shoal, above 1 where shoal is faster:
     step_ratio_equal    median seconds per step, 512 rollouts of 16 tokens
     step_ratio_mixed    the same, 256 rollouts of 8 to 256 tokens
-    time_to_pass_ratio  mean seconds of stepping, over the seeds, until the held-out pass rate reaches the last target
-The demo's task is the one with a target. How many steps it takes is luck for one seed, so means of six are compared.
+    time_to_pass_ratio  mean seconds of steps, over the seeds, until the held-out pass rate reaches the last target
+Only the demo's task has a target. The number of steps it takes varies between seeds, so means of six are compared.
 """
 
 import multiprocessing
@@ -21,13 +21,13 @@ from statistics import median
 from typing import Any
 
 from common import OUT, finish, mean, parse_flags
-from shoal.config import RunConfig, load_config
+from shoal.config.run import RunConfig, load_config
 
 TARGETS = (0.3, 0.4, 0.5)
 LEARN_SEEDS = range(6)
 EVAL_EVERY = 4
 DEADLINE_S = 900
-"""Longest wait for a side: its warm-up, or one step."""
+"""Longest wait for one side: its SFT, or one step."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Job:
     overrides: tuple[str, ...]
     steps: int
     learns: bool = False
-    """whether to go on to the last target, evaluating on the way"""
+    """whether to continue to the last target, with evaluations on the way"""
     trl_micro: int = 512
-    """rollouts per forward pass of TRL's; the size at which it was fastest here"""
+    """rollouts per forward pass of TRL; the size at which it was fastest here"""
     seed: int = 0
 
 
@@ -52,7 +52,7 @@ class Side:
     """(seconds so far, held-out pass rate)"""
 
     def time_to(self, target: float) -> float:
-        """Seconds until the target is reached, between evaluations by straight line."""
+        """Seconds until the target is reached, interpolated linearly between evaluations."""
         before, low = 0.0, 0.0
         for seconds, rate in self.passes:
             if rate >= target:
@@ -61,17 +61,23 @@ class Side:
         return float("inf")
 
 
-COMMON = ("batch.filter=false", "learner.updates=1", "learner.loss.correction=none", "learner.ramp=0", "rollouts=false")
+COMMON = (
+    "batch.filter=false",
+    "learner.updates=1",
+    "learner.loss.correction=none",
+    "learner.warmup_steps=0",
+    "rollouts=false",
+)
 EQUAL = (
     *COMMON,
     *("policy.tiny.layers=3", "tasks.name=reverse", "tasks.options.min_length=12", "tasks.options.max_length=12"),
-    *("warmup.steps=30", "warmup.options={}", "engine.max_tokens=16"),
+    *("sft.steps=30", "sft.options={}", "engine.max_tokens=16"),
     *("batch.groups=32", "batch.group_size=16", "learner.micro_tokens=4096", "engine.slots=512"),
 )
 MIXED = (
     *COMMON,
     *("tasks.name=reverse", "tasks.options.min_length=8", "tasks.options.max_length=250", "tasks.options.letters=4"),
-    *("warmup.steps=40", "warmup.batch=16", "warmup.options={}", "policy.tiny.context=640", "engine.max_tokens=256"),
+    *("sft.steps=40", "sft.batch=16", "sft.options={}", "policy.tiny.context=640", "engine.max_tokens=256"),
     *("batch.groups=16", "batch.group_size=16", "engine.slots=256", "learner.micro_tokens=4096"),
 )
 LEARN = (*COMMON, "eval.tasks=256", "eval.samples=2", "eval.k=2")
@@ -119,7 +125,7 @@ def _each(values: list[float]) -> str:
 
 
 def compare(job: Job) -> tuple[Side, Side]:
-    """Step both sides in turn; the first step of each warms up and is not counted unless the job learns."""
+    """Step both sides in turn; the first step of each is a warm-up and not counted, unless the job learns."""
     config = load_config(
         Path(__file__).parent.parent / "examples/sort.toml", [*job.overrides, f"seed={job.seed}", f"out={OUT}"]
     )
@@ -129,7 +135,7 @@ def compare(job: Job) -> tuple[Side, Side]:
         ours, theirs = context.Pipe()
         worker = context.Process(target=target, args=(config, job, theirs), daemon=True)
         worker.start()
-        theirs.close()  # so that a side that dies ends the wait instead of prolonging it
+        theirs.close()  # so that the death of a side ends the wait
         assert _receive(ours) == "ready"
         pipes.append(ours)
         workers.append(worker)
@@ -156,9 +162,9 @@ def _take_step(side: Side, pipe: Connection, job: Job, step: int) -> None:
 
 
 def _receive(pipe: Connection) -> Any:
-    """What a side says next."""
+    """The next message of a side."""
     if not pipe.poll(DEADLINE_S):
-        raise SystemExit(f"a side said nothing for {DEADLINE_S} s")
+        raise SystemExit(f"timed out after {DEADLINE_S} s waiting for one side")
     return pipe.recv()
 
 
@@ -166,19 +172,18 @@ def _prepare(config: RunConfig) -> tuple[Any, Any, Any]:
     """Family, starting policy and an evaluation of given weights."""
     from copy import deepcopy
 
-    from shoal.engine.torch import TorchEngine
-    from shoal.eval import evaluate
+    from shoal.engine import open_engine
     from shoal.tasks.registry import load_family
-    from shoal.warmup import load_start
+    from shoal.train.eval import evaluate
+    from shoal.train.sft import load_start
 
     family = load_family(config.tasks.name, config.tasks.options)
-    policy = load_start(config, note=lambda text: None)
-    engine = TorchEngine(deepcopy(policy.model), eos_id=policy.eos_id, slots=config.engine.slots)
+    policy = load_start(config)
+    engine = open_engine(config.engine, deepcopy(policy.model), eos_id=policy.eos_id)
 
     def measure(weights: dict[str, Any]) -> float:
         engine.swap_weights(0, weights)
-        limit = config.engine.max_tokens
-        return evaluate(engine, family, policy, config.eval, seed=config.seed, max_tokens=limit).pass_1.value
+        return evaluate(engine, family, policy, config).pass_1.value
 
     return family, policy, measure
 
@@ -186,15 +191,15 @@ def _prepare(config: RunConfig) -> tuple[Any, Any, Any]:
 def _run_shoal(config: RunConfig, job: Job, pipe: Connection) -> None:
     from copy import deepcopy
 
-    from shoal.engine.torch import TorchEngine
+    from shoal.engine import open_engine
     from shoal.learner.learner import Learner
-    from shoal.runtime import tune_process
-    from shoal.sampler import Sampler
+    from shoal.train.sampler import Sampler
+    from shoal.util.process import tune_process
 
     tune_process(0)
     family, policy, measure = _prepare(config)
     learner = Learner(policy.model, config.learner, max_tokens=config.engine.max_tokens)
-    engine = TorchEngine(deepcopy(policy.model), eos_id=policy.eos_id, slots=config.engine.slots)
+    engine = open_engine(config.engine, deepcopy(policy.model), eos_id=policy.eos_id)
     sampler = Sampler(engine, family, policy.tokenizer, config)
     pipe.send("ready")
     step = 0
@@ -246,7 +251,7 @@ def _run_trl(config: RunConfig, job: Job, pipe: Connection) -> None:
 
 
 def _plan_tasks(config: RunConfig, job: Job, family: Any, policy: Any) -> list[Any]:
-    """The tasks that shoal will draw, in its order."""
+    """The tasks that shoal will draw, in the same order."""
     from shoal.group import GroupShape, plan_group
     from shoal.seeds import derive_seed
 

@@ -1,4 +1,4 @@
-"""Workers of very different speed, that join late, leave and stand still: what becomes of their work.
+"""Workers of very different speed that join late, leave and stall: what happens to their work.
 
     python bench/unequal.py [--quick] [--json]
 
@@ -9,13 +9,13 @@ A whole swarm (`shoal run`'s parts) with four workers, k = 2, groups of up to 24
     worker-3  stopped for a minute in the middle (--quick: 15 s)
     worker-4  joins after a tenth of the steps and leaves after three quarters
 
-What was generated and what became of it is read from the ledger. Tokens reach training if their group was trained, or
+What was generated and its outcome are read from the ledger. Tokens reach training if their group was trained, or
 accepted and filtered out because its rewards are all equal. All others count as lost: submissions that were not
-accepted, and leases that ended without one, each as if it had been written to its end (with a group's mean length).
+accepted, and leases that ended without one, each counted as if it had been completed (with a group's mean length).
 
 Slow problems would be starved if long groups of slow workers were dropped, or if a batch took what is ready first. So
 two samples are compared (Kolmogorov-Smirnov, one value per group, the tokens of its longest rollout): accepted groups
-of the slow worker with those of worker-1; and groups that were trained with all that have a signal.
+of the slow worker with those of worker-1, and trained groups with all groups that have a signal.
 """
 
 import asyncio
@@ -29,18 +29,19 @@ from itertools import pairwise
 from sqlalchemy import Connection, text
 
 from common import OUT, finish, mean, parse_flags
-from shoal.launch.glance import METRICS, read_steps
-from shoal.launch.prepare import Prepared
-from shoal.launch.supervise import Supervisor
-from shoal.report import read_metrics
-from shoal.swarm.db import open_engine, read_snapshot
-from swarms import find_part, load_swarm, open_supervisor, pick_parts, run_swarm
+from shoal.launch.prepare import PreparedSwarm
+from shoal.launch.run import open_supervisor
+from shoal.launch.supervisor import Supervisor
+from shoal.launch.view import METRICS, read_steps
+from shoal.ledger.db import open_database, read_snapshot
+from shoal.train.report import read_metrics
+from swarms import find_part, load_swarm, pick_parts, run_swarm
 
 SETTINGS = (
     "async_level=2",
     "tasks.options={min_length=2, max_length=24}",
-    "warmup.options={}",
-    "warmup.steps=150",
+    "sft.options={}",
+    "sft.steps=150",
     "engine.max_tokens=26",
     "batch.groups=16",
     "learner.lr=5e-5",
@@ -57,22 +58,22 @@ TURN_S, SLOW_SHARE = 0.2, 0.25
 
 @dataclass(slots=True)
 class Course:
-    """What is done to the workers, and when it was."""
+    """What is done to the workers, and when."""
 
     steps: int
     pause_s: float
     pause_begun: float = 0.0
     pause_ended: float = 0.0
 
-    async def drive(self, prepared: Prepared, supervisor: Supervisor) -> None:
-        """Slow one down, stop one for a while, let one come and go."""
+    async def drive(self, prepared: PreparedSwarm, supervisor: Supervisor) -> None:
+        """Slow one worker down, stall one for a while, let one join and leave."""
         await asyncio.gather(
             slow_down(supervisor, SLOW, SLOW_SHARE),
             self._pause(prepared, supervisor),
             self._invite(prepared),
         )
 
-    async def _pause(self, prepared: Prepared, supervisor: Supervisor) -> None:
+    async def _pause(self, prepared: PreparedSwarm, supervisor: Supervisor) -> None:
         await reach_step(prepared, self.steps // 8)
         process = await find_part(supervisor, PAUSED)
         self.pause_begun = read_last_time(prepared)
@@ -83,7 +84,7 @@ class Course:
             process.signal(signal.SIGCONT)
         self.pause_ended = self.pause_begun + self.pause_s
 
-    async def _invite(self, prepared: Prepared) -> None:
+    async def _invite(self, prepared: PreparedSwarm) -> None:
         await reach_step(prepared, self.steps // 10)
         guest, leave = open_supervisor(prepared, pick_parts(prepared, [GUEST])), asyncio.Event()
         running = asyncio.create_task(guest.run(lambda: False, leave))
@@ -96,13 +97,13 @@ class Course:
 
 @dataclass(slots=True)
 class Groups:
-    """What became of the groups of a run."""
+    """The outcome of the groups of a run."""
 
     trained: list[int] = field(default_factory=list)
     """tokens of the longest rollout of each"""
     with_signal: list[int] = field(default_factory=list)
     by_part: dict[str, list[int]] = field(default_factory=dict)
-    """of those that were accepted"""
+    """of accepted groups"""
     reached: int = 0
     """tokens"""
     lost: int = 0
@@ -127,7 +128,7 @@ def main() -> None:
 
 
 async def slow_down(supervisor: Supervisor, name: str, share: float) -> None:
-    """Let a part run for a share of the time, for ever."""
+    """Let a part run for a share of the time, forever."""
     process = await find_part(supervisor, name)
     try:
         while True:
@@ -136,23 +137,23 @@ async def slow_down(supervisor: Supervisor, name: str, share: float) -> None:
             process.signal(signal.SIGCONT)
             await asyncio.sleep(share * TURN_S)
     finally:
-        process.signal(signal.SIGCONT)  # one that is stopped could not be asked to end
+        process.signal(signal.SIGCONT)  # a stopped process could not be asked to end
 
 
-async def reach_step(prepared: Prepared, step: int) -> None:
-    """Until so many steps are trained."""
+async def reach_step(prepared: PreparedSwarm, step: int) -> None:
+    """Wait until that many steps are trained."""
     while not read_steps(prepared.layout.root / METRICS) & set(range(step, prepared.config.steps + 1)):
         await asyncio.sleep(0.2)
 
 
-def read_last_time(prepared: Prepared) -> float:
+def read_last_time(prepared: PreparedSwarm) -> float:
     """When the last step was trained, by the trainer's clock."""
     return float(read_metrics(prepared.layout.root / METRICS)[-1]["time"])
 
 
-def read_groups(prepared: Prepared) -> Groups:
-    """What the ledger says of a run that has ended."""
-    engine = open_engine(str(prepared.layout.ledger))
+def read_groups(prepared: PreparedSwarm) -> Groups:
+    """Read the ledger of a finished run."""
+    engine = open_database(str(prepared.layout.ledger))
     try:
         with read_snapshot(engine) as connection:
             return _collect_groups(connection, prepared)
@@ -160,7 +161,7 @@ def read_groups(prepared: Prepared) -> Groups:
         engine.dispose()
 
 
-def _collect_groups(connection: Connection, prepared: Prepared) -> Groups:
+def _collect_groups(connection: Connection, prepared: PreparedSwarm) -> Groups:
     size, names, groups = prepared.config.batch.group_size, prepared.names, Groups()
     tokens = _read_tokens(connection, size)
     for row in connection.execute(text("SELECT state, count(*) FROM lease GROUP BY state ORDER BY state")):
@@ -187,7 +188,7 @@ def _collect_groups(connection: Connection, prepared: Prepared) -> Groups:
 
 
 def _read_tokens(connection: Connection, size: int) -> dict[str, dict[int, list[int]]]:
-    """Tokens of each rollout that was handed in: by submission and place of its group."""
+    """Tokens of each submitted rollout, by submission and position of its group."""
     found = {}
     for seq, body in connection.execute(text("SELECT seq, body FROM event WHERE kind = 'sub.commit'")):
         lengths = [int(entry["tokens"]) for entry in json.loads(body)["rollouts"]]
@@ -195,7 +196,7 @@ def _read_tokens(connection: Connection, size: int) -> dict[str, dict[int, list[
     return found
 
 
-def collect_figures(prepared: Prepared, course: Course, groups: Groups) -> dict[str, float]:
+def collect_figures(prepared: PreparedSwarm, course: Course, groups: Groups) -> dict[str, float]:
     times = [float(line["time"]) for line in read_metrics(prepared.layout.root / METRICS)]
     gaps = [after - before for before, after in pairwise(times)]
     inside = [time for time in times if course.pause_begun < time <= course.pause_ended]
@@ -219,9 +220,9 @@ def collect_figures(prepared: Prepared, course: Course, groups: Groups) -> dict[
 
 
 def compare_samples(left: Sequence[float], right: Sequence[float]) -> tuple[float, float]:
-    """Kolmogorov-Smirnov: the largest distance of the two distributions, and how likely one as large is by chance.
+    """Kolmogorov-Smirnov: the largest distance between the two distributions, and the probability of it by chance.
 
-    The limit law; with ties, which lengths have, the chance is larger than it says.
+    Uses the limiting distribution; with ties, which lengths have, the true probability is larger.
     """
     values = sorted({*left, *right})
     distance = max(abs(_count_upto(left, value) - _count_upto(right, value)) for value in values)

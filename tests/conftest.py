@@ -1,10 +1,13 @@
-"""Settings of the whole suite, and tiny models that tests of several parts share.
+"""Settings of the whole suite, and tiny models that tests of several packages share.
+
+Larger fixtures that several packages share are modules of `tests/fixtures`.
 
 Properties are tried on the same examples each time, however busy the machine is.
 """
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +20,47 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from shoal.policy.model import Policy
+    from shoal.protocol.messages import Lease
     from shoal.recipe import Recipe
-    from shoal.swarm.messages import Lease
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # as the command does, before anything imports torch
 settings.register_profile("shoal", deadline=None, derandomize=True)
 settings.load_profile("shoal")
+
+pytest_plugins = [
+    "tests.fixtures.api_server",
+    "tests.fixtures.async_tests",
+    "tests.fixtures.databases",
+    "tests.fixtures.tiny_versions",
+    "tests.fixtures.toploc_work",
+    "tests.fixtures.world",
+]
+
+
+class LogListener(logging.Handler):
+    """What the package logs from INFO on; `on_message` may raise, to stop whoever logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.messages: list[str] = []
+        self.on_message: Callable[[str], None] = lambda text: None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        self.on_message(record.getMessage())
+
+
+@pytest.fixture
+def log() -> Iterator[LogListener]:
+    """The log of the package during a test."""
+    listener, package = LogListener(), logging.getLogger("shoal")
+    before = package.level
+    package.addHandler(listener)
+    package.setLevel(logging.INFO)
+    yield listener
+    package.removeHandler(listener)
+    package.setLevel(before)
+
 
 _ALPHABET = "0123456789+-*/=abcdef"
 _SIZES = {
@@ -73,9 +111,9 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
     import torch
 
-    from shoal.config import PolicyConfig, TinyConfig
+    from shoal.config.run import PolicyConfig, TinyConfig
     from shoal.policy.model import Policy, load_policy, save_policy
-    from shoal.tasks.sort import Sort
+    from shoal.tasks.families.sort import Sort
 
     folder = tmp_path_factory.mktemp("versions")
     tiny = TinyConfig(layers=2, width=32, heads=2, kv_heads=1, context=64)
@@ -113,7 +151,7 @@ def recipe(versions: dict[int, Path]) -> "Recipe":
 @pytest.fixture(scope="session")
 def make_lease() -> "Callable[..., Lease]":
     """Leases of that run."""
-    from shoal.swarm.messages import Lease
+    from shoal.protocol.messages import Lease
 
     def make(name: str = "l1", **changes: object) -> Lease:
         fields: dict[str, object] = {
@@ -139,7 +177,7 @@ def make_lease() -> "Callable[..., Lease]":
 
 
 def _make_policy(arch: Any, heads: int, kv_heads: int) -> "Policy":
-    from shoal.config import PolicyConfig, TinyConfig
+    from shoal.config.run import PolicyConfig, TinyConfig
     from shoal.policy.model import load_policy
 
     tiny = TinyConfig(arch=arch, layers=2, width=32, heads=heads, kv_heads=kv_heads, context=512)

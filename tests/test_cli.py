@@ -1,9 +1,10 @@
-import argparse
+import json
 import os
 import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Coroutine
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 
 from shoal import __version__
-from shoal.cli import main
-from shoal.config import RunConfig, load_config
-from shoal.rundir import RunDir
+from shoal.cli import HEADINGS, list_commands, main
+from shoal.commands.common import CommandResult
+from shoal.config.run import RunConfig, load_config
+from shoal.train.rundir import RunDir
 
 Call = dict[str, Any]
 
@@ -35,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         seen.append({"config": config, "fresh": fresh})
         return 0
 
-    def run_warmup(config: RunConfig) -> Path:
+    def run_sft(config: RunConfig) -> Path:
         seen.append({"config": config})
         return Path("warm")
 
@@ -43,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         seen.append({"config": config, "run": run, "json": json_path, "markdown": markdown_path})
         return 0
 
-    for name, function in [("train", run_training), ("warmup", run_warmup), ("eval", run_eval)]:
+    for name, function in [("train.loop", run_training), ("train.sft", run_sft), ("train.eval", run_eval)]:
         module = ModuleType(f"shoal.{name}")
         setattr(module, function.__name__, function)
         monkeypatch.setitem(sys.modules, f"shoal.{name}", module)
@@ -67,11 +69,112 @@ def test_without_a_command_help_goes_to_stderr(capsys: pytest.CaptureFixture[str
     assert "commands:" in capsys.readouterr().err
 
 
+def test_help_fits_one_screen_and_names_every_command_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    named = [name for names in HEADINGS.values() for name in names]
+    assert sorted(named) == sorted(command.name for command in list_commands())
+
+
+def test_help_describes_every_command_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == 0
+    shown = capsys.readouterr().out
+    assert "  train        train a policy on one machine, or resume the run\n" in shown
+    assert "(publish, pull, tree, ticket)\n" in shown
+    with pytest.raises(SystemExit):
+        main(["help", "weights", "pull"])
+    assert "usage: shoal weights pull" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (["trian"], "did you mean `shoal train`?"),
+        (["publish"], "did you mean `shoal weights publish`?"),
+        (["ledger", "verfy"], "did you mean `shoal ledger verify`?"),
+        (["train", "--steps", "3"], "unknown flags --steps; write steps=3"),
+        (["train", "--learner.lr=1"], "write learner.lr=1"),
+        (["train", "--learning_rate", "1e-4", "--max-steps", "5"], "write learner.lr=1e-4, write steps=5"),
+        (["train", "--config", "a.toml"], "write a.toml without --config"),
+        (["train", "--dryrun"], "did you mean --dry-run?"),
+    ],
+)
+def test_a_mistyped_command_is_answered_with_the_right_one(
+    args: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == 2 and hint in capsys.readouterr().err
+
+
+def test_settings_come_from_the_environment_and_the_command_line_wins(
+    calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_LEARNER__LR", "3e-4")
+    monkeypatch.setenv("SHOAL_STEPS", "7")
+    Path("a.toml").write_text("steps = 5\n[learner]\nlr = 1e-5\n[engine]\nmax_tokens = 9\n")
+    assert main(["train", "a.toml", "steps=9"]) == 0
+    config = calls[0]["config"]
+    assert (config.steps, config.learner.lr, config.engine.max_tokens) == (9, 3e-4, 9)
+
+
+def test_a_mistyped_variable_is_reported(
+    calls: list[Call], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHOAL_LEARNER_LR", "3e-4")
+    assert main(["train", "--dry-run"]) == 0
+    assert (
+        "SHOAL_LEARNER_LR is not a setting and is ignored; did you mean SHOAL_LEARNER__LR?" in capsys.readouterr().err
+    )
+
+
+def test_a_dry_run_of_a_finished_run_on_a_task_set_is_no_conflict(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = {"id": "a", "prompt": "1+1=", "task_type": "text_exact", "info": {"answer": "2"}}
+    Path("own.jsonl").write_text(json.dumps(task) + "\n")
+    settings = ["train", 'tasks.set=["own.jsonl"]', "--dry-run"]
+    assert main(settings) == 0
+    printed = RunConfig.model_validate(tomllib.loads(capsys.readouterr().out))
+    run = RunDir.open(printed)
+    run.append_metrics(1, {})
+    run.close()
+    assert main(settings) == 0
+
+
+def test_a_bad_value_in_the_environment_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHOAL_LEARNER__LR", "much")
+    assert main(["train", "--dry-run"]) == 2
+    assert capsys.readouterr().err.startswith("shoal: learner.lr: must be a number")
+
+
+def test_a_password_is_refused_on_the_command_line_and_hidden(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = "postgresql://shoal:hunter2@db/run"
+    assert main(["coordinator", "--run", "r", "--database", url, "--dry-run"]) == 2
+    assert "PGPASSWORD" in capsys.readouterr().err
+    monkeypatch.setenv("SHOAL_DATABASE", url)
+    assert main(["coordinator", "--run", "r", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "postgresql://shoal:***@db/run" in shown and "hunter2" not in shown
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_the_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    assert "leaderboard" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("args", [["--help"], ["train", "--help"], ["tasks"], ["train", "--dry-run"]])
 def test_what_needs_no_model_does_not_import_torch(args: list[str]) -> None:
     code = f"""
 import contextlib, io, sys
-from shoal.cli import main
+from shoal.cli import HEADINGS, list_commands, main
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
     main({args!r})
 sys.exit("torch" in sys.modules)
@@ -101,13 +204,13 @@ def test_without_a_file_the_defaults_are_trained(calls: list[Call]) -> None:
 
 
 def test_the_exit_code_of_training_is_passed_on(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["shoal.train"], "run_training", lambda config, fresh: 3)
+    monkeypatch.setattr(sys.modules["shoal.train.loop"], "run_training", lambda config, fresh: 3)
     assert main(["train"]) == 3
 
 
-def test_warmup_prints_where_its_policy_is(calls: list[Call], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["warmup", "warmup.steps=3"]) == 0
-    assert calls[0]["config"].warmup.steps == 3
+def test_sft_prints_where_its_policy_is(calls: list[Call], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "sft.steps=3"]) == 0
+    assert calls[0]["config"].sft.steps == 3
     assert capsys.readouterr().out == "warm\n"
 
 
@@ -155,19 +258,19 @@ def test_families_are_listed_and_described(capsys: pytest.CaptureFixture[str]) -
     assert "example prompt:" in capsys.readouterr().out
 
 
-def test_a_dry_run_prints_settings_that_load_and_stores_them(
+def test_a_dry_run_prints_settings_that_load_and_writes_nothing(
     calls: list[Call], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for command in ("train", "warmup", "eval"):
+    for command in ("train", "sft", "eval"):
         assert main([command, "seed=4", "--dry-run"]) == 0
         printed = RunConfig.model_validate(tomllib.loads(capsys.readouterr().out))
-        assert printed == load_config(folder / "runs" / "sort-seed4" / "config.toml") == RunConfig(seed=4)
-    assert calls == []
+        assert printed == RunConfig(seed=4)
+    assert calls == [] and list(folder.iterdir()) == []
 
 
-def test_a_dry_run_checks_task_and_warmup_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_checks_task_and_sft_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "tasks.options.fins=2", "--dry-run"]) == 2
-    assert main(["train", "warmup.options.fins=2", "--dry-run"]) == 2
+    assert main(["train", "sft.options.fins=2", "--dry-run"]) == 2
     assert main(["train", "tasks.name=swim", "--dry-run"]) == 2
     assert capsys.readouterr().out == ""
 
@@ -195,8 +298,13 @@ def test_eval_of_a_run_directory_takes_its_settings(calls: list[Call]) -> None:
     )
 
 
+def test_eval_of_nothing_says_what_it_needs(calls: list[Call], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval"]) == 2
+    assert calls == [] and "shoal eval runs/latest" in capsys.readouterr().err
+
+
 def test_eval_without_a_run_means_the_starting_policy(calls: list[Call]) -> None:
-    assert main(["eval"]) == 0
+    assert main(["eval", "seed=0"]) == 0
     assert calls[0]["run"] is None
 
 
@@ -206,30 +314,27 @@ def test_an_interrupt_is_one_line_and_exit_code_130(
     def interrupt(config: RunConfig, fresh: bool) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["shoal.train"], "run_training", interrupt)
+    monkeypatch.setattr(sys.modules["shoal.train.loop"], "run_training", interrupt)
     assert main(["train"]) == 130
-    assert capsys.readouterr().err == "\nshoal: interrupted; a run or warm-up goes on from its last checkpoint\n"
+    assert capsys.readouterr().err == "\nshoal: interrupted; the same command resumes from the last checkpoint\n"
 
 
 @pytest.mark.parametrize(
-    ("command", "args", "text"),
+    ("args", "text"),
     [
-        (
-            "swarm_node.run_join",
-            ["join", "http://a:1"],
-            "; the node may not have joined yet, the same command begins again",
-        ),
-        ("swarm_node.run_leave", ["leave"], ""),
-        ("swarm_ask.run_status", ["status", "http://a:1"], ""),
+        (["node", "join", "http://a:1"], "; the node may not have joined yet, run the same command again"),
+        (["node", "leave"], ""),
+        (["status", "http://a:1"], ""),
     ],
 )
 def test_an_interrupted_command_says_what_holds_for_it_and_not_for_another(
-    command: str, args: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    args: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(args: argparse.Namespace) -> int:
+    def interrupt(work: Coroutine[None, None, CommandResult], *, as_json: bool) -> int:
+        work.close()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"shoal.commands.{command}", interrupt)
+    monkeypatch.setattr("shoal.commands.common.run_query", interrupt)
     assert main(args) == 130
     assert capsys.readouterr().err == f"\nshoal: interrupted{text}\n"
 
@@ -238,7 +343,7 @@ def test_our_own_bugs_are_not_dressed_up_as_mistakes(calls: list[Call], monkeypa
     def fail(config: RunConfig, fresh: bool) -> int:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(sys.modules["shoal.train"], "run_training", fail)
+    monkeypatch.setattr(sys.modules["shoal.train.loop"], "run_training", fail)
     with pytest.raises(ValueError, match="a bug"):
         main(["train"])
 
@@ -278,7 +383,7 @@ def test_a_full_disk_behind_what_is_printed_is_a_sentence() -> None:
             check=False,
         )
     assert (process.returncode, process.stderr.count("\n")) == (1, 1)
-    assert process.stderr.startswith("shoal: what was to be printed cannot be written (")
+    assert process.stderr.startswith("shoal: cannot write the output (")
 
 
 def test_a_sign_that_cannot_be_shown_costs_the_sign_alone() -> None:

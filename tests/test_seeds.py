@@ -92,7 +92,7 @@ def test_seeds_of_different_tuples_differ() -> None:
 
 
 def test_seeds_stay_what_they_are() -> None:
-    # golden: every recorded rollout hangs on it
+    # Golden: every recorded rollout depends on it.
     assert derive_seed("beacon", 0, 1) == 6532224982931094518
     assert derive_seed() == 10443931324165736785
     assert derive_seed("init", -3, "\u00e9") == 639684144903117937

@@ -1,7 +1,7 @@
-"""What is measured inside the roles: which calls are which stage, and where the numbers are put.
+"""What is measured inside the roles: which calls belong to which stage, and where the numbers are stored.
 
-Every process has a file of doubles, named by its process id: CPU seconds and calls of each stage, then the counters.
-Only what Python itself brings is imported here: this module is part of the start of every process.
+Every process has a file of doubles, named after its process id: CPU seconds and calls of each stage, then the counters.
+Only the standard library is imported here, because every process imports this module at its start.
 """
 
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the way from a prompt to a gradient."""
+    """A part of the path from a prompt to a gradient."""
 
     name: str
     targets: tuple[str, ...]
-    """functions, methods and coroutines, `module:name`; what another stage does inside of them is that one's"""
+    """functions, methods and coroutines, `module:name`; time of a nested stage counts for that stage only"""
     is_model: bool = False
-    """whether it is what a single process without a swarm would compute as well"""
+    """whether a single process without a swarm would compute it as well"""
 
 
 STAGES = (
@@ -23,39 +23,38 @@ STAGES = (
     Stage("prove", ("shoal.toploc.stream:ProofBuilder.__call__", "shoal.toploc.stream:ProofBuilder.take_many")),
     Stage("plan", ("shoal.group:plan_groups",)),
     Stage("score", ("shoal.group:score_group",)),
-    Stage("write", ("shoal.worker.outbox:Outbox.pack",)),
+    Stage("write", ("shoal.worker.behaviour:pack_work",)),
     Stage(
         "orders",
         (
-            "shoal.worker.outbox:Outbox.find_key",
-            "shoal.worker.outbox:Outbox.add_lease",
-            "shoal.worker.outbox:Outbox.forget",
+            "shoal.worker.leases:LeaseTable.find_key",
+            "shoal.worker.leases:LeaseTable.hold",
+            "shoal.worker.leases:LeaseTable.end",
         ),
     ),
-    Stage("lease", ("shoal.swarm.client:NodeClient.ask_lease",)),
-    Stage("commit", ("shoal.swarm.client:NodeClient.commit",)),
-    Stage("upload", ("shoal.swarm.client:NodeClient.upload",)),
-    Stage("heartbeat", ("shoal.node.session:Session._beat",)),
-    Stage("claim", ("shoal.swarm.client:NodeClient.claim_jobs",)),
-    Stage("fetch", ("shoal.swarm.client:NodeClient.fetch_blob",)),
-    Stage("form", ("shoal.submission.read:read_submission", "shoal.trainer.reading:JailReader.__call__")),
-    Stage("meaning", ("shoal.validator.judge:Judge._find_meaning",)),
+    Stage("lease", ("shoal.node.client:NodeClient.ask_lease",)),
+    Stage("commit", ("shoal.node.client:NodeClient.commit",)),
+    Stage("upload", ("shoal.node.client:NodeClient.upload",)),
+    Stage("heartbeat", ("shoal.node.session:Session._heartbeat",)),
+    Stage("claim", ("shoal.node.client:NodeClient.claim_jobs",)),
+    Stage("fetch", ("shoal.node.client:NodeClient.fetch_blob",)),
+    Stage("form", ("shoal.submission.read:read_submission", "shoal.trainer.batch:read_sandboxed")),
+    Stage("meaning", ("shoal.validator.judge:Judge._check_consistency",)),
     Stage("proof", ("shoal.validator.proof:check_proofs",)),
     Stage("prefill", ("shoal.toploc.replay:replay_batches",), is_model=True),
-    Stage("verdict", ("shoal.swarm.client:NodeClient.send_verdict",)),
+    Stage("verdict", ("shoal.node.client:NodeClient.send_verdict",)),
     Stage("read batch", ("shoal.trainer.batch:BatchReader.read_batch",)),
     Stage("old log-probs", ("shoal.learner.learner:Learner._score_old",), is_model=True),
     Stage("train", ("shoal.learner.learner:Learner.train_step",), is_model=True),
     Stage("write version", ("shoal.trainer.versions:Versions.write",)),
-    Stage("record", ("shoal.trainer.loop:Trainer._record",)),
-    Stage("checkpoint", ("shoal.trainer.loop:Trainer._save",)),
+    Stage("record", ("shoal.trainer.trainer:Trainer._record",)),
+    Stage("checkpoint", ("shoal.trainer.trainer:Trainer._save",)),
     Stage(
         "publish",
         (
             "shoal.trainer.publish:Publisher._publish",
-            "shoal.trainer.publish:Publisher._prune_now",
+            "shoal.trainer.versions:Versions.prune",
             "shoal.trainer.versions:Versions.record",
-            "shoal.trainer.versions:Versions.hash_weights",
         ),
     ),
     Stage("load", ("shoal.policy.model:open_policy", "shoal.engine.torch:TorchEngine.swap_weights")),
@@ -63,4 +62,4 @@ STAGES = (
 COUNTERS = ("rollouts", "tokens", "file_bytes", "received_bytes", "sent_bytes")
 NUM_DOUBLES = 2 * len(STAGES) + len(COUNTERS)
 FOLDER = "SHOAL_LOOP_PROBE"
-"""name of the variable with the folder of the files"""
+"""environment variable with the folder of the files"""

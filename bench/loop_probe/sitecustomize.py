@@ -1,8 +1,8 @@
-"""Measures a role from inside: Python imports this module at the start of each process whose path has this folder.
+"""Measures a role from inside: Python imports this module at the start of each process with this folder on its path.
 
-Each stage's calls are wrapped when their module is imported, before anybody else can take a name out of it. What is
-measured is CPU time of the thread (`time.thread_time`), of a coroutine that of its own steps; inside one another, each
-stage has what is left of it without the others.
+Each stage's calls are wrapped when their module is imported, before other modules can import names from it. The measure
+is CPU time of the thread (`time.thread_time`), and for a coroutine that of its own steps. When stages are nested, each
+gets its time without the others.
 """
 
 import functools
@@ -23,18 +23,18 @@ from typing import Any
 from loop_stages import COUNTERS, FOLDER, NUM_DOUBLES, STAGES
 
 SERVERS = ("coordinator", "origin", "relay")
-"""commands whose sockets are counted: whoever talks, talks to one of them"""
+"""commands whose sockets are counted: one of them is part of every connection"""
 _DOUBLE = 8
 
 
 class Meter:
-    """The numbers of this process, in a file that anybody may read at any time."""
+    """The numbers of this process, in a file that others can read at any time."""
 
     def __init__(self, path: Path) -> None:
         self.move(path)
 
     def move(self, path: Path) -> None:
-        """Begin anew in another file, as a fork does."""
+        """Start again in a new file, as after a fork."""
         with path.open("w+b") as file:
             file.truncate(_DOUBLE * NUM_DOUBLES)
             self._doubles = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
@@ -81,7 +81,7 @@ def wrap_call(meter: Meter, stage: int, call: Callable[..., Any]) -> Callable[..
 
 
 class _Steps:
-    """Awaits a coroutine and measures each of its steps, none of the time in between."""
+    """Awaits a coroutine and measures each of its steps, but not the time in between."""
 
     def __init__(self, meter: Meter, stage: int, coroutine: Any) -> None:
         self._meter, self._stage, self._coroutine, self._is_begun = meter, stage, coroutine, False
@@ -143,13 +143,13 @@ class Wrapper(importlib.abc.MetaPathFinder):
         *outer, last = name.split(".")
         place: Any = functools.reduce(getattr, outer, module)
         call = getattr(place, last)
-        if name == "Outbox.pack":
+        if name == "pack_work":
             call = _count_parcels(self._meter, call)
         setattr(place, last, wrap_call(self._meter, number, call))
 
 
 def _count_parcels(meter: Meter, pack: Callable[..., Any]) -> Callable[..., Any]:
-    """What a worker hands in."""
+    """Count what a worker submits."""
 
     @functools.wraps(pack)
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -181,7 +181,7 @@ def _count_bytes(meter: Meter, call: Callable[..., Any], counter: str) -> Callab
 
 
 def _is_server() -> bool:
-    """Whether this process is one of those that the others talk to; `sys.argv` is not there yet."""
+    """Whether this process is one of the servers; `sys.argv` is not set yet."""
     return any(name in sys.orig_argv[:5] for name in SERVERS)
 
 

@@ -1,4 +1,4 @@
-"""The command `shoal`.
+"""The command `shoal`: its parser, its help, and what each error means for the exit code.
 
 Exit codes: 0 done, 1 the disk refused or the answer is no, 2 a mistake in flags, settings or files (each one sentence
 on stderr), 130 interrupted.
@@ -6,69 +6,63 @@ Nothing here imports torch before a command needs it, so help and errors come at
 """
 
 import argparse
+import difflib
 import io
 import os
-import shutil
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from importlib import import_module
 
 from shoal import __version__
-from shoal.commands.broadcast_flags import add_commands as add_broadcast
-from shoal.commands.canary import add_commands as add_canary
-from shoal.commands.convert import add_convert
-from shoal.commands.diloco import add_commands as add_diloco
-from shoal.commands.filter import add_filter
-from shoal.commands.launch import add_commands as add_launch
-from shoal.commands.ledger_flags import add_commands as add_ledger
-from shoal.commands.redteam import add_commands as add_redteam
-from shoal.commands.roles import add_commands as add_roles
-from shoal.commands.swarm_flags import add_commands as add_swarm
-from shoal.commands.verify_flags import add_commands as add_verify
-from shoal.commands.work import add_commands as add_work
-from shoal.disk import is_full
-from shoal.errors import EXIT_MISTAKE, AwayError, ConfigError, DiskError
-
-if TYPE_CHECKING:
-    from shoal.config import RunConfig
+from shoal.commands.common import (
+    CliCommand,
+    CommandParser,
+    add_command,
+    add_environment,
+    add_logging,
+    describe_command,
+    flag,
+)
+from shoal.errors import EXIT_MISTAKE, ConfigError, DiskError, UnavailableError
+from shoal.util.aio import EXIT_INTERRUPTED
+from shoal.util.disk import is_full
+from shoal.util.logs import choose_level, log_to_stderr
 
 EXIT_DISK = 1
-EXIT_STALE = 1
-"""A calibration that no longer holds."""
-EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
 """What a shell reports for a command whose reader went away."""
-
-_EXAMPLES = """examples:
-  shoal demo
-  shoal run examples/demo.toml swarm.workers=3
-  shoal train examples/sort.toml
-  shoal train examples/sort.toml seed=1 learner.loss.name=grpo
-  shoal train examples/sort.toml --dry-run
-  shoal eval runs/sort-seed0
-  shoal tasks sort
-  shoal calibrate runs/sort-seed0 --task sort
-  shoal coordinator --run demo params.steps=10
-  shoal join http://127.0.0.1:8700 --owner owner.key
-  shoal status http://127.0.0.1:8700 --watch
-  shoal canary plant http://127.0.0.1:8700 --key operator.key
-  shoal diloco train data.source=book.txt steps=400
-
-`shoal train --help` and `shoal coordinator --help` list every setting.
-"""
-
-
 SPIN_COUNT = "5000"
 """How long a waiting OpenMP thread spins before it sleeps. By default it spins for milliseconds, which on a machine
 with anything else to do makes every operator wait for the other's time slice: 128 us become more than 9,000."""
+
+_MODULES = (
+    *("train", "swarm", "roles", "redteam", "diloco", "weights", "coordinator"),
+    *("node", "query", "owner", "admin", "verify", "canary", "ledger"),
+)
+"""of `shoal.commands`"""
+HEADINGS = {
+    "one machine": ("train", "sft", "eval", "rollouts", "filter", "tasks", "convert", "calibrate"),
+    "swarm": ("demo", "run", "prepare"),
+    "roles": ("coordinator", "trainer", "evaluator", "origin", "relay", "validator", "worker"),
+    "inspect": ("status", "leaderboard", "explain", "verify", "ledger"),
+    "administer": ("keygen", "node", "owner", "admin", "canary"),
+    "other": ("weights", "diloco", "redteam", "completion", "help"),
+}
+"""how the help groups the commands"""
+_DESCRIPTION = "Reinforcement learning of language models on untrusted machines."
+_START = """start here:
+  shoal demo                 a swarm on this machine learns, and catches a cheat
+  shoal train CONFIG.toml    train on this machine
+  shoal worker URL           lend this machine to a run
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read by the library when torch is imported, so set before
-    _spare_signs()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # for what the terminal or log cannot encode
     try:
         try:
             return _run_command(argv)
@@ -77,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"shoal: {error}", file=sys.stderr)
         return EXIT_MISTAKE
-    except (AwayError, DiskError) as error:
+    except (UnavailableError, DiskError) as error:
         print(f"shoal: {error}", file=sys.stderr)
         return EXIT_DISK
     except KeyboardInterrupt as interrupt:
@@ -89,268 +83,120 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if not is_full(error):
             raise
-        print(f"shoal: what was to be printed cannot be written ({error.strerror})", file=sys.stderr)
+        print(f"shoal: cannot write the output ({error.strerror})", file=sys.stderr)
         _close_stdout()
         return EXIT_DISK
 
 
-def _close_stdout() -> None:
-    """The interpreter flushes stdout once more at its end; give it something to flush to."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _spare_signs() -> None:
-    """Let a sign that a terminal or a log has no code for cost the sign, and not the command."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose help may end with the table of all settings, made only when help is asked for."""
-
-    describe_settings: Callable[[], str] | None = None
+class _MainParser(CommandParser):
+    """The parser of all commands, whose help fits one screen."""
 
     def format_help(self) -> str:
-        text = super().format_help()
-        return text if self.describe_settings is None else f"{text}\nsettings:\n{self.describe_settings()}"
+        rows = "".join(f"  {heading:<12} {'  '.join(names)}\n" for heading, names in HEADINGS.items())
+        return (
+            f"usage: shoal COMMAND ...\n\n{_DESCRIPTION}\n\n{_START}\ncommands:\n{rows}\n"
+            "`shoal help` describes each command in a line, `shoal COMMAND --help` in full.\n"
+            "All take -v, -q, --log-level and --log-json; --version prints the version.\n"
+        )
+
+
+def build_parser() -> CommandParser:
+    """The parser of all commands."""
+    parser = _MainParser(prog="shoal", description=_DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"shoal {__version__}")
+    add_logging(parser)
+    parser.set_defaults(command=None, options=())
+    subparsers = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=CommandParser)
+    for command in list_commands():
+        add_command(subparsers, command)
+    return parser
+
+
+def list_commands() -> list[CliCommand]:
+    """All commands, as their modules declare them."""
+    declared = [command for name in _MODULES for command in import_module(f"shoal.commands.{name}").COMMANDS]
+    return [*declared, *COMMANDS]
+
+
+def run_help(args: argparse.Namespace) -> int:
+    """Describe every command in one line, or one command in full."""
+    if args.words:
+        build_parser().parse_args([*args.words, "--help"])
+    known = {command.name: command for command in list_commands()}
+    for heading, names in HEADINGS.items():
+        print(f"{heading}:")
+        for name in names:
+            command = known[name]
+            actions = f" ({', '.join(action.name for action in command.actions)})" if command.actions else ""
+            print(f"  {name:<12} {describe_command(command)}{actions}")
+    return 0
+
+
+def run_completion(args: argparse.Namespace) -> int:
+    """Print a completion script for a shell."""
+    import shtab
+
+    print(shtab.complete(build_parser(), shell=args.shell))
+    return 0
+
+
+COMMANDS = (
+    CliCommand("help", run_help, (flag("words", nargs="*", metavar="COMMAND", help="command to describe (all)"),)),
+    CliCommand("completion", run_completion, (flag("shell", choices=("bash", "zsh", "tcsh"), help="your shell"),)),
+)
 
 
 def _run_command(argv: Sequence[str] | None) -> int:
-    parser = _build_parser()
+    parser = build_parser()
     # argparse ends the positionals at the first flag and so refuses `a.toml --dry-run x=1`; what it leaves over is
     # taken up here.
     args, rest = parser.parse_known_args(argv)
     unknown = [text for text in rest if text.startswith("-") or not hasattr(args, "inputs")]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.error(_explain_unknown(unknown, args, list(sys.argv[1:] if argv is None else argv)))
     if args.command is None:
         parser.print_help(sys.stderr)
         return EXIT_MISTAKE
     if rest:
         args.inputs = [*args.inputs, *rest]
+    if args.settings:
+        args.inputs = add_environment(args.inputs, args.settings)
+    level = choose_level(args.log_level, verbose=args.verbose, quiet=args.quiet)
     try:
-        return int(args.command(args))
+        with log_to_stderr(args.role, level, as_json=args.log_json):
+            return int(args.command(args))
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(args.goes_on) from None  # told by `main`, with what holds for this command
+        raise KeyboardInterrupt(args.resumes) from None  # printed by `main`, with what holds for this command
 
 
-def _build_parser() -> _Parser:
-    parser = _Parser(
-        prog="shoal",
-        description="Reinforcement learning of language models on machines nobody has to trust.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"shoal {__version__}")
-    parser.set_defaults(command=None, goes_on="")
-    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-
-    train = _add_command(commands, "train", _run_train, "train a policy; the same command resumes an unfinished run")
-    train.describe_settings = _describe_settings
-    train.add_argument("--fresh", action="store_true", help="move an existing run directory to DIR.old-N first")
-    _add_command(commands, "warmup", _run_warmup, "supervised warm-up only, on the task family's demonstrations")
-    evaluate = _add_command(commands, "eval", _run_eval, "evaluate a run, or the starting policy, on held-out tasks")
-    evaluate.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: that of CONFIG)")
-    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON (default: not written)")
-    evaluate.add_argument("--markdown", type=Path, metavar="FILE", help="write them as a table (default: not written)")
-    text = "run directories, folders or hub ids: a table of all of them on --tasks (default: one model)"
-    evaluate.add_argument("--models", nargs="+", metavar="M", help=text)
-    text = "families by name, or task sets as FORMAT:PLACE: the columns of the table"
-    evaluate.add_argument("--tasks", nargs="+", metavar="TASKS", help=text)
-
-    _add_calibrate(commands)
-    add_convert(commands)
-    add_filter(commands)
-    add_launch(commands)
-    add_roles(commands)
-    add_work(commands)
-    add_redteam(commands)
-    add_diloco(commands)
-    add_broadcast(commands)
-    add_swarm(commands)
-    add_verify(commands)
-    add_canary(commands)
-    add_ledger(commands)
-
-    tasks = commands.add_parser("tasks", help="list the task families, or describe one", allow_abbrev=False)
-    tasks.add_argument("name", nargs="?", metavar="NAME", help="family to describe (default: list all)")
-    tasks.set_defaults(command=_run_tasks)
-    return parser
+def _explain_unknown(words: list[str], args: argparse.Namespace, argv: list[str]) -> str:
+    """What to write instead of arguments that no flag takes: `--learning_rate 1e-4` is how other programs do it."""
+    flags = [word for word in words if word.startswith("--")]
+    if not flags:
+        return f"unrecognized arguments: {' '.join(words)}"
+    hints = []
+    for word in flags:
+        if near := difflib.get_close_matches(word, args.options, n=1, cutoff=0.8):
+            hints.append(f"did you mean {near[0]}?")
+        elif hasattr(args, "inputs"):
+            hints.append(f"write {_name_setting(word, argv)}")
+    return f"unknown flags {' '.join(flags)}" + (f"; {', '.join(hints)}" if hints else "")
 
 
-def _describe_settings() -> str:
-    from shoal.config import RunConfig
-    from shoal.schema import describe_settings
+def _name_setting(word: str, argv: list[str]) -> str:
+    """A flag of another framework as the setting that it would be here."""
+    from shoal.config.help import FOREIGN_NAMES
 
-    return describe_settings(RunConfig, max(100, shutil.get_terminal_size((120, 24)).columns))
-
-
-def _add_command(
-    commands: "argparse._SubParsersAction[_Parser]", name: str, command: Callable[[argparse.Namespace], int], text: str
-) -> _Parser:
-    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-    source = "CONFIG is a TOML file or a run directory" if name == "eval" else "CONFIG is a TOML file"
-    parser.add_argument(
-        "inputs",
-        nargs="*",
-        metavar="CONFIG key=value",
-        help=f"{source} (default: the built-in settings); key=value sets one setting over it, e.g. learner.lr=1e-4",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved settings, check them and stop")
-    parser.set_defaults(command=command)
-    if name in ("train", "warmup"):
-        parser.set_defaults(goes_on="; a run or warm-up goes on from its last checkpoint")
-    return parser
+    name, _, value = word.removeprefix("--").partition("=")
+    after = argv[argv.index(word) + 1 :] if word in argv else []
+    if not value and after and not after[0].startswith("-"):
+        value = after[0]
+    if name == "config" and value:
+        return f"{value} without --config"
+    name = name.replace("-", "_")
+    return f"{FOREIGN_NAMES.get(name, name)}={value or 'VALUE'}"
 
 
-def _add_calibrate(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    text = "measure how honest rollouts of a model look to its verifier, and pick the thresholds of its checks"
-    parser = commands.add_parser("calibrate", help=text, description=text, allow_abbrev=False)
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="folder or hub id of a policy, or a run directory")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="as the verifier loads it (%(default)s)")
-    add("--backend", choices=("torch",), default="torch", help="engine of verifier and workers (%(default)s)")
-    add("--samples", type=int, default=4096, metavar="N", help="honest chunks of 32 tokens to measure (%(default)s)")
-    add("--rate", type=float, default=1e-9, metavar="R", help="false alarms per rollout, all checks (%(default)s)")
-    add("--confidence", type=float, default=0.95, metavar="C", help="that they are no more frequent (%(default)s)")
-    add("--tokens", type=int, default=128, metavar="N", help="length of the rollouts (%(default)s)")
-    add("--temperature", type=float, default=1.0, metavar="T", help="lowest that will be used (%(default)s)")
-    add("--threads", type=int, default=2, metavar="N", help="thread count to compare with 1 (%(default)s)")
-    add("--mixed", action="store_true", help="let workers use the other of the two dtypes as well")
-    prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument("--task", default="", metavar="NAME", help="prompts of a task family (default: random tokens)")
-    prompts.add_argument("--prompts", type=Path, metavar="FILE", help="prompts from a text file, one per line")
-    add("--seed", type=int, default=0, metavar="N", help="seed of prompts and rollouts (%(default)s)")
-    add("--out", type=Path, default=Path("calibration.json"), metavar="FILE", help="file to write (%(default)s)")
-    add("--check", type=Path, metavar="FILE", help="write nothing; see whether this file holds for the present weights")
-    parser.set_defaults(command=_run_calibrate)
-
-
-def _run_train(args: argparse.Namespace) -> int:
-    config = _load_inputs(*_split_inputs(args.inputs))
-    if args.dry_run:
-        # --fresh would move the old directory aside, which a dry run must not do
-        return _print_settings(config, store=not args.fresh)
-    from shoal.train import run_training
-
-    return run_training(config, fresh=args.fresh)
-
-
-def _run_warmup(args: argparse.Namespace) -> int:
-    config = _load_inputs(*_split_inputs(args.inputs))
-    if args.dry_run:
-        return _print_settings(config, store=False)
-    from shoal.warmup import run_warmup
-
-    print(run_warmup(config))
-    return 0
-
-
-def _run_eval(args: argparse.Namespace) -> int:
-    target, overrides = _split_inputs(args.inputs)
-    target = args.run if target is None else target
-    run_dir = args.run
-    if target is not None and target.is_dir():
-        run_dir = run_dir or target
-        target = target / "config.toml"
-    config = _load_inputs(target, overrides)
-    if args.dry_run:
-        return _print_settings(config, store=False)
-    if args.models or args.tasks:
-        return _run_table(config, args)
-    from shoal.eval import run_eval
-
-    return run_eval(config, _find_run(config, run_dir), json_path=args.json, markdown_path=args.markdown)
-
-
-def _run_table(config: "RunConfig", args: argparse.Namespace) -> int:
-    if not (args.models and args.tasks):
-        raise ConfigError("--models, --tasks: a table needs both, its rows and its columns")
-    from shoal.evaltable import run_table
-
-    table = run_table(config, args.models, args.tasks, json_path=args.json, markdown_path=args.markdown)
-    print(table.to_markdown(), end="")
-    return 0
-
-
-def _run_calibrate(args: argparse.Namespace) -> int:
-    from shoal.files import check_output
-
-    check_output(args.out)
-    from shoal.toploc.calibrate import Plan, format_table, run_calibration, run_recheck
-    from shoal.toploc.prompts import Source
-
-    source = Source(tokens=args.tokens, temperature=args.temperature, seed=args.seed, task=args.task, file=args.prompts)
-    plan = Plan(
-        source=source,
-        samples=args.samples,
-        rate=args.rate,
-        confidence=args.confidence,
-        threads=args.threads,
-        mixed=args.mixed,
-    )
-    note = partial(print, file=sys.stderr, flush=True)
-    if args.check is not None:
-        complaints = run_recheck(args.model, args.dtype, plan, args.check, note)
-        print("\n".join(complaints) or f"{args.check} holds for these weights")
-        return EXIT_STALE if complaints else 0
-    calibration = run_calibration(args.model, args.dtype, plan, note)
-    calibration.save(args.out)
-    print(format_table(calibration), end="")
-    print(f"written to {args.out}")
-    return 0
-
-
-def _run_tasks(args: argparse.Namespace) -> int:
-    from shoal.tasks.registry import describe_family, list_families
-
-    if args.name is None:
-        for name in list_families():
-            print(f"{name:<12} {describe_family(name).summary.splitlines()[0]}")
-        return 0
-    card = describe_family(args.name)
-    print(f"{card.name}: {card.summary}\n\noptions (as tasks.options.NAME=VALUE):")
-    for option in card.options:
-        print(f"  {option.name:<14} {option.doc} (allowed: {option.allowed}; default: {option.default})")
-    print(f"\nexample prompt:\n  {card.task.prompt}\nand a correct completion:\n  {card.demonstration}")
-    return 0
-
-
-def _split_inputs(inputs: list[str]) -> tuple[Path | None, list[str]]:
-    """The configuration's path, which is the first input unless that is an override, and the overrides."""
-    if inputs and "=" not in inputs[0]:
-        return Path(inputs[0]), inputs[1:]
-    return None, inputs
-
-
-def _load_inputs(path: Path | None, overrides: list[str]) -> "RunConfig":
-    from shoal.config import load_config
-
-    return load_config(path, overrides)
-
-
-def _find_run(config: "RunConfig", run_dir: Path | None) -> Path | None:
-    """The run directory to evaluate; None: there is none, so the starting policy is meant."""
-    from shoal.rundir import is_started, run_path
-
-    if run_dir is None:
-        path = run_path(config)
-        return path if is_started(path) else None
-    if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir}: no such run directory")
-    return run_dir
-
-
-def _print_settings(config: "RunConfig", *, store: bool) -> int:
-    """A dry run: everything that can be checked without a model is checked; `store` writes config.toml for the run."""
-    from shoal.config import dump_config
-    from shoal.rundir import store_config
-    from shoal.tasks.source import check_tasks
-
-    check_tasks(config)
-    print(dump_config(config), end="")
-    if store:
-        print(f"shoal: settings are in {store_config(config)}", file=sys.stderr)
-    return 0
+def _close_stdout() -> None:
+    """The interpreter flushes stdout once more at its end; give it something to flush to."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

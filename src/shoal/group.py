@@ -1,8 +1,8 @@
 """From a step's beacon to scored groups.
 
-Group i of step n is a pure function of (n, beacon, i, weights): task and seeds derive from beacon and index, and which
-tasks there are from the step, if the run has a schedule. So whoever computes it gets the same rollouts, and nobody
-chooses what to work on.
+Group i of step n is a pure function of (n, beacon, i, weights): task and seeds derive from beacon and index, and the
+set of tasks from the step if the run has a schedule. So every machine computes the same rollouts, and no worker chooses
+its tasks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from shoal.tasks.split import train_task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupShape:
-    """What all groups of a run have in common."""
+    """The settings that all groups of a run share."""
 
     size: int
     max_tokens: int
@@ -28,7 +28,7 @@ class GroupShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class GroupPlan:
     """A group before it is generated."""
 
     index: int
@@ -45,11 +45,11 @@ def plan_group(
     beacon: int,
     index: int,
     task: Task | None = None,
-) -> Plan:
-    """Task, seeds and requests of group `index` of a step. Only a curriculum gives another task than the seed's."""
+) -> GroupPlan:
+    """Task, seeds and requests of group `index` of a step. Only a curriculum overrides the seed's task."""
     task = task or train_task(at_step(family, step), derive_seed("task", beacon, index))
     seeds = [derive_seed("rollout", beacon, index, sample) for sample in range(shape.size)]
-    return Plan(index=index, task=task, requests=request_rollouts(tokenizer, task, shape, f"g{index}", seeds))
+    return GroupPlan(index=index, task=task, requests=request_rollouts(tokenizer, task, shape, f"g{index}", seeds))
 
 
 def plan_groups(
@@ -61,8 +61,8 @@ def plan_groups(
     beacon: int,
     first: int,
     count: int,
-) -> list[Plan]:
-    """The groups first .. first + count - 1 of a step, whose beacon this is."""
+) -> list[GroupPlan]:
+    """Groups first .. first + count - 1 of the step with this beacon."""
     indices = range(first, first + count)
     return [plan_group(family, tokenizer, shape, step=step, beacon=beacon, index=index) for index in indices]
 
@@ -85,14 +85,14 @@ def request_rollouts(
 
 
 def encode_task(tokenizer: PreTrainedTokenizerBase, task: Task) -> list[int]:
-    """The prompt of a task in tokens, in the form it has."""
+    """The tokens of a task's prompt: a chat or plain text."""
     if task.messages:
         return encode_chat(tokenizer, [(message.role, message.content) for message in task.messages])
     return encode_prompt(tokenizer, task.prompt)
 
 
 def generate_groups(
-    engine: Engine, family: Family, tokenizer: PreTrainedTokenizerBase, plans: Sequence[Plan]
+    engine: Engine, family: Family, tokenizer: PreTrainedTokenizerBase, plans: Sequence[GroupPlan]
 ) -> list[Group]:
     """Generate and score planned groups, in the order of the plans."""
     requests = [request for plan in plans for request in plan.requests]
@@ -101,9 +101,9 @@ def generate_groups(
 
 
 def score_group(
-    family: Family, tokenizer: PreTrainedTokenizerBase, plan: Plan, rollouts: Mapping[str, Rollout]
+    family: Family, tokenizer: PreTrainedTokenizerBase, plan: GroupPlan, rollouts: Mapping[str, Rollout]
 ) -> Group:
-    """The group of a plan from its rollouts, by id."""
+    """Build the group of a plan from rollouts by id, and score it."""
     own = tuple(rollouts[request.id] for request in plan.requests)
     texts = [decode_completion(tokenizer, rollout.token_ids) for rollout in own]
     scores = tuple(score_texts(family, plan.task, texts))

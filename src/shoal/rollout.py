@@ -21,7 +21,7 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One rollout to be generated. Top-p is 1 and top-k off by contract, so neither is a field."""
+    """One rollout to generate. Top-p is 1 and top-k off by contract, so neither is a field."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -48,7 +48,7 @@ class Rollout:
     prompt_ids: np.ndarray
     """int32"""
     token_ids: np.ndarray
-    """int32, the end token included if there is one"""
+    """int32, including the end token if there is one"""
     logprobs: np.ndarray
     """float32 log-softmax(logits / temperature) of each chosen token"""
     finish: Finish
@@ -65,13 +65,13 @@ class Rollout:
 
     @property
     def version(self) -> int:
-        """The oldest version that wrote any of it: what staleness is measured against."""
+        """The oldest version that sampled any of its tokens: staleness is measured from it."""
         return min(span.version for span in self.versions)
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A verifier's answer: value in [0, 1] and the reason in a few words."""
+    """A verifier's result: value in [0, 1] and the reason in a few words."""
 
     value: float
     reason: str

@@ -1,8 +1,8 @@
 """All randomness of a run: named seeds, and one counter-based uniform per token.
 
 - `derive_seed` hashes a tuple, so (a, bc) and (ab, c), or (1, 2) and (2, 1), never collide by construction.
-- `token_uniforms(seed, t)` depends on the rollout's seed and the token's index alone: not on the batch, the slot, the
-  neighbours or the number of threads. Whoever knows the seed can say which token an honest sampler had to choose.
+- `token_uniforms(seed, t)` depends only on the rollout's seed and the token's index: not on the batch, the slot, the
+  neighbours or the number of threads. With the seed, anyone can compute which token an honest sampler had to choose.
 
 Changing breaks: every recorded rollout, golden curve and seeded-sampling check.
 """

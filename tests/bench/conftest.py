@@ -1,21 +1,14 @@
-"""A tiny stage for the benches' own parts. These are scripts and no package: they are loaded from their folder here.
-
-The folder does not stay on the path, for some benches are named like packages (`toploc`, `trl`).
-"""
+"""A tiny setup for tests of the benchmarks' parts, which are loaded here so that tests can import them."""
 
 import string
-import sys
-from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.fixtures.benches import load_bench
 
 if TYPE_CHECKING:
     from stage import Stage
 
-_FOLDER = str(Path(__file__).parents[2] / "bench")
-sys.path.insert(0, _FOLDER)
 for _name in (
     "altered",
     "attacks",
@@ -32,17 +25,16 @@ for _name in (
     "sharing",
     "stage",
 ):
-    import_module(_name)
-sys.path.remove(_FOLDER)
+    load_bench(_name)
 
 
 @pytest.fixture(scope="session")
 def stage() -> "Stage":
-    """Four groups of four rollouts by a model of random, sharpened weights."""
+    """Four groups of four rollouts by a model with random, sharpened weights."""
     import torch
 
     from models import Subject
-    from shoal.config import PolicyConfig, TinyConfig
+    from shoal.config.run import PolicyConfig, TinyConfig
     from shoal.policy.model import load_policy
     from stage import Stage, draw_requests
 

@@ -1,4 +1,4 @@
-"""The attacks do what they say, and leave everything else as honest work has it."""
+"""The attacks do what they say, and leave everything else as in honest work."""
 
 import math
 

@@ -1,20 +1,8 @@
-"""What the bench of checking makes of what it measured."""
+"""Figures of the checking benchmark."""
 
 import pytest
 
-from checking import (
-    ALL,
-    DEMO,
-    READ,
-    TOGETHER,
-    Costs,
-    Size,
-    count_cpu,
-    format_table,
-    list_figures,
-    list_sizes,
-    rotate,
-)
+from checking import ALL, DEMO, READ, TOGETHER, Costs, Size, count_cpu, format_table, list_figures, list_sizes, rotate
 
 
 def make_costs(size: str, *, written: float = 100.0, together: float = 11.0, leases: int = 2) -> Costs:
@@ -29,7 +17,7 @@ def test_costs_are_shares_of_what_writing_took() -> None:
     costs = make_costs("small")
     assert costs.share(TOGETHER) == pytest.approx(0.11)
     assert costs.share("trusted") == pytest.approx(0.02)
-    assert costs.batch_gain == pytest.approx(2.0), "(21 - 1) / (11 - 1): reading is no part of the replay"
+    assert costs.batch_gain == pytest.approx(2.0), "(21 - 1) / (11 - 1): reading is not part of the replay"
     assert costs.rollouts_per_s == pytest.approx(10 / 11)
     assert costs.mean_tokens == 512
     assert costs.bound == pytest.approx(0.0512), "5,120 tokens of 1 MFLOP at 1 GFLOP/s are 5.12 s, of 100 s"
@@ -41,7 +29,7 @@ def test_the_figures_of_long_answers_are_the_worst_and_leave_the_demo_out() -> N
     figures = list_figures([make_costs("small"), alone, large, make_costs(DEMO, written=10.0)])
     assert figures["cost_all_512"] == pytest.approx(0.31)
     assert figures["cost_replay"] == pytest.approx(0.30)
-    assert figures["batch_gain"] == pytest.approx(20 / 30), "one submission gains nothing from being alone"
+    assert figures["batch_gain"] == pytest.approx(20 / 30), "a single submission gains nothing"
     assert figures["cost_all_demo"] == pytest.approx(1.1)
 
 

@@ -1,20 +1,16 @@
-"""The parts of the bench of deltas: weights as a step leaves them, files as others write them, and small figures."""
+"""Parts of the delta benchmark: weights after a step, files in the standard format, and small figures."""
 
 import mmap
-import sys
 import time
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.fixtures.benches import load_bench
 
-_FOLDER = str(Path(__file__).parents[2] / "bench")
-sys.path.insert(0, _FOLDER)
-delta = import_module("delta")
-sys.path.remove(_FOLDER)
+delta = load_bench("delta")
 
 
 def test_rounding_is_that_of_torch() -> None:
@@ -64,9 +60,7 @@ def test_rates_are_measured_on_results_that_were_compared(tmp_path: Path) -> Non
     delta.write_weights(tmp_path / "new", 50_000, lr=1e-6)
     figures = delta.measure_rates(tmp_path, rounds=1)
     assert {name for name in figures if name.endswith("_gbs")} == {
-        f"{name}{clock}_gbs"
-        for name in ("encode", "xor", "zstd", "apply", "apply_synced", "copy")
-        for clock in ("", "_cpu")
+        f"{name}{clock}_gbs" for name in ("encode", "xor", "zstd", "apply", "copy") for clock in ("", "_cpu")
     }
     assert min(figures.values()) > 0
     assert not (tmp_path / "out").exists()
@@ -78,7 +72,7 @@ def test_the_watcher_sees_memory_that_is_touched() -> None:
     with (
         delta.watch_memory() as during,
         mmap.mmap(-1, 60_000_000, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block,
-    ):  # pages of its own, whatever the process kept of freed ones
+    ):  # its own pages, whatever freed memory the process kept
         block.write(b"1" * len(block))
         time.sleep(0.05)
     assert during[0] - before[0] > 50

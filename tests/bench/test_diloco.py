@@ -1,4 +1,4 @@
-"""Workers side by side in one buffer train as each would alone."""
+"""Workers in one shared buffer train as each would alone."""
 
 import numpy as np
 import pytest

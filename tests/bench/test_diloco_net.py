@@ -1,16 +1,10 @@
-"""The parts of `bench/diloco_net.py` that need no network: the slow link's arithmetic, and the table on paper."""
-
-import sys
-from pathlib import Path
+"""The parts of `bench/diloco_net.py` that need no network: the arithmetic of the slow link, and the extrapolation."""
 
 import pytest
+from tests.fixtures.benches import load_bench
 
-_FOLDER = str(Path(__file__).parents[2] / "bench")
-sys.path.insert(0, _FOLDER)
-import diloco_link  # noqa: E402
-import diloco_net  # noqa: E402
-
-sys.path.remove(_FOLDER)
+diloco_link = load_bench("diloco_link")
+diloco_net = load_bench("diloco_net")
 
 
 def test_bytes_of_a_link_pass_one_after_the_other_and_arrive_a_delay_later() -> None:

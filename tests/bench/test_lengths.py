@@ -1,20 +1,16 @@
-"""The arithmetic of the benchmarks of target lengths and of the offline filter."""
+"""The arithmetic of the target-length and offline-filter benchmarks."""
 
-import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
+from tests.fixtures.benches import load_bench
 
-_FOLDER = str(Path(__file__).parents[2] / "bench")
-sys.path.insert(0, _FOLDER)
 for _name in ("common", "length", "filter", "offline"):
-    import_module(_name)
-sys.path.remove(_FOLDER)
+    load_bench(_name)
 
 from length import SHORT, best_constant, collect_figures, error_curve  # noqa: E402
 from offline import KINDS, PER_KIND, measure_gain, write_tasks  # noqa: E402
-from shoal.tasks.sets import open_set  # noqa: E402
+from shoal.tasks.sets.sources import open_set  # noqa: E402
 
 
 def evaluate(step: int, rate: float, errors: dict[int, float]) -> dict[str, float]:
@@ -28,7 +24,7 @@ def test_the_best_constant_length_is_the_median_of_the_targets() -> None:
     assert best_constant([7]) == 0.0
 
 
-def test_targets_weigh_alike_and_the_worst_seed_is_told() -> None:
+def test_targets_have_equal_weight_and_the_worst_seed_is_reported() -> None:
     first = [
         evaluate(0, 0.5, dict.fromkeys(SHORT, 4.0)),
         evaluate(5, 0.75, dict(zip(SHORT, (0.0, 1.0, 2.0, 3.0), strict=True))),
@@ -49,7 +45,7 @@ def test_tokens_of_the_filter_are_taken_from_the_budget() -> None:
         {"step": 2, "eval/pass_at_1": 0.8},
     ]
     assert measure_gain(lines, 200.0) == pytest.approx(30.0), "60 points with 200k tokens"
-    assert measure_gain(lines, 200.0, cost=100.0) == pytest.approx(10.0), "20 points, for half was spent before"
+    assert measure_gain(lines, 200.0, cost=100.0) == pytest.approx(10.0), "20 points, because half was spent before"
 
 
 def test_the_mixed_set_has_as_many_tasks_of_each_kind(tmp_path: Path) -> None:

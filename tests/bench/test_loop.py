@@ -1,4 +1,4 @@
-"""The probe of bench/loop.py: each stage has its own CPU time and nobody else's; what it wraps behaves as before."""
+"""The probe of bench/loop.py: each stage gets only its own CPU time, and wrapped calls behave as before."""
 
 import asyncio
 import importlib.util
@@ -105,7 +105,7 @@ def test_every_stage_names_something_that_exists(probe: ModuleType) -> None:
             assert callable(place), target
 
 
-def test_a_stage_that_nobody_enters_is_told(monkeypatch: pytest.MonkeyPatch, probe: ModuleType) -> None:
+def test_a_stage_that_is_never_entered_is_reported(monkeypatch: pytest.MonkeyPatch, probe: ModuleType) -> None:
     monkeypatch.syspath_prepend(str(PROBE.parent))
     loop, watch = importlib.import_module("loop"), importlib.import_module("loop_watch")
     names = [stage.name for stage in loop.STAGES]

@@ -1,19 +1,15 @@
-"""The arithmetic of the benchmarks of asynchrony."""
+"""The arithmetic of the asynchrony benchmarks."""
 
 import json
-import sys
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fixtures.benches import load_bench
 
-_FOLDER = str(Path(__file__).parents[2] / "bench")
-sys.path.insert(0, _FOLDER)
 for _name in ("swarms", "overlap_chart", "overlap", "unequal"):
-    import_module(_name)
-sys.path.remove(_FOLDER)
+    load_bench(_name)
 
 import overlap  # noqa: E402
 from overlap import collect_figures, find_crossing, format_tables  # noqa: E402
@@ -22,7 +18,7 @@ from unequal import compare_samples  # noqa: E402
 
 
 def make_summary(**changes: Any) -> Summary:
-    """Two steps of a second each, in the third and the sixth second since v0."""
+    """Two steps of one second each, in the third and the sixth second since v0."""
     values: dict[str, Any] = {
         "level": 0,
         "seed": 0,
@@ -89,7 +85,7 @@ def test_the_time_before_the_first_training_step_can_be_left_out(monkeypatch: py
     assert figures["speedup_from_first_step_k2"] == pytest.approx(2.875 / 1.875)
 
 
-def test_a_part_that_fell_silent_is_told() -> None:
+def test_a_part_that_did_nothing_at_the_end_is_reported() -> None:
     assert list_silent(make_summary()) == ["worker-1"], "4.0 of 6.0 seconds is before the last third"
     busy = {"trainer": [(2.0, 3.0)], "worker-1": [(0.0, 2.5), (5.0, 6.0)], "validator-1": [(0.0, 9.0)]}
     assert list_silent(make_summary(busy=busy)) == []
@@ -101,7 +97,7 @@ def test_a_summary_is_the_same_after_it_was_kept() -> None:
     assert collect_figures({0: [kept]}) == collect_figures({0: [summary]})
 
 
-def test_runs_are_told_apart_by_their_settings_and_not_by_name_or_folder(tmp_path: Path) -> None:
+def test_runs_are_distinguished_by_settings_and_not_by_name_or_folder(tmp_path: Path) -> None:
     one = load_swarm("one", 0, tmp_path, ["async_level=2"])
     assert hash_settings(one) == hash_settings(load_swarm("two", 0, tmp_path / "x", ["async_level=2"]))
     others = [load_swarm("one", 1, tmp_path, ["async_level=2"]), load_swarm("one", 0, tmp_path, ["async_level=1"])]

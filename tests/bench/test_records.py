@@ -22,7 +22,7 @@ from shoal.rollout import Finish
 from shoal.toploc.calibration import Calibration, hash_model
 from shoal.toploc.check import check_rollouts
 from shoal.toploc.finding import Check
-from shoal.toploc.sequence import NUM_LEVELS, Bet, Level, Stream
+from shoal.toploc.sequential_test import NUM_LEVELS, Bet, EvidenceStream, Level
 from stage import Stage
 
 
@@ -92,7 +92,7 @@ def test_a_small_excess_in_every_chunk_shows_in_the_submission_alone(
         values = np.array([chunk.logprob_mean for chunk in list_stats(records) if chunk.is_full == whole])
         level = Level(value=float(values.min()) / 2, chance=0.3)
         low = Bet(levels=(level,) * NUM_LEVELS)
-        kinds[name] = kind.model_copy(update={"bets": {**kind.bets, Stream.LOGPROB: low}})
+        kinds[name] = kind.model_copy(update={"bets": {**kind.bets, EvidenceStream.LOGPROB: low}})
     strict = calibration.model_copy(update=kinds)
     verdicts = [judge_record(record, strict, stage.eos_id) for record in records]
     assert not any(verdict.failed for verdict in verdicts)

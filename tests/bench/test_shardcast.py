@@ -1,4 +1,4 @@
-"""The parts of the benchmark of weights on their way: processes, links, ratios."""
+"""Parts of the shardcast benchmark: processes, links, ratios."""
 
 import asyncio
 import os
@@ -6,31 +6,35 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 
 import pytest
+from tests.fixtures.benches import load_bench
 
-_FOLDER = str(Path(__file__).parents[2] / "bench")
-sys.path.insert(0, _FOLDER)
-for _name in ("cast_crew", "cast_link", "cast_ours", "cast_peers", "cast_sample", "shardcast"):
-    import_module(_name)
-sys.path.remove(_FOLDER)
+for _name in (
+    "shardcast_processes",
+    "shardcast_link",
+    "shardcast_trees",
+    "shardcast_peers",
+    "shardcast_sample",
+    "shardcast",
+):
+    load_bench(_name)
 
-from cast_crew import Crew, Reading, parse_stat, read_anon, sum_cpu  # noqa: E402
-from cast_link import CUT_BYTES, REFUSAL, Lane, Link  # noqa: E402
-from cast_peers import find_missing  # noqa: E402
-from cast_sample import Sample, hash_blake3, hash_sha256, interleave  # noqa: E402
 from shardcast import compare_runs, format_table, grow_rate  # noqa: E402
+from shardcast_link import CUT_BYTES, REFUSAL, Lane, Link  # noqa: E402
+from shardcast_peers import find_missing  # noqa: E402
+from shardcast_processes import Processes, Reading, parse_stat, read_anon, sum_cpu  # noqa: E402
+from shardcast_sample import Sample, hash_blake3, hash_sha256, interleave  # noqa: E402
 
 SHARD = b"GET /v/1/0123456789abcdef/full/3 HTTP/1.1\r\nHost: a\r\n\r\n"
 LIST = b"GET /versions?after=0&wait=0 HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
 @pytest.fixture
-def crew(tmp_path: Path) -> Iterator[Crew]:
-    with Crew(tmp_path / "crew") as crew:
-        yield crew
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    with Processes(tmp_path / "processes") as processes:
+        yield processes
 
 
 def test_ratios_compare_runs_of_the_same_round() -> None:
@@ -91,32 +95,32 @@ def test_memory_and_cpu_of_who_is_gone_are_nothing() -> None:
     assert sum_cpu(2**22 + 1) == 0.0
 
 
-def test_cpu_time_of_one_that_ended_still_counts(crew: Crew) -> None:
-    with crew.measure() as reading:
-        crew.start("busy", [sys.executable, "-c", "sum(range(10_000_000))"])
-        crew.wait_until(lambda: crew.has_ended("busy"), "it was done")
+def test_cpu_time_of_one_that_ended_still_counts(processes: Processes) -> None:
+    with processes.measure() as reading:
+        processes.start("busy", [sys.executable, "-c", "sum(range(10_000_000))"])
+        processes.wait_until(lambda: processes.has_ended("busy"), "it was done")
     assert reading.cpu_s["busy"] > 0.05
     assert reading.seconds > 0.05
 
 
-def test_one_that_fails_ends_the_benchmark_with_its_log(crew: Crew) -> None:
-    crew.start("bad", [sys.executable, "-c", "import sys; sys.exit('no such luck')"])
+def test_one_that_fails_ends_the_benchmark_with_its_log(processes: Processes) -> None:
+    processes.start("bad", [sys.executable, "-c", "import sys; sys.exit('no such luck')"])
     with pytest.raises(SystemExit, match="no such luck"):
-        crew.wait_until(lambda: False, "never")
+        processes.wait_until(lambda: False, "never")
 
 
-def test_a_wait_that_takes_too_long_ends_the_benchmark(crew: Crew) -> None:
+def test_a_wait_that_takes_too_long_ends_the_benchmark(processes: Processes) -> None:
     with pytest.raises(SystemExit, match="never: not within"):
-        crew.wait_until(lambda: False, "never", 0.05)
+        processes.wait_until(lambda: False, "never", 0.05)
 
 
 def test_leaving_the_block_ends_children_and_grandchildren(tmp_path: Path) -> None:
     deaf = "['sh', '-c', 'trap \"\" TERM; sleep 1000']"
     script = f"import subprocess, time; print(subprocess.Popen({deaf}).pid, flush=True); time.sleep(1000)"
-    with suppress(KeyError), Crew(tmp_path) as crew:
-        member = crew.start("parent", [sys.executable, "-c", script])
-        crew.wait_until(lambda: crew.read_log("parent").endswith("\n"), "it had a child")
-        child = int(crew.read_log("parent"))
+    with suppress(KeyError), Processes(tmp_path) as processes:
+        member = processes.start("parent", [sys.executable, "-c", script])
+        processes.wait_until(lambda: processes.read_log("parent").endswith("\n"), "it had a child")
+        child = int(processes.read_log("parent"))
         raise KeyError("a mistake in the benchmark")
     assert member.poll() is not None
     limit = time.monotonic() + 10
@@ -127,7 +131,7 @@ def test_leaving_the_block_ends_children_and_grandchildren(tmp_path: Path) -> No
 
 def test_a_lane_gives_every_byte_its_time() -> None:
     lane = Lane(rate=100.0, delay_s=0.5)
-    assert lane.send_bytes(50, now=10.0) == 11.0  # half a second on the link, half a second of way
+    assert lane.send_bytes(50, now=10.0) == 11.0  # half a second on the link, half a second of delay
     assert lane.send_bytes(50, now=10.0) == 11.5  # behind the first
     assert lane.send_bytes(100, now=20.0) == 21.5  # idle time is not saved up
     assert Lane(rate=None, delay_s=0.25).send_bytes(10**9, now=1.0) == 1.25
@@ -158,7 +162,7 @@ def test_a_request_that_fails_is_refused_or_cut_and_ends_its_connection() -> Non
 
 
 async def _ask_through(body: bytes, requests: list[bytes], *, turns: int = 1, **traits: float) -> list[bytes]:
-    """Answers of a server that sends the body for every request, through one link, on a connection per turn."""
+    """Responses of a server that sends the body for every request, through one link, one connection per turn."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What the bench of sharing makes of what it measured."""
+"""Figures of the sharing benchmark."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def test_figures_are_of_all_steps_together() -> None:
     assert list_figures(TURNS, 1e-5) == pytest.approx({"step_ratio": 3.0, "fed_share": 0.25, "gap_ppm": 10.0})
 
 
-def test_the_table_tells_both_halves() -> None:
+def test_the_table_shows_both_halves() -> None:
     lines = format_table(TURNS).splitlines()
     assert lines[2:] == [
         "| 1 to 1 | 1,000 | 200 | 4.000 | 1.000 | 4.00x |",

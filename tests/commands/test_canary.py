@@ -1,12 +1,12 @@
-"""`shoal canary`: mistakes are sentences."""
+"""`shoal canary`: user mistakes give one-line errors."""
 
 from pathlib import Path
 
 import pytest
 
 from shoal.cli import main
-from shoal.keys import Key
-from shoal.redteam.nest import Nest
+from shoal.identity.keys import Key
+from shoal.redteam.canary import CanarySet
 
 NOBODY = "http://127.0.0.1:1"
 
@@ -18,7 +18,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fail(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one sentence of a mistake."""
+    """The one-line error of a user mistake."""
     assert main(["canary", *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("shoal: ") and error.count("\n") == 1, error
@@ -31,20 +31,20 @@ def fail(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["seal", NOBODY, "--key", "nowhere.key"], "nowhere.key: cannot be read"),
         (["seal", NOBODY, "--key", "operator.key", "--count", "0"], "--count: must be 1 or more"),
         (["seal", NOBODY, "--key", "operator.key", "--count", "65"], "--count: at most 64"),
-        (["plant", NOBODY, "--key", "operator.key", "--attack", "bribe"], "no such attack; there are adapter"),
+        (["plant", NOBODY, "--key", "operator.key", "--attack", "bribe"], "unknown attack; available: adapter"),
         (["plant", NOBODY, "--key", "operator.key", "--wait", "0"], "--wait: must be 1 or more"),
         (["plant", NOBODY, "--key", "operator.key", "--slots", "0"], "--slots: must be 1 or more"),
-        (["list"], "canaries: has no canaries"),
+        (["list"], "canaries: no canaries found"),
     ],
 )
-def test_mistakes_are_told(capsys: pytest.CaptureFixture[str], words: list[str], text: str) -> None:
+def test_mistakes_are_one_line_errors(capsys: pytest.CaptureFixture[str], words: list[str], text: str) -> None:
     assert text in fail(capsys, *words)
 
 
 def test_the_stock_is_listed_without_a_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
-    nest = Nest(Path("canaries"), "demo")
+    nest = CanarySet(Path("canaries"), "demo")
     nest.end_sealing(nest.begin_sealing(2))
     with nest.hold_planted() as path:
         pass
     assert main(["canary", "list"]) == 0
-    assert capsys.readouterr().out == f"run demo: 1 sealed and in stock\n  {path.name}  planted, not revealed\n"
+    assert capsys.readouterr().out == f"run demo: 1 sealed and unused\n  {path.name}  planted, not revealed\n"

@@ -1,4 +1,4 @@
-"""`shoal diloco reduce` and `join`: mistakes are told in one sentence, before anything is trained."""
+"""`shoal diloco reduce` and `join`: user mistakes give one-line errors before anything is trained."""
 
 from pathlib import Path
 

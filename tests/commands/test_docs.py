@@ -1,16 +1,21 @@
-"""What the pages tell users to type and to configure exists."""
+"""The commands, flags and files mentioned in the docs exist."""
 
+import contextlib
+import io
 import re
 import shutil
 import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from shoal.cli import main
+from shoal.cli import list_commands, main
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("coordinator.md", "deploy.md", "ledger.md")
+PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+GROUPS = "|".join(command.name for command in list_commands() if command.actions)
 
 
 def read_example(page: str, language: str) -> str:
@@ -46,17 +51,44 @@ def test_the_example_for_caddy_is_one_that_caddy_takes(tmp_path: Path) -> None:
     subprocess.run([caddy, "validate", "--config", tmp_path / "Caddyfile"], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_command_and_flag_of_the_pages_exists(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    commands = set(re.findall(r"`?shoal ((?:admin|ledger|canary|redteam) [a-z]+|[a-z]+)\b", (DOCS / page).read_text()))
-    assert len(commands) > 3
-    flags: set[str] = set()
-    for command in sorted(commands):
-        with pytest.raises(SystemExit) as ended:
-            main([*command.split(), "--help"])
-        assert ended.value.code == 0, command
-        flags |= set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
-    assert set(re.findall(r"(?<![a-z-])--[a-z][a-z-]*", (DOCS / page).read_text())) <= flags
+def find_code(text: str) -> str:
+    """The code on a page: fenced, or indented."""
+    fenced = re.findall(r"```[a-z]*\n(.*?)```", text, re.DOTALL)
+    indented = re.findall(r"^ {4,}(.*)$", text, re.MULTILINE)
+    return "\n".join([*fenced, *indented])
+
+
+@cache
+def read_help(words: str) -> str:
+    shown = io.StringIO()
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(shown):
+        main([*words.split(), "--help"])
+    assert ended.value.code == 0, words
+    return shown.getvalue()
+
+
+@pytest.mark.parametrize("page", [*PAGES, "../README.md"])
+def test_every_command_and_flag_of_the_pages_exists(page: str) -> None:
+    text = (DOCS / page).read_text()
+    typed = re.findall(r"`(shoal [^`]+)`", text) + re.findall(r"^ *(shoal .*)$", find_code(text), re.MULTILINE)
+    for line in typed:
+        words = re.match(rf"shoal +(?:--?[a-z-]+ +)*((?:{GROUPS}) +[a-z]+\b|[a-z]+\b|)", line)
+        assert words is not None, line
+        flags = {*re.findall(r"--[a-z][a-z-]*", read_help(words[1])), "--version"}
+        assert set(re.findall(r"(?<![a-z-])--[a-z][a-z-]*", line.partition("#")[0])) <= flags, line
+
+
+def test_the_tutorial_writes_tasks_that_its_settings_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    subprocess.run([sys.executable, "-c", read_example("tutorial.md", "python")], check=True)
+    (tmp_path / "roman.toml").write_text(read_example("tutorial.md", "toml"))
+    assert main(["train", "roman.toml", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        f'set = ["{tmp_path.resolve()}/roman.jsonl"]' in shown and [path.name for path in tmp_path.glob("runs")] == []
+    )
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -68,3 +100,11 @@ def test_every_file_that_the_pages_name_exists(page: str) -> None:
         for name in names.split(","):
             found = [(DOCS.parent / folder / f"{start}{name}.py").exists() for start in ("", "test_")]
             assert any(found), f"{folder}{name}"
+
+
+def test_every_file_that_the_architecture_page_names_exists() -> None:
+    source = DOCS.parent / "src" / "shoal"
+    files = [path.relative_to(source).as_posix() + "/" * path.is_dir() for path in source.rglob("*")]
+    named = set(re.findall(r"`([a-z_/]+(?:\.py|/))`", (DOCS / "architecture.md").read_text()))
+    assert len(named) > 50
+    assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in files)] == []

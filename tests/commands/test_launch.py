@@ -1,5 +1,6 @@
-"""`shoal run`, `prepare` and `demo`: what is said before anything is started."""
+"""`shoal run`, `prepare` and `demo`: checks before anything is started."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from shoal.cli import main
 from shoal.launch.settings import load_launch
+from shoal.redteam.registry import WORKER_FAMILIES, list_names
 
 
 def test_a_dry_run_prints_settings_that_load_to_the_same(
@@ -18,7 +20,16 @@ def test_a_dry_run_prints_settings_that_load_to_the_same(
     shown = tmp_path / "shown.toml"
     shown.write_text(capsys.readouterr().out)
     assert load_launch(shown) == load_launch(None, ["steps=5", 'swarm.cheats=["int8","stale"]'])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["shown.toml"]  # and nothing was made
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["shown.toml"]  # and nothing was created
+
+
+def test_every_attack_of_a_worker_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    names = list_names(WORKER_FAMILIES)
+    assert main(["demo", "--dry-run", f"swarm.cheats={json.dumps(names)}"]) == 0
+    capsys.readouterr()
+    for name in ("int9", "late"):
+        assert main(["demo", "--dry-run", f'swarm.cheats=["{name}"]']) == 2
+        assert f"swarm.cheats: '{name}' is not a worker attack" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["run", "prepare"])

@@ -1,8 +1,9 @@
-"""`shoal ledger`: the same for a database and for an address, where a stranger believes nothing but signatures."""
+"""`shoal ledger` gives the same results for a database and for an address, where only signatures are trusted."""
 
 import asyncio
 import json
 import shutil
+from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,42 +13,55 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
-from shoal.commands.ledger_remote import prove_remote, show_remote, verify_remote
-from shoal.commands.swarm_call import Outcome
-from shoal.errors import ConfigError
-from shoal.keys import Key
-from shoal.swarm.asking import RefusedError, UnreachableError
-from shoal.swarm.event import Event, Kind, seal_event
-from shoal.swarm.head import SignedHead
-from shoal.swarm.open_client import OpenClient
-from shoal.swarm.params import RunParams
-from shoal.swarm.postings import Posting
-from shoal.swarm.service import Service, ServiceConfig, open_service
+from shoal.commands import ledger as ledger_command
+from shoal.commands.common import CommandResult
+from shoal.coordinator.service import CoordinatorService, ServiceConfig, open_service
+from shoal.errors import ConfigError, UnreachableError
+from shoal.identity.keys import Key
+from shoal.ledger.event import Event, EventKind, Posting, seal_event
+from shoal.ledger.head import SignedHead
+from shoal.net.retry import RefusedError
+from shoal.node.public_client import PublicClient
+from shoal.protocol.params import RunParams
 
 HEX = "ab" * 32
 
 
 @asynccontextmanager
-async def serve(data: Path) -> AsyncIterator[Service]:
+async def serve(data: Path) -> AsyncIterator[CoordinatorService]:
     config = ServiceConfig(run="demo", port=0, params=RunParams(steps=1))
     async with asyncio.timeout(60), open_service(config, data) as service:
         await service.coordinator.ledger.sign_head()
         yield service
 
 
-async def append(service: Service, count: int) -> SignedHead:
-    """Some harmless events, and a head over them."""
+async def append(service: CoordinatorService, count: int) -> SignedHead:
+    """Append some harmless events, and sign a head over them."""
     ledger = service.coordinator.ledger
     for _ in range(count):
-        ledger.submit(lambda draft: draft.append(Kind.COORDINATOR_UP, body={"shift_ms": 0}))
+        ledger.submit(lambda draft: draft.append(EventKind.COORDINATOR_UP, body={"shift_ms": 0}))
     return await ledger.sign_head()
 
 
-async def audit(service: Service, copy: Path | None = None, held: SignedHead | None = None) -> Outcome:
-    return await verify_remote(service.url, copy, held, None)
+async def audit(service: CoordinatorService, copy: Path | None = None, held: SignedHead | None = None) -> CommandResult:
+    return await verify_remote(service.url, copy, held)
 
 
-def test_a_stranger_copies_a_ledger_page_by_page_and_goes_on_from_its_copy(tmp_path: Path, capsys) -> None:
+async def verify_remote(
+    url: str, copy: Path | None = None, held: SignedHead | None = None, expected: str | None = None
+) -> CommandResult:
+    return await ledger_command._verify_remote(Namespace(where=url, ca=None, copy=copy), held, expected)
+
+
+async def show_remote(url: str, event: str | None, first: int | None, count: int) -> CommandResult:
+    return await ledger_command._show_remote(Namespace(where=url, ca=None, event=event, first=first, count=count))
+
+
+async def prove_remote(url: str, event: str, out: Path | None) -> CommandResult:
+    return await ledger_command._prove_remote(Namespace(where=url, ca=None, event=event, out=out))
+
+
+def test_a_stranger_copies_a_ledger_page_by_page_and_resumes_from_its_copy(tmp_path: Path, capsys) -> None:
     copy = tmp_path / "copy.db"
 
     async def check() -> None:
@@ -64,14 +78,14 @@ def test_a_stranger_copies_a_ledger_page_by_page_and_goes_on_from_its_copy(tmp_p
             assert [event["seq"] for event in last["events"]] == [603, 604]
             assert (await show_remote(service.url, None, 700, 2)).data == {"events": [], "size": 605}
             other = await verify_remote(service.url, None, None, HEX)
-            assert other.code == 1 and f"not of {HEX}" in other.text
+            assert other.code == 1 and f"expected {HEX}" in other.text
 
     asyncio.run(check())
     assert main(["ledger", "verify", str(copy)]) == 0
     assert "605 events" in capsys.readouterr().out
 
 
-def test_a_copy_that_is_kept_tells_a_fork(tmp_path: Path) -> None:
+def test_a_kept_copy_reveals_a_fork(tmp_path: Path) -> None:
     old, copy = tmp_path / "old", tmp_path / "copy.db"
 
     async def check() -> None:
@@ -81,13 +95,13 @@ def test_a_copy_that_is_kept_tells_a_fork(tmp_path: Path) -> None:
         async with serve(tmp_path / "data") as service:
             await append(service, 3)
             assert (await audit(service, copy)).code == 0
-        async with serve(old) as service:  # the same coordinator, without its last events
+        async with serve(old) as service:  # the same coordinator without its last events
             outcome = await audit(service, copy)
             assert outcome.code == 1 and "the coordinator's newest head only" in outcome.text
             await append(service, 9)
             outcome = await audit(service, copy)
             assert outcome.code == 1 and "of the copy: a fork" in outcome.text
-            assert (await audit(service)).code == 0, "nobody sees it who has not kept what there was"
+            assert (await audit(service)).code == 0, "without an earlier copy it cannot be noticed"
 
     asyncio.run(check())
 
@@ -107,7 +121,7 @@ def forge_receipt(event: Event) -> Event:
 @pytest.mark.parametrize(
     ("forge", "text"),
     [
-        (forge_body, "does not have the hash of its content"),
+        (forge_body, "stored hash does not match the content"),
         (forge_postings, "contradicts those before it"),
         (forge_receipt, "contradicts those before it"),
     ],
@@ -115,16 +129,16 @@ def forge_receipt(event: Event) -> Event:
 def test_a_server_that_shows_forged_events_is_caught(
     forge: Callable[[Event], Event], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = OpenClient.read_page
+    real = PublicClient.read_page
 
-    async def read_page(client: OpenClient, first: int) -> list[Event]:
+    async def read_page(client: PublicClient, first: int) -> list[Event]:
         return [forge(event) if event.seq == 3 else event for event in await real(client, first)]
 
     async def check() -> None:
         async with serve(tmp_path / "data") as service:
             await append(service, 3)
             assert (await audit(service)).code == 0
-            monkeypatch.setattr(OpenClient, "read_page", read_page)
+            monkeypatch.setattr(PublicClient, "read_page", read_page)
             outcome = await audit(service)
             assert outcome.code == 1 and text in outcome.text
 
@@ -134,18 +148,18 @@ def test_a_server_that_shows_forged_events_is_caught(
 @pytest.mark.parametrize(
     "choose", [lambda page: (), lambda page: page[1:], lambda page: page[::-1], lambda page: ("x",)]
 )
-def test_a_page_of_other_events_than_asked_for_is_none(
+def test_a_page_with_other_events_than_requested_is_rejected(
     choose: Callable[[tuple[str, ...]], tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = OpenClient._get
+    real = PublicClient._get
 
-    async def get(client: OpenClient, target: str, *rest: Any) -> Any:
+    async def get(client: PublicClient, target: str, *rest: Any) -> Any:
         answer = await real(client, target, *rest)
         return answer.model_copy(update={"events": choose(answer.events)}) if "/ledger/" in target else answer
 
     async def check() -> None:
         async with serve(tmp_path / "data") as service:
-            monkeypatch.setattr(OpenClient, "_get", get)
+            monkeypatch.setattr(PublicClient, "_get", get)
             with pytest.raises(UnreachableError, match="the server sent"):
                 await audit(service)
 
@@ -153,18 +167,16 @@ def test_a_page_of_other_events_than_asked_for_is_none(
 
 
 @pytest.mark.parametrize("body", [b"nonsense", b"[" * 60_000])
-def test_events_from_afar_that_are_none_are_not_shown(
-    body: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = OpenClient.read_page
+def test_invalid_remote_events_are_not_shown(body: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = PublicClient.read_page
 
-    async def read_page(client: OpenClient, first: int) -> list[Event]:
+    async def read_page(client: PublicClient, first: int) -> list[Event]:
         return [replace(event, body=body) for event in await real(client, first)]
 
     async def check() -> None:
         async with serve(tmp_path / "data") as service:
-            monkeypatch.setattr(OpenClient, "read_page", read_page)
-            with pytest.raises(UnreachableError, match="sent events that are none: event 0: a body that is not"):
+            monkeypatch.setattr(PublicClient, "read_page", read_page)
+            with pytest.raises(UnreachableError, match="sent malformed events: event 0: event body is not"):
                 await show_remote(service.url, None, 0, 5)
 
     asyncio.run(check())
@@ -174,26 +186,26 @@ def test_a_proof_from_afar_is_checked_before_it_is_believed(
     tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, descriptor = tmp_path / "proof.json", str(tmp_path / "data" / "descriptor.json")
-    real = OpenClient.read_event
+    real = PublicClient.read_event
 
-    async def read_next(client: OpenClient, seq: int) -> bytes:
+    async def read_next(client: PublicClient, seq: int) -> bytes:
         return await real(client, seq + 1)
 
-    async def read_forged(client: OpenClient, seq: int) -> bytes:
+    async def read_forged(client: PublicClient, seq: int) -> bytes:
         return (await real(client, seq)).replace(b"coordinator.up", b"coordinator.do")
 
     async def check() -> None:
         async with serve(tmp_path / "data") as service:
             await append(service, 300)
-            assert "proof in" in (await prove_remote(service.url, "7", path)).text
+            assert "proof written to" in (await prove_remote(service.url, "7", path)).text
             assert json.loads((await prove_remote(service.url, "7", None)).text)["event"]["seq"] == 7
             with pytest.raises(RefusedError, match="no signed head covers"):
                 await prove_remote(service.url, "999", None)
             for event in ("x", "-1", "", "1" * 16):
-                with pytest.raises(ConfigError, match="no number of an event"):
+                with pytest.raises(ConfigError, match="not an event number"):
                     await prove_remote(service.url, event, None)
-            for forged, text in ((read_next, "another event"), (read_forged, "proves nothing")):
-                monkeypatch.setattr(OpenClient, "read_event", forged)
+            for forged, text in ((read_next, "a different event"), (read_forged, "invalid proof")):
+                monkeypatch.setattr(PublicClient, "read_event", forged)
                 with pytest.raises(UnreachableError, match=text):
                     await prove_remote(service.url, "7", None)
 
@@ -205,7 +217,7 @@ def test_a_proof_from_afar_is_checked_before_it_is_believed(
     coordinator = Key.load(tmp_path / "data" / "coordinator.key").public
     assert main(["ledger", "check", str(tmp_path / "second"), "--run", "demo", "--coordinator", coordinator]) == 0
     assert main(["ledger", "check", str(tmp_path / "second"), "--run", "demo", "--coordinator", HEX]) == 1
-    assert "proves nothing" in capsys.readouterr().out
+    assert "invalid proof" in capsys.readouterr().out
 
 
 def test_verify_of_a_folder_compares_every_table_and_names_a_changed_row(tmp_path: Path, capsys) -> None:
@@ -219,9 +231,9 @@ def test_verify_of_a_folder_compares_every_table_and_names_a_changed_row(tmp_pat
     assert report["holds"] and report["tables"] > 20
     from sqlalchemy import text as sql
 
-    from shoal.swarm.db import open_engine
+    from shoal.ledger.db import open_database
 
-    engine = open_engine(str(tmp_path / "data" / "ledger.db"))
+    engine = open_database(str(tmp_path / "data" / "ledger.db"))
     with engine.begin() as connection:
         connection.execute(sql("UPDATE run_state SET stopped = 1"))
     engine.dispose()
@@ -236,19 +248,19 @@ def test_verify_of_a_folder_compares_every_table_and_names_a_changed_row(tmp_pat
     [
         (["verify", "none.db"], "none.db: no such file"),
         (["verify", "."], "ledger.db: no such file"),
-        (["verify", "none.db", "--copy", "x"], "--copy: is for the ledger at an address"),
+        (["verify", "none.db", "--copy", "x"], "--copy: only for a ledger at an address"),
         (["verify", "none.db", "--head", "x"], "x: cannot be read"),
         (["verify", "none.db", "--coordinator", "me"], "'me': not a public key"),
-        (["verify", "ftp://x"], "not a database shoal works with"),
+        (["verify", "ftp://x"], "unsupported database"),
         (["show", "none.db", "--count", "0"], "--count: must be from 1"),
         (["show", "none.db", "--from", "-1"], "--from: must be 0 or more"),
         (["prove", "none.db", "0"], "none.db: no such file"),
-        (["check", "none.json"], "give --descriptor, or --run and --coordinator"),
+        (["check", "none.json"], "give --descriptor, or both --run and --coordinator"),
         (["check", "none.json", "--run", "demo", "--coordinator", HEX], "none.json: cannot be read"),
-        (["check", "none.json", "--run", "A b", "--coordinator", HEX], "a run's name is"),
+        (["check", "none.json", "--run", "A b", "--coordinator", HEX], "invalid run name"),
     ],
 )
-def test_a_mistake_is_one_sentence(
+def test_a_mistake_is_a_one_line_error(
     words: list[str], text: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

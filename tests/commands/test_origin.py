@@ -1,4 +1,4 @@
-"""`shoal publish` as real processes: what an origin serves, what it is handed, and what it survives."""
+"""`shoal weights publish` as real processes: what an origin serves, what is handed over to it, and what it survives."""
 
 import os
 import re
@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from shoal.keys import Key
-from shoal.shardcast.lock import LOCK
+from shoal.identity.keys import Key
+from shoal.shardcast.store.lock import LOCK
 
 PATIENCE_S = 30.0
 
 
 class Shell:
-    """Runs commands of `shoal` in a folder, and ends those that are left."""
+    """Runs `shoal` commands in a folder, and stops those that are left."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,7 +41,7 @@ class Shell:
         if not list(folder.iterdir()):
             (folder / "w").write_bytes(bytes(range(256)) * 400 + b"%d" % version)
         args = ("--version", str(version), "--run", "demo", "--key", "key", "--data", "data", *flags)
-        return self.start(name, "publish", folder.name, *args)
+        return self.start(name, "weights", "publish", folder.name, *args)
 
     def serve(self, *flags: str) -> subprocess.Popen[str]:
         """An origin that has published its first version."""
@@ -65,7 +65,7 @@ class Shell:
             time.sleep(0.01)
 
     def list_requests(self) -> list[Path]:
-        return [path for path in (self.folder / "data" / "inbox").glob("*") if path.name != "alive"]
+        return list((self.folder / "data" / "versions").glob("*"))
 
     def close(self) -> None:
         for process in self._started:
@@ -87,7 +87,7 @@ def test_a_version_is_handed_over_with_the_command_that_started_the_origin(shell
     assert shell.finish(asker) == 0
     assert re.search(r"^published v2 [0-9a-f]{64}$", shell.read("second"), re.MULTILINE)
     shell.wait_text("origin", "published v2")
-    assert shell.finish(shell.publish("third", 3)) == 0, "flags that are not given are not compared"
+    assert shell.finish(shell.publish("third", 3)) == 0, "defaults are not compared"
     origin.send_signal(signal.SIGTERM)
     assert shell.finish(origin) == 0 and "Traceback" not in shell.read("origin")
 
@@ -108,7 +108,7 @@ def test_a_version_is_handed_over_with_the_command_that_started_the_origin(shell
 def test_a_flag_that_the_origin_would_ignore_is_refused(shell: Shell, flags: tuple[str, ...]) -> None:
     shell.serve()
     assert shell.finish(shell.publish("second", 2, *flags)) == 2
-    assert f"shoal: {flags[0]}: the origin that serves this folder was started with another value" in shell.read(
+    assert f"shoal: {flags[0]}: the origin serving this folder was started with a different value" in shell.read(
         "second"
     )
     assert shell.finish(shell.publish("third", 3)) == 0
@@ -116,21 +116,21 @@ def test_a_flag_that_the_origin_would_ignore_is_refused(shell: Shell, flags: tup
 
 
 def limit_files(process: subprocess.Popen[str], num_bytes: int) -> None:
-    """Let no file of a process become larger: its disk is full, as far as it can tell."""
+    """Limit the size of files that a process can write, which looks like a full disk to it."""
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
-def test_a_publish_that_fails_is_answered_and_the_origin_goes_on(shell: Shell) -> None:
+def test_a_failed_publish_is_answered_and_the_origin_continues(shell: Shell) -> None:
     origin = shell.serve()
     (shell.folder / "bad" / "sub").mkdir(parents=True)
     assert shell.finish(shell.publish("second", 2, path="bad")) == 2
-    assert "bad/sub: a folder inside of the one to publish" in shell.read("second")
-    limit_files(origin, 300)  # enough for an answer, not for a manifest
+    assert "bad/sub: subfolders cannot be published" in shell.read("second")
+    limit_files(origin, 900)  # enough for a log line, not for a manifest
     assert shell.finish(shell.publish("third", 3)) == 1
     assert "c3: not published (File too large)" in shell.read("third")
     limit_files(origin, 1)
     assert shell.finish(shell.publish("fourth", 4)) == 1
-    assert "data: the origin could not answer; it says why where it runs" in shell.read("fourth")
+    assert "data: the origin could not record the result; see its log for the reason" in shell.read("fourth")
     limit_files(origin, resource.RLIM_INFINITY)
     assert shell.finish(shell.publish("fifth", 5)) == 0 and origin.poll() is None
 
@@ -153,11 +153,11 @@ def test_the_folder_of_a_relay_is_refused(shell: Shell) -> None:
     relay = shell.start("relay", "relay", "http://127.0.0.1:9", *args)
     shell.wait_text("relay", "serving run demo")
     assert shell.finish(shell.publish("second", 2)) == 2
-    expected = f"shoal: data: in use by process {relay.pid} (relay), which publishes nothing; choose another folder\n"
+    expected = f"shoal: data: in use by process {relay.pid} (relay), which cannot publish; choose another folder\n"
     assert shell.read("second") == expected
 
 
-def test_an_interrupted_hand_over_is_withdrawn_and_says_so_by_its_code(shell: Shell) -> None:
+def test_an_interrupted_hand_over_is_withdrawn_and_has_its_own_exit_code(shell: Shell) -> None:
     origin = shell.serve()
     origin.send_signal(signal.SIGSTOP)
     asker = shell.publish("second", 2)
@@ -171,11 +171,11 @@ def test_an_interrupted_hand_over_is_withdrawn_and_says_so_by_its_code(shell: Sh
     assert "published v2" not in shell.read("origin")
 
 
-def test_an_origin_that_is_interrupted_before_it_published_says_so_by_its_code(shell: Shell) -> None:
+def test_an_origin_interrupted_before_it_published_has_its_own_exit_code(shell: Shell) -> None:
     folder = shell.folder / "c1"
     folder.mkdir()
     with (folder / "w").open("wb") as file:
-        file.truncate(20 << 30)  # a hole: takes its time, and no disk
+        file.truncate(20 << 30)  # sparse: takes time to read, but no disk space
     origin = shell.publish("origin", 1, "--listen", "127.0.0.1:0")
     shell.wait_true(lambda: list((shell.folder / "data").glob("v1-*")), "a head")
     origin.send_signal(signal.SIGINT)
@@ -204,5 +204,5 @@ def test_a_lock_file_full_of_garbage_is_no_traceback(shell: Shell) -> None:
     origin = shell.serve()
     (shell.folder / "data" / LOCK).write_bytes(b"garbage")
     assert shell.finish(shell.publish("second", 2)) == 2
-    assert "data: in use by another process, which publishes nothing" in shell.read("second")
+    assert "data: in use by another process, which cannot publish" in shell.read("second")
     assert origin.poll() is None

@@ -1,15 +1,15 @@
-"""`shoal redteam`: mistakes are sentences, and the attacks are listed."""
+"""`shoal redteam`: user mistakes give one-line errors, and the attacks are listed."""
 
 import pytest
 
 from shoal.cli import main
-from shoal.redteam.registry import ATTACKS
+from shoal.redteam.registry import list_attacks
 
 URL = "http://127.0.0.1:1"
 
 
 def fail(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one sentence of a mistake."""
+    """The one-line error of a user mistake."""
     assert main(list(words)) == 2
     error = capsys.readouterr().err
     assert error.startswith("shoal: ") and error.count("\n") == 1, error
@@ -19,26 +19,26 @@ def fail(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_the_attacks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["redteam", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(ATTACKS) and any(line.split()[:2] == ["int8", "hard"] for line in lines)
+    assert len(lines) == len(list_attacks()) and any(line.split()[:2] == ["int8", "hard"] for line in lines)
 
 
-@pytest.mark.parametrize("command", [("redteam",), ("redteam", "work", URL), ("redteam", "crew", URL)])
+@pytest.mark.parametrize("command", [("redteam",), ("redteam", "work", URL), ("redteam", "campaign", URL)])
 def test_an_unknown_attack_is_answered_with_those_there_are(
     capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
-    assert "no such attack; there are adapter" in fail(capsys, *command, "--attack", "bribe")
+    assert "unknown attack; available: adapter" in fail(capsys, *command, "--attack", "bribe")
 
 
 def test_a_script_is_no_way_for_a_worker_to_work(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "try it with `shoal redteam --attack late`" in fail(capsys, "redteam", "work", URL, "--attack", "late")
+    assert "run it with `shoal redteam --attack late`" in fail(capsys, "redteam", "work", URL, "--attack", "late")
 
 
 @pytest.mark.parametrize("flag", ["--repeat", "--abreast", "--submissions", "--seconds", "--slots", "--memory"])
-def test_a_crew_needs_room_and_time(capsys: pytest.CaptureFixture[str], flag: str) -> None:
-    assert f"{flag}: must be 1 or more" in fail(capsys, "redteam", "crew", URL, "--attack", "int8", flag, "0")
+def test_a_campaign_needs_positive_limits(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert f"{flag}: must be 1 or more" in fail(capsys, "redteam", "campaign", URL, "--attack", "int8", flag, "0")
 
 
-def test_a_lie_that_is_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_lie_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--lie truth" in fail(capsys, "redteam", "judge", URL, "--lie", "truth")
 
 

@@ -29,7 +29,7 @@ def make_update(reader: LaneReader) -> Update:
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_an_epoch_reads_every_sequence_once_however_peers_come_and_go(data: st.DataObject) -> None:
-    """Peers join, leave and die, and read at unlike speeds; what counts is what was handed in."""
+    """Peers join, leave and die, and read at different speeds; only submitted data counts."""
     num_lanes = data.draw(st.integers(1, 8))
     num_sequences = data.draw(st.integers(num_lanes, 60))
     state = make_state("a", (0,) * num_lanes)
@@ -78,7 +78,7 @@ def _find_epochs(before: dict[int, int], after: dict[int, int], num_sequences: i
     return found
 
 
-def test_peers_read_apart_and_alike_on_every_machine() -> None:
+def test_peers_read_disjoint_lanes_and_the_same_on_every_machine() -> None:
     state = make_state("abc", (0,) * 6)
     readers = [LaneReader(100, 6, 3, name) for name in "abc"]
     for reader in readers:
@@ -99,7 +99,7 @@ def test_a_peer_moves_only_its_own_lanes_and_only_forwards() -> None:
     assert settle_lanes(state, [thief]) == (9, 5, 5, 5)
 
 
-def test_a_guest_reads_something_and_moves_nothing() -> None:
+def test_a_peer_that_is_not_yet_a_member_reads_something_and_moves_nothing() -> None:
     reader = LaneReader(50, 4, 0, "new")
     reader.assign(make_state("ab", (0,) * 4))
     assert reader.report() == () and set(reader.draw(10)) <= set(range(50))
@@ -123,12 +123,12 @@ def test_text_jsonl_and_parquet_are_read_alike(tmp_path: Path) -> None:
     ("name", "content", "reason"),
     [
         ("a.jsonl", b"{}\n", "a.jsonl:1"),
-        ("a.jsonl", b"{\n", "not JSON"),
+        ("a.jsonl", b"{\n", "invalid JSON"),
         ("a.parquet", b"x", "Parquet"),
         ("a.txt", b"\xff", "UTF-8"),
     ],
 )
-def test_a_bad_file_is_told_by_name(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
+def test_a_bad_file_is_reported_by_name(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=reason):
         list(read_texts(str(tmp_path / name)))
@@ -158,5 +158,5 @@ def test_a_dataset_of_the_hub_is_read_by_name(tmp_path: Path, monkeypatch: pytes
     folder.mkdir()
     (folder / "train.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     assert list(read_texts(f"hf:{folder}")) == ["one", "two"]
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match="cannot load the dataset"):
         list(read_texts(f"hf:{tmp_path / 'none'}:train"))

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from tests.diloco.crew import Net, build_group, draw_batch, train_crew
+from tests.diloco.members import Net, build_group, draw_batch, train_members
 
 from shoal.diloco.codecs import CODECS, find_codec
-from shoal.diloco.outer import OuterRule, pseudo_gradient
-from shoal.diloco.plan import Guard, Plan, Rules
-from shoal.diloco.reduce import Closed, close_round
+from shoal.diloco.outer import DilocoPlan, OuterRule, Rules, UpdateGuard, pseudo_gradient
+from shoal.diloco.reduce import FinishedRound, close_round
 from shoal.diloco.round import Update
 from shoal.diloco.state import OuterState, start_state
 
@@ -18,20 +17,20 @@ PLAIN = Rules(
     codec="fp32",
     dynamic=False,
     outer=OuterRule(lr=1.0, momentum=0.0),
-    guard=Guard(mode="mean", clip=1e9),
+    guard=UpdateGuard(mode="mean", clip=1e9),
 )
 
 
 def average_ends(state: OuterState, ends: list[np.ndarray], rules: Rules = PLAIN) -> OuterState:
-    """One round of peers that arrived at these weights."""
-    plan = Plan("test", state.sizes, rules)
+    """One round of peers that reached these weights."""
+    plan = DilocoPlan("test", state.sizes, rules)
     key, theta, codec = plan.name_round(state, 0), state.fragments[0].theta, find_codec(rules.codec)
     updates = [
         Update(key, name, 1, 1, codec.encode(pseudo_gradient(theta, end)), codec.name)
         for name, end in zip(NAMES, ends, strict=True)
     ]
     closed = close_round(plan, state, key, updates)
-    assert isinstance(closed, Closed) and closed.outcome.peers == tuple(NAMES)
+    assert isinstance(closed, FinishedRound) and closed.outcome.peers == tuple(NAMES)
     return closed.state
 
 
@@ -52,7 +51,7 @@ def test_it_is_data_parallel_bit_for_bit_where_fp32_is_exact() -> None:
 
 
 def test_it_is_data_parallel_within_rounding_on_a_network() -> None:
-    """start - (start - lr g) rounds once in fp32, which is all that is between the two."""
+    """start - (start - lr g) rounds once in fp32, which is the only difference between the two."""
     group = build_group(PLAIN)
     rate, num_steps = 0.05, 20
     reference = Net()
@@ -82,7 +81,7 @@ def test_it_is_data_parallel_within_rounding_on_a_network() -> None:
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_every_peer_has_one_hash_after_each_round(codec: str) -> None:
     group = build_group(Rules.model_validate({"interval": 4, "codec": codec, "dynamic": False}))
-    reports = train_crew(group, NAMES, 12)
+    reports = train_members(group, NAMES, 12)
     hashes = [[report.state for report in reports[name]] for name in NAMES]
     assert all(mine == hashes[0] for mine in hashes) and len(set(hashes[0])) == 3
     assert hashes[0][-1] == group.state.fragments[0].hash
@@ -93,6 +92,6 @@ def test_the_same_run_twice_ends_in_the_same_bits() -> None:
     hashes = []
     for _ in range(2):
         group = build_group(Rules(interval=5, dynamic=False))
-        train_crew(group, NAMES, 15)
+        train_members(group, NAMES, 15)
         hashes.append(group.state.hash)
     assert hashes[0] == hashes[1]

@@ -1,4 +1,4 @@
-"""A site beside a real reducer: stopped in the middle of a run with overlap, it goes on with what it had on disk."""
+"""A site with a real reducer: stopped in the middle of a run with overlap, it resumes from its disk."""
 
 import asyncio
 import threading
@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 from tests.diloco.test_train import SMALL
 
-from shoal.config import build_config
+from shoal.config.run import build_config
 from shoal.diloco.checkpoint import was_settled
-from shoal.diloco.http.service import ReducerConfig, open_reducer, settle_plan
-from shoal.diloco.plan import Plan
+from shoal.diloco.http.service import open_reducer, settle_plan
+from shoal.diloco.http.settings import ReducerConfig
+from shoal.diloco.outer import DilocoPlan
 from shoal.diloco.settings import DilocoConfig
-from shoal.diloco.site import Site, Way, make_start, run_site
+from shoal.diloco.site import ReducerAccess, Site, make_start, run_site
 from shoal.errors import ConfigError
 from shoal.learner.checkpoint import find_newest
-from shoal.swarm.link import parse_place
+from shoal.net.client import parse_endpoint
 
 
 class _StopError(Exception):
@@ -26,7 +27,7 @@ class _StopError(Exception):
 
 
 @contextmanager
-def serve_run(config: DilocoConfig, folder: Path) -> Iterator[tuple[Plan, str, str]]:
+def serve_run(config: DilocoConfig, folder: Path) -> Iterator[tuple[DilocoPlan, str, str]]:
     """A reducer in a thread: plan, address and key."""
     plan, initial = make_start(config)
     loop, ready, found = asyncio.new_event_loop(), threading.Event(), []
@@ -54,7 +55,7 @@ def serve_run(config: DilocoConfig, folder: Path) -> Iterator[tuple[Plan, str, s
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-def test_a_site_that_was_stopped_goes_on_with_its_own_optimizer(tmp_path: Path, delay: int) -> None:
+def test_a_site_that_was_stopped_goes_on_with_its_own_optimizer(tmp_path: Path, delay: int, log) -> None:
     book = tmp_path / "book.txt"
     book.write_text("the quick brown fox jumps over the lazy dog. " * 400)
     config = build_config(DilocoConfig, {}, [f"data.source={book}", f"out={tmp_path / 'runs'}", *SMALL, "steps=24"])
@@ -64,15 +65,16 @@ def test_a_site_that_was_stopped_goes_on_with_its_own_optimizer(tmp_path: Path, 
             raise _StopError
 
     with serve_run(config, tmp_path / "reducer") as (plan, url, reducer):
-        way, said = Way([parse_place(url)], reducer, delay), []
+        way, log.on_message = ReducerAccess([parse_endpoint(url)], reducer, delay), stop_early
         with pytest.raises(_StopError):
-            run_site(config, plan, way, stop_early)
+            run_site(config, plan, way)
         checkpoint = find_newest(tmp_path / "runs" / "diloco-site0" / "checkpoints")
         assert checkpoint is not None and checkpoint.name == "step-000006", "of the round before"
         (name,) = [path.name for path in (checkpoint / "peers").iterdir()]
         assert was_settled(checkpoint, name) == (delay == 0), "steps of the overlap are in no round"
-        policy = run_site(config, plan, way, said.append)
-    assert "going on from step 12, with the optimizer of step 6" in said
+        log.on_message = lambda text: None
+        policy = run_site(config, plan, way)
+    assert "resuming at step 12 with the optimizer of step 6" in log.messages
     assert (policy / "model.safetensors").exists()
 
 
@@ -82,10 +84,10 @@ def test_a_site_reads_in_the_order_of_the_run_whatever_its_own_seed(tmp_path: Pa
     words = [f"data.source={book}", f"out={tmp_path / 'runs'}", *SMALL, "steps=6"]
     with serve_run(build_config(DilocoConfig, {}, [*words, "seed=7"]), tmp_path / "reducer") as (plan, url, reducer):
         assert settle_plan(plan).seed == 7, "the card has it"
-        way, folder = Way([parse_place(url)], reducer), tmp_path / "site"
+        way, folder = ReducerAccess([parse_endpoint(url)], reducer), tmp_path / "site"
         folder.mkdir()
-        site = Site(build_config(DilocoConfig, {}, [*words, "seed=8"]), plan, way, folder, print)
+        site = Site(build_config(DilocoConfig, {}, [*words, "seed=8"]), plan, way, folder)
         site.peer.close()
     assert site.reader.seed == plan.seed == 7
-    with pytest.raises(ConfigError, match="seeds up to"):
+    with pytest.raises(ConfigError, match="must not exceed"):
         settle_plan(replace(plan, seed=1 << 60))

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.canonical import encode_canonical
 from shoal.diloco.state import FragmentState, OuterState, StateError, decode_state, encode_state, start_state
+from shoal.util.canonical import encode_canonical
 
 SIZES = (5, 3)
 
@@ -59,14 +59,14 @@ def test_a_state_of_another_model_is_refused(sizes: tuple[int, ...]) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(position=st.integers(0, 400), flip=st.integers(1, 255))
-def test_no_changed_byte_goes_through(position: int, flip: int) -> None:
+def test_every_changed_byte_is_detected(position: int, flip: int) -> None:
     data = bytearray(encode_state(make_state()))
     data[position % len(data)] ^= flip
     try:
         found = decode_state(bytes(data), SIZES)
     except StateError:
         return
-    # Only the positions may change: they are the averager's word, and no hash of its own is sent for them.
+    # Only the positions may change: the averager is trusted for them, and they have no separate hash.
     assert [part.hash for part in found.fragments] == [part.hash for part in make_state().fragments]
 
 
@@ -92,6 +92,6 @@ def test_a_header_of_the_wrong_form_is_refused(change: dict[str, object]) -> Non
 
 
 @given(st.binary(max_size=64))
-def test_random_bytes_are_no_state(data: bytes) -> None:
+def test_random_bytes_are_not_a_state(data: bytes) -> None:
     with pytest.raises(StateError):
         decode_state(data, SIZES)

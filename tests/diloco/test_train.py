@@ -41,7 +41,7 @@ def read_losses(folder: Path) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("num_fragments", [1, 2])
 def test_a_stopped_run_goes_on_and_ends_as_if_it_never_stopped(
-    book: Path, num_fragments: int, capsys: pytest.CaptureFixture[str]
+    book: Path, num_fragments: int, capsys: pytest.CaptureFixture[str], log
 ) -> None:
     fragments = f"fragments={num_fragments}"
     assert train(book, "whole", fragments) == 0
@@ -49,12 +49,13 @@ def test_a_stopped_run_goes_on_and_ends_as_if_it_never_stopped(
     open_policy(policy)
     config = DilocoConfig.model_validate(_nest(book, "cut", fragments))
     with open_folder(book.parent / "cut" / "diloco-seed0", config):
-        run = LocalRun(config, book.parent / "cut" / "diloco-seed0", lambda _: None)
-        run.note = _stop_at(13)
+        run = LocalRun(config, book.parent / "cut" / "diloco-seed0")
+        log.on_message = _stop_at(13)
         with pytest.raises(_StopError):
             run.train()
+    log.on_message = lambda text: None
     assert train(book, "cut", fragments) == 0
-    assert "going on from step" in capsys.readouterr().err
+    assert "resuming at step" in capsys.readouterr().err
     whole, cut = (book.parent / name / "diloco-seed0" for name in ("whole", "cut"))
     assert read_losses(whole) == read_losses(cut)
     weights = [(folder / "policy" / "model.safetensors").read_bytes() for folder in (whole, cut)]
@@ -80,12 +81,12 @@ def test_a_dry_run_prints_the_settings_and_writes_nothing(book: Path, capsys: py
     ("flag", "reason"),
     [
         ("steps=25", "multiple"),
-        ("fragments=9", "turns"),
+        ("fragments=9", "rules.interval"),
         ("peers=9", "lanes"),
         ("data.length=99", "context"),
         ("rules.codec=int2", "rules.codec"),
-        ("data.source=", "name a text"),
-        ("data.source=nowhere.txt", "no file"),
+        ("data.source=", "set the text to train on"),
+        ("data.source=nowhere.txt", "no such file"),
         ("data.held_out=500", "too few"),
         ("name=../up", "name"),
     ],
@@ -98,7 +99,7 @@ def test_a_mistake_is_one_sentence(book: Path, flag: str, reason: str, capsys: p
 
 def test_few_rounds_without_a_ramp_are_warned_of(book: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(book, "runs", "steps=6", "rules.outer.ramp=0") == 0
-    assert "warning: 1 rounds from random weights" in capsys.readouterr().err
+    assert "WARNING 1 rounds from random weights" in capsys.readouterr().err
 
 
 class _StopError(Exception):
@@ -114,7 +115,7 @@ def _stop_at(step: int):  # type: ignore[no-untyped-def]
 
 
 def _nest(book: Path, out: str, *more: str) -> dict[str, object]:
-    from shoal.config import lay_override
+    from shoal.config.run import lay_override
 
     data: dict[str, object] = {}
     for override in (f"data.source={book}", f"out={book.parent / out}", *SMALL, *more):

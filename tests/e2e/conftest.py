@@ -1,12 +1,12 @@
-"""Processes of `shoal`, honest or not, in a world of their own that is watched while they run.
+"""Processes of `shoal`, honest or not, in a folder of their own that is monitored while they run.
 
-    <root>/sentinel, home, temp, cwd     nobody but the test may touch these
+    <root>/sentinel, home, temp, cwd     only the test may touch these
     <root>/made                          what is published; the same
     <root>/data/<name>                   one folder for each process, and nothing else
     <root>/log/<name>
 
-When a world is closed, everything outside of the data folders has to be as the test left it, no process of the world
-may be left, and none may have printed a traceback.
+When it is closed, everything outside of the data folders must be as the test left it, no process may be left, and none
+may have printed a traceback.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.keys import Key
+from shoal.identity.keys import Key
 
 HERE = Path(__file__).parent
 SOURCE = Path(__file__).parents[2] / "src"
@@ -35,17 +35,17 @@ MB = 1_000_000
 RUN = "test"
 WORLD = "SHOAL_TEST_WORLD"
 HASH_LIMIT = 64 * MB
-"""Larger files are known by their size and times."""
-COMMANDS = ("pull", "relay", "publish")
+"""Larger files are compared by size and times."""
+COMMANDS = {"pull": ("weights", "pull"), "relay": ("relay",), "publish": ("weights", "publish")}
 EXIT_STOPPED = (0, 130, -signal.SIGTERM)
-"""A server that was told to end, a client that was; and either where it had just begun or was just through."""
+"""Exit codes of a stopped server and a stopped client, also if it had just started or was just done."""
 
 _LIMIT = "import os,resource,sys; n=int(sys.argv[1]); resource.setrlimit(resource.RLIMIT_FSIZE,(n,n)); "
 _LIMIT += "os.execv(sys.argv[2],sys.argv[2:])"
 
 
 class Actor:
-    """One process, and what it printed."""
+    """One process and its output."""
 
     def __init__(self, log: Path, command: list[str], env: dict[str, str], cwd: Path) -> None:
         self.log = log
@@ -55,7 +55,7 @@ class Actor:
         self.start()
 
     def start(self, *flags: str) -> None:
-        """Start it, or start it once more with further flags, of which the last wins."""
+        """Start it, or start it again with additional flags; the last value of a flag wins."""
         self._command += flags
         with self.log.open("ab") as log:
             self._begun = log.tell()
@@ -65,7 +65,7 @@ class Actor:
 
     @property
     def text(self) -> str:
-        """What it printed since it was started last."""
+        """Its output since the last start."""
         return self.log.read_bytes()[self._begun :].decode()
 
     @property
@@ -76,25 +76,25 @@ class Actor:
 
     @property
     def address(self) -> str:
-        """Where it will serve."""
+        """The address that it will serve at."""
         return self._command[len(self._command) - self._command[::-1].index("--listen")]
 
     def await_text(self, text: str, times: int = 1) -> None:
         await_true(lambda: self.text.count(text) >= times, lambda: f"{text!r} in {self.log.name}:\n{self.text}")
 
     def await_complete(self, version: int) -> None:
-        """Until it serves all of a version."""
+        """Wait until it serves all of a version."""
         text = f'"complete":{version},'
         await_true(lambda: text in self.ask("/healthz").replace(" ", "").replace("}", ","), lambda: f"{text}")
 
     def finish(self, code: int = 0) -> str:
-        """Wait for its end, which has to be with this code; what it printed."""
+        """Wait until it ends, with this code; returns its output."""
         await_true(lambda: self.process.poll() is not None, lambda: f"end of {self.log.name}:\n{self.text}")
         assert self.process.returncode == code, self.text
         return self.text
 
     def fail(self, code: int) -> str:
-        """The one sentence with which it ended."""
+        """The one-line error with which it ended."""
         lines = [line for line in self.finish(code).splitlines() if line.startswith("shoal: ")]
         assert len(lines) == 1 and self.text.endswith(lines[0] + "\n"), self.text
         return lines[0]
@@ -111,11 +111,12 @@ class Actor:
 
     def read_metric(self, name: str) -> int:
         return sum(
-            int(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\d+)$", self.ask("/metrics"), re.MULTILINE)
+            int(float(value))
+            for value in re.findall(rf"^{name}(?:{{.*}})? ([\d.e+]+)$", self.ask("/metrics"), re.MULTILINE)
         )
 
     def await_sent(self, num_bytes: int) -> None:
-        """Until it has sent so many bytes."""
+        """Wait until it has sent that many bytes."""
         await_true(lambda: self.read_metric("shoal_sent_bytes_total") >= num_bytes, lambda: f"{num_bytes} bytes sent")
 
     @property
@@ -124,7 +125,7 @@ class Actor:
 
 
 class Cast:
-    """The actors of one test, in one world."""
+    """The processes of one test."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -140,10 +141,10 @@ class Cast:
         (root / "sentinel" / "link").symlink_to("evil")
         self._before = self._take_snapshot()
 
-    # What is published.
+    # Checkpoints.
 
     def make_checkpoint(self, name: str, size: int, *, seed: object = None, holes: bool = False) -> Path:
-        """A folder with random weights, or with as many zeros that take no room."""
+        """A folder with random weights, or with as many zeros in a sparse file."""
         path = self.root / "made" / name
         path.mkdir()
         with (path / "model.safetensors").open("wb") as file:
@@ -170,7 +171,7 @@ class Cast:
         self._before |= self._take_snapshot(path)
         return path
 
-    # Who is there.
+    # Processes.
 
     def origin(
         self,
@@ -181,12 +182,12 @@ class Cast:
         data: str | Path = "origin",
         limit: int | None = None,
     ) -> Actor:
-        """An origin; `limit`, here and below, is the most bytes that it may write into a file."""
+        """An origin; `limit`, here and below, is the largest file size that it may write."""
         listen = ["--listen", find_address(), *flags]
         return self._start(name, "publish", *self._publish(path, version, data), *listen, limit=limit)
 
     def hand_over(self, path: Path, version: int, data: str | Path = "origin") -> Actor:
-        """The command for one more version, for the origin that serves."""
+        """Run the command for one more version, for the running origin."""
         return self._start(f"publish{len(self.actors)}", "publish", *self._publish(path, version, data))
 
     def relay(
@@ -213,13 +214,13 @@ class Cast:
         return self._start(name or folder.name, "pull", *sources, *args, limit=limit)
 
     def script(self, file: str, name: str, *args: object) -> Actor:
-        """A process that is not one of ours."""
+        """A process that is not part of shoal."""
         return self._add(name, "", [sys.executable, str(HERE / file), *map(str, args)])
 
-    # What came of it.
+    # Checks.
 
     def check_same(self, path: Path, version: int, out: str | Path = "out") -> None:
-        """The version is there and equal bit for bit, and nothing else is beside it."""
+        """The version exists and is equal bit for bit, and there is nothing else next to it."""
         folder = self.data / out
         extra = {item.name for item in folder.iterdir()} - {".shardcast", "latest"}
         assert all(re.fullmatch(r"v\d+", name) for name in extra), extra
@@ -230,7 +231,7 @@ class Cast:
         assert not any(item.is_symlink() for item in found.iterdir())
 
     def close(self) -> None:
-        """End everybody in good order, then look at what they left behind."""
+        """Stop all processes in order, then check what they left behind."""
         try:
             for command, number in (("", signal.SIGKILL), *((each, signal.SIGTERM) for each in COMMANDS)):
                 self._stop([actor for actor in self.actors.values() if self._commands[actor] == command], number)
@@ -246,7 +247,7 @@ class Cast:
         self.check_untouched()
 
     def check_untouched(self) -> None:
-        """Nothing outside of the data folders changed, came or went."""
+        """Nothing outside of the data folders was changed, added or removed."""
         assert self._take_snapshot() == self._before
         assert {path.name for path in self.data.iterdir()} <= self._folders
 
@@ -270,19 +271,19 @@ class Cast:
 
     def _start(self, name: str, command: str, *args: object, limit: int | None = None) -> Actor:
         prefix = [] if limit is None else [sys.executable, "-c", _LIMIT, str(limit)]
-        return self._add(name, command, [*prefix, sys.executable, "-m", "shoal", command, *map(str, args)])
+        return self._add(name, command, [*prefix, sys.executable, "-m", "shoal", *COMMANDS[command], *map(str, args)])
 
     def _add(self, name: str, command: str, line: list[str]) -> Actor:
         own = {WORLD: str(self.root), "HOME": str(self.root / "home"), "TMPDIR": str(self.root / "temp")}
         env = os.environ | own | {"PYTHONPATH": str(SOURCE)}
-        assert name not in self.actors or self.actors[name].process.poll() is not None, f"{name} is still there"
+        assert name not in self.actors or self.actors[name].process.poll() is not None, f"{name} is still running"
         actor = Actor(self.root / "log" / f"{name}.log", line, env, self.root / "cwd")
         self._commands[actor] = command
         self.actors[name] = actor
         return actor
 
     def _take_snapshot(self, folder: Path | None = None) -> dict[str, object]:
-        """Everything below a folder, by its path from the root, but for data and logs."""
+        """Everything below a folder, by path relative to the root, except data and logs."""
         top = folder or self.root
         ours = {self.data, self.root / "log"}
         paths = (
@@ -302,20 +303,20 @@ def describe_path(path: Path) -> object:
 
 
 def find_processes(root: Path) -> list[int]:
-    """Processes of a world that are still there."""
+    """Processes of this root that are still running."""
     mark = f"{WORLD}={root}\0".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             marked = mark in path.read_bytes() + b"\0"
-        except OSError:  # ended while we looked, or somebody else's
+        except OSError:  # ended in the meantime, or not ours
             continue
         found += [int(path.parent.name)] if marked else []
     return found
 
 
 def find_address() -> str:
-    """An address that is free, and stays so while its server is dead: no outgoing connection is given such a port."""
+    """A free address that stays free while its server is dead: such a port is not used for outgoing connections."""
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)
         with socket.socket() as sock, contextlib.suppress(OSError):
@@ -332,13 +333,13 @@ def await_true(holds: Callable[[], bool], what: Callable[[], str]) -> None:
 
 @pytest.fixture
 def cast(tmp_path: Path) -> Iterator[Cast]:
-    """A world for one test."""
+    """Processes of one test."""
     yield from open_cast(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cast]:
-    """A world for all tests of a file."""
+    """Processes shared by all tests of a file."""
     yield from open_cast(tmp_path_factory.mktemp("stage"))
 
 
@@ -352,5 +353,5 @@ def open_cast(root: Path) -> Iterator[Cast]:
 
 @pytest.fixture(scope="session")
 def wait_until() -> Callable[[Callable[[], bool], Callable[[], str]], None]:
-    """Waits until something holds, and fails with its name if that takes too long."""
+    """Waits until a condition holds, and fails with its description on timeout."""
     return await_true

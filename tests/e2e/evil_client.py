@@ -1,7 +1,7 @@
-"""A client that is no friend, as a process of its own: python evil_client.py URL NUM_IDLE NUM_DEAF TARGET
+"""A hostile client as a separate process: python evil_client.py URL NUM_IDLE NUM_DEAF TARGET
 
-It opens many connections on which it says nothing, or begins a request and does not end it, and some on which it asks
-for TARGET and then never reads. Printed is `ready` once all of them are open; then it waits until it is killed.
+It opens many connections on which it sends nothing, or starts a request and does not finish it, and some on which it
+requests TARGET and then never reads. It prints `ready` once all of them are open, then waits until it is killed.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ def main(url: str, num_idle: int, num_deaf: int, target: str) -> None:
     for index in range(num_idle):
         socks.append(sock := socket.create_connection(address))
         if index % 2:
-            with contextlib.suppress(OSError):  # pushed out already
+            with contextlib.suppress(OSError):  # evicted already
                 sock.send(b"GET /v")
     socks += [open_deaf(address, target) for _ in range(num_deaf)]
     print("ready", flush=True)

@@ -1,8 +1,8 @@
-"""A relay that is no friend, as a process of its own: python evil_relay.py UPSTREAM NAME,MODE[,ARGUMENT] ...
+"""A hostile relay as a separate process: python evil_relay.py UPSTREAM NAME,MODE[,ARGUMENT] ...
 
-Each NAME gets a port. It is honest, by passing requests on to UPSTREAM, but for the one thing that its mode is named
-after: with some part of what is asked for it does what no relay should. Printed are `NAME URL` once it listens, and
-`hit NAME TARGET` whenever it was asked for that part.
+Each NAME gets a port. It is honest and forwards requests to UPSTREAM, except for the one thing that its mode is named
+after: some part of the requests gets a response that no relay should send. It prints `NAME URL` once it listens, and
+`hit NAME TARGET` for each request of that part.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ PIECE = 1 << 16
 
 @dataclass
 class Call:
-    """A request that is about to be treated badly."""
+    """A request that will get a bad response."""
 
     target: str
     argument: str
@@ -32,7 +32,7 @@ class Call:
     writer: asyncio.StreamWriter
 
     async def ask(self, target: str = "") -> bytes:
-        """The body of the honest answer, chunks undone."""
+        """The body of the honest response, without chunked encoding."""
         reader, writer = await asyncio.open_connection(*self.upstream)
         try:
             writer.write(f"GET {target or self.target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
@@ -50,11 +50,11 @@ class Call:
         await self.writer.drain()
 
     async def send(self, body: bytes) -> None:
-        """An answer without fault in its form."""
+        """A well-formed response."""
         await self.say("200 OK", f"Content-Length: {len(body)}", body=body)
 
     async def repeat(self, piece: bytes, *headers: str) -> None:
-        """The same bytes for ever."""
+        """The same bytes forever."""
         await self.say("200 OK", *headers)
         while True:
             self.writer.write(piece)
@@ -66,7 +66,7 @@ MODES: dict[str, tuple[str, Act]] = {}
 
 
 def does(part: str) -> Callable[[Act], Act]:
-    """A mode, and the part of the targets that it spoils."""
+    """Declares a mode, and the part of the targets that it affects."""
 
     def enter(act: Act) -> Act:
         MODES[act.__name__] = (part, act)
@@ -171,7 +171,7 @@ async def busy(call: Call) -> None:
     await call.say("503 Service Unavailable", "Retry-After: 999999", "Content-Length: 0")
 
 
-# Redirects, to a witness that must never be asked for anything.
+# Redirects to a witness that must never get a request.
 
 _statuses = itertools.cycle(["301 Moved Permanently", "302 Found", "307 Temporary Redirect", "308 Permanent Redirect"])
 
@@ -206,7 +206,7 @@ async def witness(call: Call) -> None:
 
 @does(LIST)
 async def listed(call: Call) -> None:
-    """What is in a file."""
+    """The content of a file."""
     await call.send(Path(call.argument).read_bytes())
 
 
@@ -242,7 +242,7 @@ async def tiny_gaps(call: Call) -> None:
 
 @does(MANIFEST)
 async def lined(call: Call) -> None:
-    """What is in a file."""
+    """The content of a file."""
     await call.send(Path(call.argument).read_bytes())
 
 
@@ -273,7 +273,7 @@ async def tiny_manifest(call: Call) -> None:
 
 
 def change_line(line: bytes, change: Callable[[dict[str, object]], dict[str, object]]) -> bytes:
-    """A line that says something else under its old signature."""
+    """A modified line with its old signature."""
     data = json.loads(line)
     data["body"] = change(data["body"])
     return json.dumps(data, sort_keys=True, separators=(",", ":")).encode() + b"\n"
@@ -302,7 +302,7 @@ def join_chunks(body: bytes) -> bytes:
 
 
 class Front:
-    """One port, and what is done there."""
+    """One port and its mode."""
 
     def __init__(self, spec: str, upstream: tuple[str, int]) -> None:
         self.name, mode, self.argument = [*spec.split(",", 2), ""][:3]
@@ -345,5 +345,5 @@ async def main(url: str, specs: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.nice(5)  # those that send for ever must not take the processor from those that are watched
+    os.nice(5)  # endless senders must not take the CPU from the processes under test
     asyncio.run(main(sys.argv[1], sys.argv[2:]))

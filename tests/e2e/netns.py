@@ -1,10 +1,10 @@
-"""Machines for a test: network namespaces around a router, each with files of its own, joined by slow links.
+"""Machines for a test: network namespaces around a router, each with its own files, connected by slow links.
 
     host eth0 == veth, a rate each way == router -> delay and firewall (slow_router.py) -> router == veth == eth0 host
 
-A host sees its own folder, and none of the others' (a mount namespace), finds the others by their names, and can be
-closed: it calls others, and nobody calls it. Everything that was made, and every process in it, is gone when a `Net` is
-closed.
+A host sees its own folder and none of the others' (mount namespace), and finds the others by name. It can be closed: it
+can connect to others, but not be connected to. Everything that was created, and every process in it, is removed when a
+`Net` is closed.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from warm import Running, Warm
 
 HERE = Path(__file__).parent
 RATE, DELAY_MS = "20mbit", 25
-"""of each link, and of the way from one host to another"""
+"""rate of each link, and delay from one host to another"""
 _TABLE = "100"
 _WAIT_S = 20.0
 _NEWNS, _NEWNET = 0x20000, 0x40000000
@@ -31,7 +31,7 @@ _LISTENS = "0A"
 
 
 def explain_lack() -> str:
-    """Why there can be no namespaces here; empty: there can."""
+    """Why network namespaces cannot be used here; empty if they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need Linux and root"
     if missing := [name for name in ("ip", "tc", "mount") if shutil.which(name) is None]:
@@ -66,25 +66,25 @@ class Host:
         self._net = net
 
     def start(self, command: str, folder: str = ".") -> Running:
-        """A command `shoal ...` on this host, in a folder of it."""
+        """Run a command `shoal ...` on this host, in one of its folders."""
         shoal, *words = shlex.split(command)
         assert shoal == "shoal"
         log, machine = self.find_log(command), [self.space, self.name, str(self._net.root), folder]
         return self._net.warm.start(*words, out=log, err=log, machine=machine)
 
     def type(self, command: str) -> str:
-        """What a command prints that ends well."""
+        """The output of a command that must succeed."""
         code = self.start(command).wait()
         said = self.find_log(command).read_text()
         assert code == 0, f"{self.name}: {command}: {said}"
         return said
 
     def find_log(self, command: str) -> Path:
-        """Where all is that commands of one kind printed, out of their sight."""
+        """The log with the output of all commands of one kind, outside of their view."""
         return self._net.root / f"{self.name}-{command.split()[1]}.log"
 
     def run(self, *words: str) -> subprocess.Popen[bytes]:
-        """A program that is none of ours, with a pipe from its output."""
+        """Run another program, with a pipe from its output."""
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.space, *words],
             stdin=subprocess.DEVNULL,
@@ -95,17 +95,17 @@ class Host:
         return process
 
     def list_listening(self) -> list[str]:
-        """Addresses at which somebody listens, as the kernel writes them."""
+        """Listening addresses, in the kernel's notation."""
         tables, _ = self.run("cat", "/proc/net/tcp", "/proc/net/tcp6").communicate()
         rows = [line.split() for line in tables.decode().splitlines()]
         return [row[1] for row in rows if len(row) > 3 and row[3] == _LISTENS]
 
 
 class Net:
-    """A router and its hosts; made by `with Net(...) as net`."""
+    """A router and its hosts; use `with Net(...) as net`."""
 
     def __init__(self, root: Path, warm: Warm, names: Mapping[str, str], *, closed: frozenset[str]) -> None:
-        """Hosts by what they are called here, each with the name by which the others find it (empty: none)."""
+        """Hosts by their name in the test, each with its host name on the network (empty: none)."""
         self.root, self.warm, self.tag = root, warm, f"shoal-{os.getpid()}"
         self.processes: list[subprocess.Popen[bytes]] = []
         for folder in ("hosts", "here"):
@@ -134,7 +134,7 @@ class Net:
         self.close()
 
     def close(self) -> None:
-        """End every process that is left in the namespaces, and remove them."""
+        """Stop every process left in the namespaces, and remove them."""
         spaces = [f"{self.tag}-{name}" for name in (*self.hosts, "router")]
         for space in spaces:
             listed = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False)
@@ -166,7 +166,7 @@ class Net:
         _run(f"ip -n {self.tag}-router route add default dev delay0 table {_TABLE}")
 
     def _join_host(self, host: Host, number: int) -> None:
-        """Two ends of a link, each of which sends at its rate."""
+        """The two ends of a link, each of which limits its send rate."""
         router, end = f"{self.tag}-router", f"to{number}"
         self._add_space(host.name)
         _run(f"ip -n {router} link add {end} type veth peer name eth0 netns {host.space}")
@@ -179,12 +179,12 @@ class Net:
 
 
 def enter_machine(space: str, name: str, root: str, folder: str) -> None:
-    """In a process of its own, by one that may: be on a host from now on, in a folder of it."""
+    """Called in a new process with privileges: move to a host and into one of its folders."""
     libc, here = ctypes.CDLL(None, use_errno=True), f"{root}/here"
     with Path(f"/run/netns/{space}").open() as file:
         _check(libc.setns(file.fileno(), _NEWNET))
     _check(libc.unshare(_NEWNS))
-    _mount(libc, "none", "/", "", _SLAVE | _REC)  # nothing of what follows is seen by others
+    _mount(libc, "none", "/", "", _SLAVE | _REC)  # the following mounts are not visible to others
     _mount(libc, f"{root}/hosts/{name}", here, "", _BIND)
     _mount(libc, "none", f"{root}/hosts", "tmpfs", 0)
     _mount(libc, f"{root}/names", "/etc/hosts", "", _BIND)

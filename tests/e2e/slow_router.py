@@ -1,10 +1,10 @@
-"""The far side of a router: every packet between two hosts waits here for a while, and closed hosts are not called.
+"""User-space part of a router: delays every packet between two hosts, and blocks connections to closed hosts.
 
-    python slow_router.py DEVICE DELAY_MS [CLOSED_ADDRESS ...]      in the router's namespace; says `ready`
+    python slow_router.py DEVICE DELAY_MS [CLOSED_ADDRESS ...]      in the router's namespace; prints `ready`
 
-A TUN device that the router's rules send all traffic through. A host that is closed is one behind a firewall or an
-address translation: whatever does not belong to a connection that it opened itself is dropped. In user space, for not
-every kernel has netem and a packet filter, and so that it is the same on all of them.
+A TUN device through which the router's rules send all traffic. A closed host is one behind a firewall or NAT: packets
+that do not belong to a connection it opened itself are dropped. This is done in user space because not every kernel has
+netem and a packet filter, and so that it is the same on all of them.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ _TCP, _SYN, _ACK = 6, 0x02, 0x10
 
 
 def open_device(name: str) -> int:
-    """A new TUN device that is up."""
+    """Create a TUN device and bring it up."""
     device = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI))
     subprocess.run(["ip", "link", "set", name, "mtu", str(_MTU), "up"], check=True)
@@ -32,7 +32,7 @@ def open_device(name: str) -> int:
 
 
 def is_refused(packet: bytes, closed: Collection[bytes]) -> bool:
-    """Whether an IPv4 packet calls a closed host, rather than answering it."""
+    """Whether an IPv4 packet opens a connection to a closed host."""
     if packet[0] >> 4 != 4 or packet[16:20] not in closed:
         return packet[0] >> 4 != 4
     flags = packet[4 * (packet[0] & 15) + 13]
@@ -40,7 +40,7 @@ def is_refused(packet: bytes, closed: Collection[bytes]) -> bool:
 
 
 def pass_packets(device: int, delay_s: float, closed: Collection[bytes]) -> None:
-    """Send every packet back after a while, in order, for ever."""
+    """Return every packet after the delay, in order, forever."""
     queue: deque[tuple[float, bytes]] = deque()
     while True:
         pause_s = max(0.0, queue[0][0] - time.monotonic()) if queue else None

@@ -1,4 +1,4 @@
-"""The parts of a swarm are killed in turn, at random times, and the run ends with the batches and weights that it must.
+"""The parts of a swarm are killed in turn, at random times, and the run ends with the right batches and weights.
 
 `bench/chaos.py` does the same fifty times; what it checks is in `bench/lineage.py`.
 """
@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fixtures.paths import WIDE
 
-from shoal.launch.layout import Layout
+from shoal.launch.layout import SwarmPaths
 from shoal.launch.settings import LaunchConfig
 
 _FOLDER = str(Path(__file__).parents[2] / "bench")
 _SCRIPTS = ("chaos", "lineage", "common")
 SEED, KILLS = 3, 7
-pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes in /proc")
+pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that ended under fire."""
+    """A run that ended despite kills."""
 
     chaos: Any
     config: LaunchConfig
@@ -34,7 +35,7 @@ class Ended:
 
     @property
     def root(self) -> Path:
-        return Layout.of(self.config).root
+        return SwarmPaths.of(self.config).root
 
     def find_flaws(self) -> list[str]:
         return self.chaos.find_flaws(self.config)
@@ -42,7 +43,7 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def chaos() -> Iterator[Any]:
-    """The bench, which is a script and no package: its folder does not stay on the path."""
+    """The benchmark, which is a script and not a package: its folder does not stay on the path."""
     sys.path.insert(0, _FOLDER)
     try:
         yield import_module("chaos")
@@ -54,7 +55,7 @@ def chaos() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def ended(chaos: Any, tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    few = ["swarm.workers=1", "swarm.validators=1", "steps=7"]
+    few = ["swarm.workers=1", "swarm.validators=1", "steps=7", WIDE]
     config = chaos.load_settings(tmp_path_factory.mktemp("runs"), *few)
     notes: list[str] = []
     outcome = chaos.run_chaos(config, kills=KILLS, seed=SEED, note=notes.append)
@@ -65,20 +66,20 @@ def test_a_swarm_whose_parts_were_killed_ends_as_one_that_nobody_touched(ended: 
     outcome = ended.outcome
     assert not outcome.flaws, "\n".join([*outcome.flaws, *ended.notes])
     assert len(outcome.kills) == KILLS
-    assert {"coordinator", "trainer"} <= {kill.part for kill in outcome.kills}, "whoever else was still there"
+    assert {"coordinator", "trainer"} <= {kill.part for kill in outcome.kills}, "at least these are killed"
     assert not ended.chaos.compare_alone(ended.config, tmp_path / "alone")
 
 
 def test_what_is_not_as_it_must_be_is_found(ended: Ended) -> None:
     versions = ended.root / "versions"
-    check_found(ended, versions / "v000007" / "model.safetensors", lambda data: data[:-1] + b"!", "root of the ledger")
+    check_found(ended, versions / "v000007" / "model.safetensors", lambda data: data[:-1] + b"!", "root in the ledger")
     check_found(ended, ended.root / "metrics.jsonl", lambda data: data + data, "metrics.jsonl")
-    check_found(ended, versions / "published.jsonl", _rename_roots, "other hashes than the trainer wrote down")
+    check_found(ended, versions / "published.jsonl", _rename_roots, "different hashes in the ledger")
     check_found(ended, ended.root / "coordinator" / "ledger.db", None, "shoal ledger verify")
 
 
 def check_found(ended: Ended, path: Path, change: Callable[[bytes], bytes] | None, flaw: str) -> None:
-    """Spoil a file, look whether that is seen, and put it right again."""
+    """Corrupt a file, check that it is noticed, and restore it."""
     whole = path.read_bytes()
     if change is None:
         with sqlite3.connect(path) as database:

@@ -1,6 +1,6 @@
-"""A swarm with each role on a machine of its own, by the commands that docs/deploy.md shows and `shoal prepare` prints.
+"""A swarm with each role on its own machine, with the commands shown in docs/deploy.md and printed by `shoal prepare`.
 
-The machines are network namespaces behind slow links, each with files of its own; one worker cannot be called at all.
+The machines are network namespaces behind slow links, each with its own files; one worker cannot be connected to.
 """
 
 import re
@@ -13,29 +13,29 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.fixtures.paths import TINY, WIDE
 
-from shoal.keys import Key
-from shoal.launch.evidence import collect_evidence
-from shoal.swarm.db import open_engine, read_snapshot
-from shoal.swarm.state.steps import VERSION
+from shoal.coordinator.state.run import VERSION
+from shoal.identity.keys import Key
+from shoal.launch.report import collect_evidence
+from shoal.ledger.db import open_database, read_snapshot
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from netns import DELAY_MS, Net, explain_lack
 from warm import SWARM, Warm
 
-TINY = Path(__file__).parents[1] / "tiny.toml"
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
 PATIENCE_S = 120.0
 STEPS = 3
-QUICK = f"name=deploy steps={STEPS} async_level=2 swarm.calibration=64 swarm.join_work=4096 swarm.heartbeat_s=1"
+QUICK = f"name=deploy {WIDE} steps={STEPS} async_level=2 swarm.calibration=64 swarm.join_work=4096 swarm.heartbeat_s=1"
 URL = "http://run.example.org:8700"
 HOSTS = {"run": "run.example.org", "trainer": "trainer.example.org", "relay": "relay.example.org"}
 HOSTS |= dict.fromkeys(["validator", "worker-1", "worker-2", "desk"], "")
 WORKERS = ("worker-1", "worker-2")
 CLOSED = "worker-2"
 SERVING = {"run": "00000000:21FC", "trainer": "00000000:2198", "relay": "00000000:2198"}
-"""who listens, and where, as the kernel writes it: ports 8700 and 8600"""
+"""listening hosts, and their addresses in the kernel's notation: ports 8700 and 8600"""
 KEYS = {
     "desk": {"operator.key"},
     "run": {"coordinator/data/coordinator.key"},
@@ -63,7 +63,7 @@ for _ in range(5):
     took.append(time.monotonic() - begun)
 print(min(took))
 """
-"""the quickest of some calls: what a busy machine adds is not the link's"""
+"""the fastest of several connections: delays by a busy machine do not count"""
 
 
 @pytest.fixture
@@ -85,21 +85,21 @@ def test_each_role_has_a_machine_of_its_own(net: Net, wait_until: WaitUntil) -> 
 
     coordinator = hosts["run"].start(stations["run.example.org"][0], folder="coordinator")
     log = hosts["run"].find_log(stations["run.example.org"][0])
-    await_text(wait_until, log, "shoal join")
+    await_text(wait_until, log, "shoal node join")
     found = re.search(rf"(shoal worker {URL}) --coordinator ([0-9a-f]{{64}})\n", log.read_text())
     assert found is not None and stations["each worker"] == [found[1]]
     hosts["relay"].start(stations["relay.example.org"][0])
-    origin, trainer, _ = stations["trainer.example.org"]  # the evaluator talks to nobody, and has tests of its own
+    origin, trainer, _ = stations["trainer.example.org"]  # the evaluator uses no network, and has its own tests
     hosts["trainer"].start(origin)
     nodes = [hosts["trainer"].start(trainer)]
     nodes += [hosts[name].start(found[0]) for name in WORKERS]
-    # Nobody gets further leases with eight files to be judged, and the run needs twelve: both deliver.
-    wait_until(lambda: count_owners(net) == 2, lambda: "two workers that delivered")
+    # A worker with eight files to be judged gets no further leases, and the run needs twelve: both must submit.
+    wait_until(lambda: count_owners(net) == 2, lambda: "two workers that submitted")
     nodes.append(hosts["validator"].start(f"{stations['each validator'][0]} --coordinator {found[2]}"))
     await_text(wait_until, hosts["validator"].folder / "validator" / "joined", "")
     check_sockets(net)
 
-    for process in nodes:  # which end by themselves when the run is finished
+    for process in nodes:  # they end when the run is finished
         assert process.wait(PATIENCE_S) == 0
     assert "holds" in hosts["desk"].type(f"shoal ledger verify {URL} --coordinator {found[2]}")
     coordinator.send_signal(signal.SIGTERM)
@@ -109,7 +109,7 @@ def test_each_role_has_a_machine_of_its_own(net: Net, wait_until: WaitUntil) -> 
 
 
 def prepare(net: Net) -> dict[str, list[str]]:
-    """Make the run ready on the trainer's machine; the commands that are printed, by machine."""
+    """Prepare the run on the trainer's machine; returns the printed commands by machine."""
     operator = net.hosts["desk"].type("shoal keygen operator.key").strip()
     validator = net.hosts["validator"].type("shoal keygen owner.key").strip()
     page = PAGE.read_text()
@@ -131,12 +131,12 @@ def prepare(net: Net) -> dict[str, list[str]]:
 
 
 def await_text(wait_until: WaitUntil, path: Path, text: str) -> None:
-    """Until a file is there and says something."""
+    """Wait until a file exists and contains the text."""
     wait_until(lambda: path.exists() and text in path.read_text(), lambda: f"{text!r} in {path}")
 
 
 def check_links(net: Net) -> None:
-    """It takes its time from one machine to another, and nobody calls the closed one, though it listens."""
+    """Connections between machines take time, and the closed one cannot be connected to, although it listens."""
     hosts = net.hosts
     listening = [hosts[name].run(sys.executable, "-c", _LISTEN) for name in ("run", CLOSED)]
     for process in listening:
@@ -150,13 +150,13 @@ def check_links(net: Net) -> None:
 
 
 def check_sockets(net: Net) -> None:
-    """Those listen who serve, at one address each, and nobody else does."""
+    """Only servers listen, each at one address."""
     found = {name: host.list_listening() for name, host in net.hosts.items()}
     assert found == {name: [SERVING[name]] if name in SERVING else [] for name in HOSTS}
 
 
 def count_owners(net: Net) -> int:
-    """How many owners have handed something in."""
+    """Number of owners that have submitted something."""
     with closing(sqlite3.connect(f"file:{find_ledger(net)}?mode=ro", uri=True)) as connection:
         return int(connection.execute("SELECT count(DISTINCT owner) FROM submission").fetchone()[0])
 
@@ -166,7 +166,7 @@ def find_ledger(net: Net) -> Path:
 
 
 def check_ledger(net: Net) -> None:
-    """It holds, both workers were paid, and what it calls the weights is what trainer and workers have."""
+    """It holds, both workers were paid, and the weights in it are those that trainer and workers have."""
     evidence = collect_evidence(find_ledger(net))
     assert evidence.holds, evidence.summary
     earned = {line.owner: line.earned for line in evidence.leaders}
@@ -174,9 +174,9 @@ def check_ledger(net: Net) -> None:
     assert all(earned[owner] > 0 for owner in owners.values()), (owners, earned)
     assert len(set(owners.values())) == 2
 
-    from shoal.launch.start import find_root
+    from shoal.launch.prepare import find_root
 
-    engine = open_engine(str(find_ledger(net)))
+    engine = open_database(str(find_ledger(net)))
     with read_snapshot(engine) as connection:
         roots = {row.version: row.root for row in connection.execute(VERSION.select())}
     engine.dispose()
@@ -188,7 +188,7 @@ def check_ledger(net: Net) -> None:
 
 
 def check_keys(net: Net) -> None:
-    """Each secret is on one machine."""
+    """Each secret is on one machine only."""
     for name, expected in KEYS.items():
         root = net.hosts[name].folder
         found = {str(path.relative_to(root)) for path in root.rglob("*.key")}

@@ -1,7 +1,7 @@
-"""A whole swarm as one command: a cheat is caught, all of it stopped, killed and resumed, and the run ends as it must.
+"""A whole swarm as one command: a cheat is caught, everything is stopped, killed and resumed, and the run ends right.
 
-What it ends with are the weights of `shoal train`, bit for bit, by one worker as by three: nothing is late with async
-level 0.
+The final weights are those of `shoal train`, bit for bit, with one worker or three: with async level 0 nothing is
+stale.
 """
 
 import re
@@ -13,23 +13,23 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.fixtures.paths import TINY, WIDE
 
 from shoal.cli import main
-from shoal.files import hash_file
-from shoal.keys import Key
-from shoal.launch.evidence import collect_evidence
+from shoal.identity.keys import Key
+from shoal.launch.report import collect_evidence
+from shoal.util.files import hash_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from warm import SWARM, Running, Warm
 
-TINY = Path(__file__).parents[1] / "tiny.toml"
 PATIENCE_S = 300.0
-pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes in /proc")
+pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
 
 
 class Desk:
-    """One command at a time, what it prints, and the processes that descend from it."""
+    """One command at a time, its output, and its descendant processes."""
 
     def __init__(self, folder: Path, warm: Warm) -> None:
         self.log, self._warm = folder / "printed", warm
@@ -40,7 +40,7 @@ class Desk:
         self.process = self._warm.start(*words, out=self.log, err=self.log)
 
     def end(self, number: int | None = None) -> int:
-        """Send a signal, if one is given, and wait for the end."""
+        """Send a signal, if given, and wait for the end."""
         assert self.process is not None
         if number is not None:
             self.process.send_signal(number)
@@ -56,7 +56,7 @@ class Desk:
             time.sleep(0.1)
 
     def list_family(self) -> list[int]:
-        """All processes that descend from the one that was started."""
+        """All descendants of the started process."""
         assert self.process is not None
         parents = {pid: parent for pid in _list_pids() if (parent := _find_parent(pid)) is not None}
         family, found = [self.process.pid], [self.process.pid]
@@ -73,9 +73,9 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 
 def type_command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """A command in this process: its code, and what it printed."""
+    """Run a command in this process; returns its exit code and output."""
     capsys.readouterr()
-    code = main(words)
+    code = main([*words, "-q"])
     shown = capsys.readouterr()
     return code, shown.out + shown.err
 
@@ -83,18 +83,18 @@ def type_command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, 
 def test_a_swarm_survives_its_cheat_its_user_and_a_kill(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
     out = desk.log.parent / "runs"
     root = out / "tiny-seed0"
-    settings = [str(TINY), f"out={out}", "swarm.calibration=128", 'swarm.cheats=["int8"]']
+    settings = [str(TINY), WIDE, f"out={out}", "swarm.calibration=128", 'swarm.cheats=["int8"]']
 
     desk.start("prepare", *settings)
     assert desk.end() == 0, desk.log.read_text()
     desk.start("run", *settings, "swarm.workers=0")
     desk.wait_text("cheat-1 ended for good")
-    code, said = type_command(capsys, "run", *settings)
+    code, said = type_command(capsys, "-q", "run", *settings)
     assert code == 2 and said.startswith("shoal: ") and said.count("\n") == 1 and "in use by process" in said
     family = desk.list_family()
     assert len(family) >= 7
     assert desk.end(signal.SIGINT) == 130
-    assert "the same command goes on" in desk.log.read_text() and not any(map(_is_alive, family))
+    assert "the same command resumes it" in desk.log.read_text() and not any(map(_is_alive, family))
 
     code, said = type_command(capsys, "run", *settings, "steps=4")
     assert code == 2 and "begun with another steps" in said
@@ -118,11 +118,11 @@ def test_a_swarm_survives_its_cheat_its_user_and_a_kill(desk: Desk, capsys: pyte
     check_weights(root, out / "alone")
 
     code, said = type_command(capsys, "run", *settings)
-    assert code == 0 and said.splitlines() == shown.splitlines()[-5:], "a finished run has nothing left but its report"
+    assert code == 0 and said.splitlines() == shown.splitlines()[-5:], "a finished run only prints its report"
 
 
 def list_paid(root: Path) -> set[str]:
-    """The workers that delivered what was accepted."""
+    """The workers whose submissions were accepted."""
     owners = {Key.load(path).public: path.parent.name for path in root.glob("*/owner.key")}
     leaders = collect_evidence(root / "coordinator" / "ledger.db").leaders
     return {owners[line.owner] for line in leaders if line.accepted}
@@ -136,10 +136,11 @@ def check_report(root: Path) -> None:
 
 
 def check_weights(root: Path, alone: Path) -> None:
-    """The swarm's weights are those of `shoal train` with the same beacons, after every step."""
+    """After every step, the swarm's weights are those of `shoal train` with the same beacons."""
     secret = (root / "coordinator" / "beacon.secret").read_text()
     assert (
-        main(["train", str(TINY), f"out={alone}", f"beacon={secret}", "checkpoint.every=1", "checkpoint.keep=9"]) == 0
+        main(["train", str(TINY), WIDE, f"out={alone}", f"beacon={secret}", "checkpoint.every=1", "checkpoint.keep=9"])
+        == 0
     )
     for step in (1, 2, 3):
         own = alone / "tiny-seed0" / "checkpoints" / f"step-{step:06d}" / "policy" / "model.safetensors"

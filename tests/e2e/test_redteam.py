@@ -1,6 +1,6 @@
-"""The red team in short: a tiny swarm, a crew with some attacks of each kind, and what the ledger says of them.
+"""The red team in short: a tiny swarm, a campaign with some attacks of each kind, and their outcomes in the ledger.
 
-`shoal redteam` does the same with all of them. What must become of each stands in the registry, and is held to here.
+`shoal redteam` does the same with all attacks. The expected outcomes are in the registry, and are enforced here.
 """
 
 import json
@@ -11,25 +11,25 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.fixtures.paths import TINY, WIDE
 
-from shoal.keys import Key
-from shoal.redteam.crew import read_attempts
+from shoal.identity.keys import Key
+from shoal.redteam.campaign import read_attempts
+from shoal.redteam.ledger_summary import read_ledger_summary
 from shoal.redteam.matrix import Matrix, build_matrix
-from shoal.redteam.registry import ATTACKS, Fate
-from shoal.redteam.tally import read_tally
+from shoal.redteam.registry import Expected, list_attacks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from warm import PATIENCE_S, SWARM, Warm
 
-TINY = Path(__file__).parents[1] / "tiny.toml"
 TRIED = (
     *("int8", "small", "stale", "greedy", "edited_tokens", "foreign_text", "constant_proof", "truncation", "copy_all"),
     *("flipped_reward", "padding", "garbage", "bomb_pages"),
     *("cherry_leases", "two_manifests", "signatures", "noise"),
 )
 SETTINGS = (
-    *("steps=5000", "async_level=2", "policy.tiny.layers=2", "learner.lr=1e-3", "engine.max_tokens=10"),
+    *("steps=5000", "async_level=2", "policy.tiny.layers=2", WIDE, "learner.lr=1e-3", "engine.max_tokens=10"),
     *(
         "swarm.calibration=128",
         "swarm.workers=1",
@@ -39,7 +39,7 @@ SETTINGS = (
     ),
     *("eval.tasks=1", "eval.samples=1", "eval.k=1", "eval.every=0", "checkpoint.every=500"),
 )
-CREW = ("--abreast", 4, "--submissions", 4, "--seconds", 60, "--slots", 64, "--attack", *TRIED)
+CAMPAIGN = ("--abreast", 4, "--submissions", 4, "--seconds", 60, "--slots", 64, "--attack", *TRIED)
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self").exists(), reason="a part ends with its supervisor on Linux alone"
 )
@@ -52,31 +52,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def verified(folder: Path, matrix: Matrix) -> str:
-    """What was printed to the owner who checked its work again."""
+    """The output for the owner that checked its work again."""
     return (folder / "verified").read_text()
 
 
 @pytest.fixture(scope="module")
 def matrix(folder: Path) -> Matrix:
-    """What became of all attempts in one swarm."""
+    """The outcomes of all attempts in one swarm."""
     root, log = folder / "tiny-seed0", folder / "printed"
     settings = [str(TINY), f"out={folder}", *SETTINGS]
-    with closing(Warm(*SWARM, "shoal.redteam.gang", "shoal.redteam.script")) as warm:
+    with closing(Warm(*SWARM, "shoal.redteam.workers", "shoal.redteam.scripted")) as warm:
         assert warm.start("prepare", *settings, out=log, err=log).wait() == 0, log.read_text()
         swarm = warm.start("run", *settings, out=log, err=log)
-        crew = warm.start("redteam", "crew", wait_url(root), *CREW, "--folder", folder / "crew", out=log, err=log)
-        assert crew.wait() == 0, log.read_text()[-4000:]
+        campaign = warm.start(
+            "redteam", "campaign", wait_url(root), *CAMPAIGN, "--folder", folder / "campaign", out=log, err=log
+        )
+        assert campaign.wait() == 0, log.read_text()[-4000:]
         verify_newest(warm, wait_url(root), root / "worker-1", folder / "verified")
         swarm.send_signal(signal.SIGINT)
         assert swarm.wait() == 130, log.read_text()[-4000:]
     honest = {Key.load(root / "worker-1" / "owner.key").public: "worker-1"}
     return build_matrix(
-        read_tally(root / "coordinator" / "ledger.db"), read_attempts(folder / "crew"), honest=honest, liars={}
+        read_ledger_summary(root / "coordinator" / "ledger.db"),
+        read_attempts(folder / "campaign"),
+        honest=honest,
+        liars={},
     )
 
 
 def verify_newest(warm: Warm, url: str, node: Path, said: Path) -> None:
-    """An owner runs the check of its newest decided submission again, while its weights are kept."""
+    """An owner repeats the check of its newest decided submission, while its weights are kept."""
     names = sorted((path.stem for path in (node / "receipts").glob("s*.json")), key=lambda name: int(name[1:]))
     for name in reversed(names[-8:]):
         code = warm.start("verify", url, name, "--folder", node, out=said, err=said).wait()
@@ -96,7 +101,7 @@ def wait_url(root: Path) -> str:
 
 
 def test_the_attacks_are_some_of_each_fate() -> None:
-    assert {ATTACKS[name].fate for name in TRIED} == set(Fate)
+    assert {list_attacks()[name].expect for name in TRIED} == set(Expected)
 
 
 @pytest.mark.parametrize("name", TRIED)
@@ -104,7 +109,7 @@ def test_an_attack_meets_its_fate(matrix: Matrix, name: str) -> None:
     (row,) = [row for row in matrix.rows if row.name == name]
     (outcome,) = row.outcomes
     assert not outcome.fault, f"{outcome.fault}; {outcome.attempt}"
-    assert row.caught == (row.fate in (Fate.HARD, Fate.SOFT, Fate.FORM))
+    assert row.caught == (row.expect in (Expected.HARD, Expected.SOFT, Expected.FORM))
 
 
 def test_the_honest_worker_is_not_harmed(matrix: Matrix) -> None:

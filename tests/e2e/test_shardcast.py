@@ -1,4 +1,4 @@
-"""Origin, relays and clients as the processes that users start, and each other's neighbours in all ways allowed."""
+"""Origin, relays and clients as the processes that users start, connected in all supported ways."""
 
 import signal
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def test_two_clients_in_one_folder_are_one_too_many(cast: Any, wait_until: Calla
     path = cast.make_checkpoint("v1", SIZE)
     origin = cast.origin(path)
     url = origin.url
-    origin.kill(signal.SIGSTOP)  # so that the first one is still there when the second comes
+    origin.kill(signal.SIGSTOP)  # so that the first one still runs when the second starts
     first = cast.pull(url)
     lock = cast.data / "out" / ".shardcast" / "store.lock"
     wait_until(lambda: lock.exists() and lock.read_text() != "", lambda: "lock")
@@ -59,7 +59,7 @@ def test_a_version_published_anew_while_it_is_fetched_arrives_as_the_new_one(cas
     relay = cast.relay("relay", origin.url)
     client = cast.pull(relay.url)
     origin.await_sent(SIZE // 4)
-    for actor in (relay, client):  # in the middle, for as long as it takes
+    for actor in (relay, client):  # in the middle of a transfer
         actor.kill(signal.SIGSTOP)
     assert not (cast.data / "out" / "v1").exists()
     cast.hand_over(new, 1).finish()

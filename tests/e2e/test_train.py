@@ -11,62 +11,62 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fixtures.paths import TINY
 
 from shoal.cli import main
-from shoal.config import load_config
-from shoal.console import PASS_RATE, REWARD, TOKENS_RATE
-from shoal.eval import draw_tasks
-from shoal.files import hash_file
+from shoal.config.run import load_config
 from shoal.learner.checkpoint import find_newest, list_checkpoints, read_state
 from shoal.learner.filter import has_signal
-from shoal.parquet import read_groups
-from shoal.report import read_metrics
 from shoal.rollout import Group
 from shoal.tasks.registry import load_family
 from shoal.tasks.split import Split, split_task
+from shoal.train.eval import draw_tasks
+from shoal.train.report import read_metrics
+from shoal.train.rollout_files import read_groups
+from shoal.util.console import PASS_RATE, REWARD, TOKENS_RATE
+from shoal.util.files import hash_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from warm import TORCH, Running, Warm
 
-TINY = Path(__file__).parents[1] / "tiny.toml"
 PATIENCE_S = 120.0
-_warmups: list[Path] = []
+_tuned: list[Path] = []
 
 Line = dict[str, Any]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _start(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The warm-up that most runs here begin with."""
+    """The SFT that most runs here start from."""
     out = tmp_path_factory.mktemp("start")
     assert main(["train", str(TINY), f"out={out}", "steps=0"]) == 0
-    _warmups.append(out / "warmup")
+    _tuned.append(out / "sft")
 
 
 def train(out: Path, *overrides: str, cached: bool = True) -> Path:
-    """Train in this process, and return the run directory; `cached`: a new run finds its warm-up done."""
-    if cached and not (out / "tiny-seed0").exists() and not (out / "warmup").exists():
-        shutil.copytree(_warmups[-1], out / "warmup")
+    """Train in this process and return the run directory; with `cached`, a new run finds its SFT done."""
+    if cached and not (out / "tiny-seed0").exists() and not (out / "sft").exists():
+        shutil.copytree(_tuned[-1], out / "sft")
     assert main(["train", str(TINY), f"out={out}", *overrides]) == 0
     return out / "tiny-seed0"
 
 
 @pytest.fixture(scope="module")
 def warm() -> Iterator[Warm]:
-    """Starts commands in processes of their own."""
+    """Starts commands in separate processes."""
     with closing(Warm(*TORCH)) as warm:
         yield warm
 
 
 @pytest.fixture
 def errors(tmp_path: Path) -> Path:
-    """What such a command prints on stderr."""
+    """The stderr of such a command."""
     return tmp_path / "errors"
 
 
 def await_step(process: Running, errors: Path, run: Path, step: int) -> None:
-    """Return when the metrics of a step are there."""
+    """Wait until the metrics of a step exist."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         metrics = run / "metrics.jsonl"
@@ -86,7 +86,7 @@ def hash_weights(run: Path) -> str:
 
 
 def list_results(run: Path) -> list[Line]:
-    """The metrics without what differs from one computation of the same numbers to the next."""
+    """The metrics without values that differ between computations of the same numbers."""
     lines = read_metrics(run / "metrics.jsonl")
     return [{name: line[name] for name in line if name != "time" and "perf/" not in name} for line in lines]
 
@@ -100,7 +100,7 @@ def read_rollouts(run: Path) -> list[Group]:
 
 
 def assert_same_run(one: Path, other: Path, *, evaluations: bool = True) -> None:
-    """Equal weights, rollouts and metrics, those of evaluations if they were made at the same steps."""
+    """Equal weights, rollouts and metrics, including those of evaluations if they were made at the same steps."""
     assert hash_weights(one) == hash_weights(other)
     mine, theirs = ([line for line in list_results(run) if evaluations or REWARD in line] for run in (one, other))
     assert mine == theirs
@@ -158,7 +158,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, warm: Warm, error
     settings = (f"out={tmp_path / 'killed'}", "steps=1000000", f"async_level={level}")
     process = warm.start("train", TINY, *settings, err=errors)
     await_step(process, errors, killed, 4)
-    # while it lives nobody else may have the directory
+    # while it lives, no other process may use the directory
     assert main(["train", str(TINY), f"out={tmp_path / 'killed'}", f"async_level={level}"]) == 2
     process.kill()
     assert process.wait() == -signal.SIGKILL
@@ -172,7 +172,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, warm: Warm, error
 
 def test_a_run_killed_at_every_kind_of_write_resumes_to_the_same_bits(tmp_path: Path, warm: Warm, errors: Path) -> None:
     args = ["steps=5", "checkpoint.every=1", "async_level=1", "eval.every=2"]
-    # each process dies at its n-th fsync or rename, in warm-up, checkpoints, rollouts and metrics; the last lives
+    # each process is killed at its n-th fsync or rename, in SFT, checkpoints, rollouts and metrics; the last survives
     points = [2, 16, 30, 40, 8, 15, 18, 22, 12, 19, 25, 20, 1_000_000]
     command = ["train", TINY, f"out={tmp_path / 'killed'}", *args]
     codes = [warm.start(*command, err=errors, dies_at=point).wait() for point in points]
@@ -215,24 +215,24 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_earlier_one_serves(
     weights = newest / "policy" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert main(["train", str(TINY), f"out={tmp_path}"]) == 2
-    assert f"shoal: {weights}: is not what was written; remove {newest}" in capsys.readouterr().err
+    assert f"shoal: {weights}: does not match its hash; remove {newest}" in capsys.readouterr().err
     shutil.rmtree(newest)
     train(tmp_path, "steps=3")
     assert hash_weights(run) == whole
 
 
-def test_a_resumed_run_needs_no_warmup(tmp_path: Path) -> None:
+def test_a_resumed_run_needs_no_sft(tmp_path: Path) -> None:
     train(tmp_path / "a", "steps=1")
-    shutil.rmtree(tmp_path / "a" / "warmup")
+    shutil.rmtree(tmp_path / "a" / "sft")
     train(tmp_path / "a", "steps=2")
-    assert not (tmp_path / "a" / "warmup").exists()
+    assert not (tmp_path / "a" / "sft").exists()
     assert_same_run(tmp_path / "a" / "tiny-seed0", train(tmp_path / "b", "steps=2"), evaluations=False)
 
 
 def test_a_resumed_run_with_a_kl_term_finds_its_reference_again(tmp_path: Path) -> None:
     settings = ["learner.loss.kl=0.1", "learner.loss.entropy=0.01"]
     train(tmp_path / "a", "steps=2", *settings)
-    shutil.rmtree(tmp_path / "a" / "warmup")
+    shutil.rmtree(tmp_path / "a" / "sft")
     train(tmp_path / "a", "steps=3", *settings)
     whole = train(tmp_path / "b", "steps=3", *settings)
     assert_same_run(tmp_path / "a" / "tiny-seed0", whole, evaluations=False)
@@ -260,7 +260,7 @@ def test_held_out_tasks_are_never_trained(tmp_path: Path) -> None:
     assert set(split.values()) == {Split.TRAIN, Split.HELDOUT}
     assert len(trained) > 20
     assert {split[name] for name in trained} == {Split.TRAIN}
-    assert not trained & {task.id for task in draw_tasks(family, config.eval, seed=config.seed)}
+    assert not trained & {task.id for task in draw_tasks(family, config)}
 
 
 def test_with_the_filter_every_trained_group_has_signal(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_no_trained_rollout_is_older_than_the_async_level_allows(tmp_path: Path)
 
 
 def test_a_task_without_any_signal_ends_properly(tmp_path: Path) -> None:
-    # one token never is three letters
+    # one token is never three letters
     run = train(tmp_path, "steps=2", "engine.max_tokens=1", "tasks.options.min_length=3", "eval.tasks=3")
     start_weights = hash_file(run / "checkpoints" / "step-000000" / "policy" / "model.safetensors")
     assert hash_weights(run) == start_weights
@@ -303,17 +303,17 @@ def test_a_task_without_any_signal_ends_properly(tmp_path: Path) -> None:
 
 
 def test_training_raises_the_reward(tmp_path: Path) -> None:
-    easier = ["tasks.options.max_length=2", "tasks.options.letters=8", "eval.tasks=4", "warmup.heldout=4"]
+    easier = ["tasks.options.max_length=2", "tasks.options.letters=8", "eval.tasks=4", "sft.heldout=4"]
     run = train(tmp_path, "steps=30", "learner.lr=3e-3", "batch.groups=8", "rollouts=false", *easier)
     rewards = [line[REWARD] for line in list_results(run) if REWARD in line]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
     assert list((run / "rollouts").iterdir()) == []
 
 
-def test_too_few_held_out_tasks_are_said_before_the_warmup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_held_out_tasks_are_reported_before_sft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(TINY), f"out={tmp_path}", "eval.tasks=5000"]) == 2
     assert capsys.readouterr().err.startswith("shoal: tasks.options: reverse has too few problems")
-    assert not (tmp_path / "warmup").exists()
+    assert not (tmp_path / "sft").exists()
 
 
 def test_an_interrupt_exits_with_130_and_the_run_resumes(tmp_path: Path, warm: Warm, errors: Path) -> None:
@@ -322,7 +322,7 @@ def test_an_interrupt_exits_with_130_and_the_run_resumes(tmp_path: Path, warm: W
     await_step(process, errors, run, 3)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
-    assert errors.read_text() == "\nshoal: interrupted; a run or warm-up goes on from its last checkpoint\n"
+    assert errors.read_text().endswith("\nshoal: interrupted; the same command resumes from the last checkpoint\n")
     steps = f"steps={list_checkpoints(run / 'checkpoints')[-1][0] + 1}"
     train(tmp_path / "a", steps)
     assert_same_run(run, train(tmp_path / "b", steps))
@@ -334,8 +334,9 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_lost(tmp_path: Path, warm: W
     limit = (run / "checkpoints" / "step-000002" / "optimizer.safetensors").stat().st_size - 1
     process = warm.start("train", TINY, f"out={tmp_path / 'a'}", "steps=4", err=errors, max_bytes=limit)
     assert process.wait() == 1
-    said = errors.read_text()
-    assert said.startswith(f"shoal: {run}: cannot be written (File too large); ") and said.count("\n") == 1
+    said = errors.read_text().splitlines()
+    assert said[-1].startswith(f"shoal: {run}: cannot be written (File too large); ")
+    assert all(" train " in line for line in said[:-1]), "log lines while it trains, and one error"
     assert (list_checkpoints(run / "checkpoints")[-1][0], hash_weights(run)) == (2, before)
     train(tmp_path / "a", "steps=4")
     assert_same_run(run, train(tmp_path / "b", "steps=4"), evaluations=False)

@@ -1,12 +1,11 @@
-"""Commands of `shoal` that start at once: each is a fork of a process that has imported everything.
+"""`shoal` commands that start immediately: each is a fork of a process that has imported everything.
 
-From `main` on a command does what it does as `python -m shoal`; what is saved is the seconds for which each process
-imports torch. The parts of a swarm are forks as well, of the process of `shoal run`. That works as long as nothing here
-has computed a gradient, for which torch starts threads that no fork has: so a swarm that starts here was prepared
-before.
+From `main` on, a command does the same as `python -m shoal`; only the seconds for importing torch are saved. The parts
+of a swarm are forks as well, of the process of `shoal run`. This works as long as nothing here has computed a gradient,
+for which torch starts threads that a fork does not have. So a swarm that starts here was prepared before.
 
-A command is ordered by a line of JSON on standard input. Told on standard output: `ready`, then for each `up PID` and
-later `end PID STATUS`. Arguments are modules to import.
+A command is requested by a line of JSON on standard input. Standard output has `ready`, then for each command `up PID`
+and later `end PID STATUS`. Arguments are modules to import.
 """
 
 import asyncio
@@ -28,40 +27,39 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from shoal.cli import main
-from shoal.launch.nursery import Nursery, NurseryError
-from shoal.launch.part import Part, Process, bind_to_parent
+from shoal.launch.process import ForkServer, ForkServerError, Part, Process, bind_to_parent
 
 SOURCE = Path(__file__).parents[2] / "src"
 FDS = Path("/proc/self/fd")
 PATIENCE_S = 300.0
-TORCH = ("shoal.train", "transformers.models.qwen3.modeling_qwen3")
+TORCH = ("shoal.train.loop", "transformers.models.qwen3.modeling_qwen3")
 SWARM = (
     *TORCH,
     "shoal.launch.run",
-    "shoal.launch.start",
+    "shoal.launch.prepare",
     "shoal.redteam.registry",
-    "shoal.swarm.service",
+    "shoal.coordinator.service",
     "shoal.trainer.evaluator",
     "shoal.trainer.run",
-    "shoal.validator.loop",
-    "shoal.worker.loop",
+    "shoal.validator.validator",
+    "shoal.worker.worker",
 )
-"""what the commands need that `shoal train` and the parts of a swarm are"""
+"""imports needed by `shoal train` and by the parts of a swarm"""
 
 
 class Running:
-    """A command that was started; like `subprocess.Popen`, as far as it goes."""
+    """A started command, with part of the interface of `subprocess.Popen`."""
 
     def __init__(self, warm: "Warm", pid: int) -> None:
         self._warm, self.pid = warm, pid
 
     def poll(self) -> int | None:
-        """Its code if it has ended, negative for a signal."""
+        """Its exit code if it has ended, negative for a signal."""
         self._warm.hear_all(0.0)
         return self._warm.codes.get(self.pid)
 
     def wait(self, timeout: float = PATIENCE_S) -> int:
-        """Its code when it has ended."""
+        """Wait for its end and return its exit code."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             assert time.monotonic() < deadline, f"process {self.pid} did not end in {timeout:.0f} s"
@@ -77,11 +75,11 @@ class Running:
 
 
 class Warm:
-    """The process that all are forks of."""
+    """The process from which all commands are forked."""
 
     def __init__(self, *modules: str) -> None:
         self.codes: dict[int, int] = {}
-        """of those that have ended, by process"""
+        """exit codes of ended processes"""
         self._ready = False
         self._started: list[int] = []
         self._heard = b""
@@ -93,7 +91,7 @@ class Warm:
             stdout=subprocess.PIPE,
             preexec_fn=bind,  # noqa: PLW1509 - it calls the kernel and nothing else
         )
-        self._await(lambda: self._ready, "no import came to its end")
+        self._await(lambda: self._ready, "the imports did not finish")
 
     def start(
         self,
@@ -106,8 +104,8 @@ class Warm:
     ) -> Running:
         """Start a command.
 
-        What it prints is added to these files. It is killed at its `dies_at`-th fsync or rename, and can write so many
-        bytes into a file. `machine` is where it is, see `netns`.
+        Its output is appended to these files. It is killed at its `dies_at`-th fsync or rename, and can write at most
+        that many bytes to a file. `machine` is its host, see `netns`.
         """
         order: dict[str, Any] = {"words": [str(word) for word in words], "out": str(out or os.devnull), "err": str(err)}
         order |= {"dies_at": dies_at, "max_bytes": max_bytes, "machine": list(machine)}
@@ -115,18 +113,18 @@ class Warm:
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
         count = len(self._started) + 1
-        self._await(lambda: len(self._started) == count, "nothing was started")
+        self._await(lambda: len(self._started) == count, "the command did not start")
         return Running(self, self._started[-1])
 
     def hear_all(self, patience_s: float) -> None:
-        """Take note of what is told within that time, or of the first of it."""
+        """Process the messages that arrive within that time, or the first of them."""
         assert self._process.stdout is not None
         number = self._process.stdout.fileno()
         ready, _, _ = select.select([number], [], [], patience_s)
         if not ready:
             return
         data = os.read(number, 4096)
-        assert data, "the process that all are forks of is gone"
+        assert data, "the parent process has ended"
         *lines, self._heard = (self._heard + data).split(b"\n")
         for line in lines:
             word, *numbers = line.decode().split()
@@ -137,7 +135,7 @@ class Warm:
                 self.codes[int(numbers[0])] = os.waitstatus_to_exitcode(int(numbers[1]))
 
     def close(self) -> None:
-        """End all that is left."""
+        """Stop everything that is left."""
         assert self._process.stdin is not None and self._process.stdout is not None
         for running in [Running(self, pid) for pid in self._started]:
             running.send_signal(signal.SIGINT)
@@ -155,11 +153,11 @@ class Warm:
 
 
 def run_orders() -> None:
-    """Start commands as they are ordered, and tell of their ends."""
+    """Start commands as requested, and report their ends."""
     for name in sys.argv[1:]:
         importlib.import_module(name)
     Process.start = classmethod(start_part)  # type: ignore[method-assign, assignment]
-    Nursery.wait_ready = refuse_nursery  # type: ignore[method-assign]
+    ForkServer.wait_ready = refuse_fork_server  # type: ignore[method-assign]
     gc.freeze()
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -185,7 +183,7 @@ def start_command(order: dict[str, Any]) -> None:
     if os.fork() == 0:
         if bind is not None:
             bind()
-        os.setsid()  # before anybody knows of it: from now on all that it starts can be killed with it
+        os.setsid()  # before its id is reported: all its children can be killed with it
         tell(f"up {os.getpid()}")
         follow_order(**order)
 
@@ -205,14 +203,14 @@ def follow_order(
     max_bytes: int,
     machine: list[str],
 ) -> NoReturn:
-    """In a new process: be what was ordered."""
+    """In a new process: run the requested command."""
     places = ((0, os.devnull, os.O_RDONLY), *((number, path, os.O_WRONLY) for number, path in ((1, out), (2, err))))
     for number, path, flags in places:
         descriptor = os.open(path, flags | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(descriptor, number)
         os.close(descriptor)
     if machine:
-        from netns import enter_machine  # which needs this module
+        from netns import enter_machine  # imports this module
 
         enter_machine(*machine)
     if dies_at:
@@ -223,7 +221,7 @@ def follow_order(
 
 
 def die_at(point: int) -> None:
-    """Have this process killed when it is about to force something to disk, or to rename it, for that time."""
+    """Kill this process at its n-th fsync or rename."""
     left = itertools.count(point, -1)
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,19 +235,19 @@ def die_at(point: int) -> None:
     os.fsync, os.rename, os.replace = wrap(os.fsync), wrap(os.rename), wrap(os.replace)
 
 
-async def refuse_nursery(nursery: Nursery) -> None:
-    """Parts are forks of ours."""
-    raise NurseryError("not here")
+async def refuse_fork_server(server: ForkServer) -> None:
+    """Parts are our own forks."""
+    raise ForkServerError("not here")
 
 
 async def start_part(kind: type[Process], part: Part, log: IO[bytes], environment: dict[str, str]) -> Process:
-    """Start a part of a swarm, which otherwise would be a new interpreter."""
+    """Start a part of a swarm as a fork instead of a new interpreter."""
     bind, known = bind_to_parent(), set(FDS.iterdir())
 
     def become_part() -> NoReturn:
         if bind is not None:
             bind()
-        for path in set(FDS.iterdir()) - known:  # among them the pipe by which subprocess waits for a new program
+        for path in set(FDS.iterdir()) - known:  # includes the pipe by which subprocess waits for exec
             with suppress(OSError):
                 os.close(int(path.name))
         os.environ.update(environment)
@@ -264,18 +262,18 @@ async def start_part(kind: type[Process], part: Part, log: IO[bytes], environmen
         start_new_session=True,
         preexec_fn=become_part,
     )
-    return kind(part, process)
+    return kind(process)
 
 
 def become_command(words: Sequence[str]) -> NoReturn:
-    """In a new process: be that command, to its end."""
+    """In a new process: run that command to its end."""
     code = 1
     try:
-        signal.set_wakeup_fd(-1)  # that of the loop which started us
+        signal.set_wakeup_fd(-1)  # that of the parent's loop
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        gc.freeze()  # what belongs to our parent is not closed by us
+        gc.freeze()  # objects of the parent are not closed here
         random.seed()
         code = main(words)
     except SystemExit as error:

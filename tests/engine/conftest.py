@@ -1,4 +1,4 @@
-"""Running an engine to the end with all that it hands out, and requests of every kind."""
+"""Running an engine to the end with all its outputs, and requests of every kind."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from shoal.rollout import Request, Rollout
 
 @dataclass
 class Collector:
-    """A sink that keeps every chunk, and the rollouts beside."""
+    """A sink that keeps every chunk, together with the rollouts."""
 
     chunks: dict[str, list[tuple[int, Tensor]]] = field(default_factory=dict)
     rollouts: dict[str, Rollout] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Keys and values of rollouts under way: attention over them, and bits that do not depend on the other rows."""
+"""Keys and values of active rollouts: attention over them, and bits that do not depend on the other rows."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ def make_prefix(length: int, kv_heads: int, dim: int) -> Tensor:
 
 
 def decode(lengths: list[int], heads: int, kv_heads: int, dim: int) -> Tensor:
-    """Two steps of rows with prefixes of these lengths; a row's inputs depend on its length alone."""
+    """Two steps of rows with prefixes of these lengths; a row's inputs depend only on its length."""
     slots = len(lengths)
     cache = SlotCache(
         layers=1, heads=heads, kv_heads=kv_heads, dim=dim, slots=slots, capacity=max(lengths) + 2, dtype=torch.float32

@@ -1,4 +1,4 @@
-"""The torch engine: what it returns, what it hands to the sink, its limits."""
+"""The torch engine: what it returns, what it passes to the sink, its limits."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from shoal.engine.base import CHUNK
-from shoal.engine.choice import choose_tokens
+from shoal.engine.sampling import choose_tokens
 from shoal.engine.torch import TorchEngine
 from shoal.errors import ConfigError
 from shoal.learner.logprobs import score_tokens
-from shoal.learner.sample import Sample, build_packs
 from shoal.policy.model import Policy
+from shoal.policy.packing import Sample, build_packs
 from shoal.rollout import Finish, Request, Rollout, VersionRange
 from shoal.seeds import token_uniforms
 
@@ -170,22 +170,22 @@ def test_a_request_may_fill_the_context_and_not_more(qwen: Policy) -> None:
     engine = TorchEngine(qwen.model, eos_id=NEVER, slots=2)
     full = Request(id="full", prompt_ids=(5,) * (context - 3), seed=0, max_tokens=3)
     assert next(iter(engine.generate([full]))).num_tokens == 3
-    with pytest.raises(ConfigError, match="509 tokens and 4 more do not fit, the model has 512"):
+    with pytest.raises(ConfigError, match="509 tokens plus 4 generated tokens exceeds the model's 512"):
         engine.submit([ONE, replace(full, max_tokens=4)])
     assert not engine.busy, "a refused call queues none of its requests"
 
 
 def test_a_prompt_needs_a_token(qwen: Policy) -> None:
-    with pytest.raises(ConfigError, match="a prompt needs one token"):
+    with pytest.raises(ConfigError, match="needs at least one token"):
         TorchEngine(qwen.model, eos_id=NEVER, slots=1).submit([replace(ONE, prompt_ids=())])
 
 
 def test_two_requests_of_one_id_are_a_bug(qwen: Policy) -> None:
     engine = TorchEngine(qwen.model, eos_id=NEVER, slots=1)
-    with pytest.raises(AssertionError, match="id of its own"):
+    with pytest.raises(AssertionError, match="ids of active requests are unique"):
         engine.submit([ONE, replace(ONE, seed=4)])
     engine.submit([ONE])
-    with pytest.raises(AssertionError, match="id of its own"):
+    with pytest.raises(AssertionError, match="ids of active requests are unique"):
         engine.submit([ONE])
     while engine.busy:
         engine.step()

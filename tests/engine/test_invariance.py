@@ -1,4 +1,4 @@
-"""A rollout is a function of weights, prompt, seed and sampling parameters: bit for bit, whatever runs beside it."""
+"""A rollout is a function of weights, prompt, seed and sampling parameters: bit for bit, whatever runs concurrently."""
 
 from collections.abc import Iterator
 
@@ -29,7 +29,7 @@ def requests(make_requests) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def alone(run, policy: Policy, requests: list[Request]) -> Bits:
-    """Every rollout on its own: one slot, so that it never has a neighbour."""
+    """Every rollout alone: one slot, so that it never has a neighbour."""
     collector = run(policy, requests, slots=1)
     return {request.id: collector.bits(request.id) for request in requests}
 
@@ -65,7 +65,7 @@ def test_arriving_while_others_are_under_way_does_not_matter(
 
 
 def test_the_length_of_neighbours_does_not_matter(run, make_requests, policy: Policy) -> None:
-    # lengths on both sides of every border: tiles, chunks of the sum over positions, row counts, the fused kernel
+    # Lengths on both sides of every boundary: tiles, chunks of the sum over positions, row counts, the fused kernel.
     requests = make_requests(6, prompts=(3, 250, 31, 380, 60, 270), limits=(2, 12), size=2)
     alone = run(policy, requests, slots=1)
     beside = run(policy, requests[::-1], slots=16)
@@ -74,7 +74,7 @@ def test_the_length_of_neighbours_does_not_matter(run, make_requests, policy: Po
 
 
 def test_rows_of_many_blocks_do_not_matter(run, make_requests, policy: Policy) -> None:
-    # 65 rows: the last block of decode attention holds one row by itself
+    # 65 rows: the last block of decode attention holds a single row.
     requests = make_requests(13, prompts=(5, 40, 12), limits=(3,), size=5)
     few, many = run(policy, requests, slots=9), run(policy, requests, slots=65)
     for request in requests:

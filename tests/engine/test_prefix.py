@@ -1,11 +1,11 @@
-"""Prompts: their keys and values are those of the model, and the same bits in any company."""
+"""Prompts: their keys and values are those of the model, with the same bits in any batch."""
 
 import pytest
 import torch
 
-from shoal.config import PolicyConfig, TinyConfig
+from shoal.config.run import PolicyConfig, TinyConfig
+from shoal.engine.batch_invariance import RowCounts, measure_rows
 from shoal.engine.prefix import compute_prefixes
-from shoal.engine.rows import RowCounts, measure_rows
 from shoal.policy.decoder import fuse_layers
 from shoal.policy.model import Policy, load_policy
 

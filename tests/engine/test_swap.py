@@ -1,4 +1,4 @@
-"""Swapping weights under way: nothing of the old ones is reused, and the rollout says which token came from which."""
+"""Swapping weights during generation: nothing of the old ones is reused, and a rollout records versions."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -46,7 +46,7 @@ def as_policy(policy: Policy, weights: Weights) -> Policy:
 
 
 def run_swaps(collect, start: Policy, swaps: list[tuple[int, int, Weights]], slots: int = 4):
-    """All requests, with `version, weights` swapped in after so many steps each."""
+    """All requests, with `version, weights` swapped in after the given number of steps each."""
     collector = collect()
     engine = TorchEngine(start.model, eos_id=NEVER, slots=slots, sink=collector)
     engine.submit(REQUESTS)
@@ -62,7 +62,7 @@ def test_versions_say_which_weights_wrote_which_token(collect, start: Policy, we
     assert rollouts["0"].versions == (VersionRange(0, 0, 7), VersionRange(1, 7, 20))
     assert rollouts["3"].versions == (VersionRange(0, 0, 7), VersionRange(1, 7, 22), VersionRange(2, 22, 47))
     assert rollouts["3"].version == 0
-    # the fifth began when the first had ended, under version 1
+    # The fifth started when the first had ended, under version 1.
     assert rollouts["4"].versions == (VersionRange(1, 0, 2), VersionRange(2, 2, 56))
     assert rollouts["5"].version == 2
 

@@ -5,16 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.fixtures.paths import TINY
 
-from shoal.launch.layout import Layout
-from shoal.launch.prepare import Prepared, prepare_swarm
+from shoal.launch.layout import SwarmPaths
+from shoal.launch.prepare import PreparedSwarm, prepare_swarm
 from shoal.launch.settings import LaunchConfig, load_launch
-
-TINY = Path(__file__).parents[1] / "tiny.toml"
 
 
 def _load_tiny(out: Path, *overrides: str) -> LaunchConfig:
-    few = ["warmup.steps=2", "warmup.eval_every=2", "swarm.calibration=64"]
+    few = ["sft.steps=2", "sft.eval_every=2", "swarm.calibration=64"]
     return load_launch(TINY, [f"out={out}", *few, *overrides])
 
 
@@ -29,7 +28,7 @@ def made_ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of run directories with one of a tiny swarm, as `prepare` leaves it."""
     out = tmp_path_factory.mktemp("runs")
     config = _load_tiny(out, 'swarm.cheats=["int8"]')
-    prepare_swarm(config, Layout.of(config), lambda _: None)
+    prepare_swarm(config, SwarmPaths.of(config))
     return out
 
 
@@ -40,7 +39,7 @@ def out(made_ready: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def prepared(out: Path) -> Prepared:
+def prepared(out: Path) -> PreparedSwarm:
     """The tiny swarm, ready to be started."""
     config = _load_tiny(out, 'swarm.cheats=["int8"]')
-    return prepare_swarm(config, Layout.of(config), lambda _: None)
+    return prepare_swarm(config, SwarmPaths.of(config))

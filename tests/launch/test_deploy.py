@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import _build_parser
-from shoal.commands.swarm_settings import load_service
+from shoal.cli import build_parser
+from shoal.coordinator.run import load_service
+from shoal.coordinator.run_files import load_run_files
 from shoal.errors import ConfigError
-from shoal.keys import Key
+from shoal.identity.keys import Key
 from shoal.launch import prepare
-from shoal.launch.deploy import describe_stations, list_stations
-from shoal.launch.layout import Layout
-from shoal.launch.prepare import Prepared, prepare_swarm
+from shoal.launch.deploy import describe_hosts, list_hosts
+from shoal.launch.layout import SwarmPaths
+from shoal.launch.prepare import PreparedSwarm, prepare_swarm
 from shoal.launch.run import start_swarm
 from shoal.launch.settings import LaunchConfig, load_launch
-from shoal.swarm.papers import load_papers
 
 Load = Callable[..., LaunchConfig]
 OPERATOR, VALIDATOR = Key.generate().public, Key.generate().public
@@ -34,19 +34,19 @@ def name_hosts(**changes: str) -> list[str]:
 
 
 @pytest.fixture
-def spread(out: Path, load_tiny: Load, monkeypatch: pytest.MonkeyPatch) -> Prepared:
+def spread(out: Path, load_tiny: Load, monkeypatch: pytest.MonkeyPatch) -> PreparedSwarm:
     """The tiny swarm, ready for several machines."""
-    monkeypatch.setattr(prepare, "_make_papers", None)  # they are there, and hold for any machines
+    monkeypatch.setattr(prepare, "_write_run_files", None)  # they are there, and hold for any machines
     config = load_tiny(out, 'swarm.cheats=["int8"]', *name_hosts())
-    layout = Layout.of(config)
+    layout = SwarmPaths.of(config)
     layout.operator_key.unlink()
-    return prepare_swarm(config, layout, lambda _: None)
+    return prepare_swarm(config, layout)
 
 
-def test_every_command_exists_and_serves_at_the_port_of_its_address(spread: Prepared) -> None:
-    parser = _build_parser()
+def test_every_command_exists_and_serves_at_the_port_of_its_address(spread: PreparedSwarm) -> None:
+    parser = build_parser()
     listening = {}
-    for station in list_stations(spread):
+    for station in list_hosts(spread):
         for arguments in station.commands:
             args = parser.parse_args(arguments)
             assert callable(args.command)
@@ -60,23 +60,29 @@ def test_every_command_exists_and_serves_at_the_port_of_its_address(spread: Prep
     }
 
 
-def test_a_coordinator_by_https_is_given_its_certificate(spread: Prepared) -> None:
-    hosts = spread.config.swarm.hosts.model_copy(update={"coordinator": "https://run.example.org"})
+def test_servers_by_https_are_given_their_certificates(spread: PreparedSwarm) -> None:
+    addresses = {"coordinator": "https://run.example.org", "origin": "https://trainer.example.org:8600"}
+    hosts = spread.config.swarm.hosts.model_copy(update={**addresses, "relays": ["https://a.example.org"]})
     swarm = spread.config.swarm.model_copy(update={"hosts": hosts})
     spread.config = spread.config.model_copy(update={"swarm": swarm})
-    (command,) = list_stations(spread)[0].commands
-    assert "0.0.0.0:443" in command and command[-4:] == ("--tls-cert", "fullchain.pem", "--tls-key", "key.pem")
+    coordinator, trainer, relay = list_hosts(spread)[:3]
+    for command, port in ((coordinator.commands[0], 443), (trainer.commands[0], 8600), (relay.commands[0], 443)):
+        assert f"0.0.0.0:{port}" in command
+        assert command[-4:] == ("--tls-cert", "fullchain.pem", "--tls-key", "key.pem")
+    assert relay.commands[0][:2] == ("relay", "https://trainer.example.org:8600")
 
 
-def test_the_commands_are_lines_for_a_shell(spread: Prepared) -> None:
-    lines = describe_stations(spread).splitlines()
+def test_the_commands_are_lines_for_a_shell(spread: PreparedSwarm) -> None:
+    lines = describe_hosts(spread).splitlines()
     commands = [shlex.split(line) for line in lines if not line.startswith("# ")]
     assert [tuple(words) for words in commands] == [
-        ("shoal", *arguments) for station in list_stations(spread) for arguments in station.commands
+        ("shoal", *arguments) for station in list_hosts(spread) for arguments in station.commands
     ]
 
 
-def test_the_coordinator_gets_all_it_needs_and_no_secret(spread: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_coordinator_gets_all_it_needs_and_no_secret(
+    spread: PreparedSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle = spread.layout.bundle
     assert {path.name for path in bundle.iterdir()} == {"coordinator.toml", "recipe.json", "calibration.json"}
     monkeypatch.chdir(bundle)
@@ -85,51 +91,53 @@ def test_the_coordinator_gets_all_it_needs_and_no_secret(spread: Prepared, monke
     assert service.relays == ("http://a.example.org:8601", "http://b.example.org")
     assert (service.operator, service.params.validators) == (OPERATOR, (VALIDATOR,))
     assert service.params.trainers == (spread.identities["trainer"].key.public,)
-    assert load_papers(service.recipe, service.calibration, service.params).recipe == spread.layout.recipe.read_bytes()
+    assert (
+        load_run_files(service.recipe, service.calibration, service.params).recipe == spread.layout.recipe.read_bytes()
+    )
 
 
-def test_no_key_is_made_for_those_who_make_their_own(spread: Prepared) -> None:
+def test_no_key_is_made_for_those_who_make_their_own(spread: PreparedSwarm) -> None:
     assert set(spread.identities) == {"trainer"}
     assert [path.name for path in spread.layout.launch.glob("*.key")] == ["publisher.key"]
 
 
-def test_an_operator_who_is_not_named_gets_a_key(spread: Prepared, out: Path, load_tiny: Load) -> None:
+def test_an_operator_who_is_not_named_gets_a_key(spread: PreparedSwarm, out: Path, load_tiny: Load) -> None:
     config = load_tiny(out, 'swarm.cheats=["int8"]', *name_hosts(operator=""))
-    again = prepare_swarm(config, spread.layout, lambda _: None)
+    again = prepare_swarm(config, spread.layout)
     assert again.operator == Key.load(spread.layout.operator_key).public
 
 
-def test_a_part_may_move(spread: Prepared, out: Path, load_tiny: Load) -> None:
+def test_a_part_may_move(spread: PreparedSwarm, out: Path, load_tiny: Load) -> None:
     (spread.layout.root / "versions").mkdir()  # the run was begun, though its ledger is elsewhere
     moved = load_tiny(out, 'swarm.cheats=["int8"]', *name_hosts(relays='["http://c.example.org:8600"]'))
-    prepare_swarm(moved, spread.layout, lambda _: None)
+    prepare_swarm(moved, spread.layout)
     assert "c.example.org" in (spread.layout.bundle / "coordinator.toml").read_text()
     changed = load_tiny(out, 'swarm.cheats=["int8"]', "engine.max_tokens=7", *name_hosts())
     with pytest.raises(ConfigError, match=r"begun with another engine\.max_tokens"):
-        prepare_swarm(changed, spread.layout, lambda _: None)
+        prepare_swarm(changed, spread.layout)
 
 
 def test_a_swarm_on_several_machines_is_not_run_on_one(out: Path, load_tiny: Load) -> None:
     with pytest.raises(ConfigError, match="prints what to type where"):
-        start_swarm(load_tiny(out, *name_hosts()), lambda _: None)
+        start_swarm(load_tiny(out, *name_hosts()))
 
 
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        ("coordinator", "", "coordinator: is missing"),
-        ("coordinator", "run.example.org", "is no address, which is https://HOST or http://HOST:PORT"),
-        ("coordinator", "http://run.example.org/x", "is no address"),
-        ("origin", "", "origin: is missing"),
-        ("origin", "https://trainer.example.org", "is no address, which is http://HOST:PORT"),
-        ("relays", "[]", "relays: is missing"),
-        ("relays", '["https://a.example.org"]', "is no address, which is http://HOST:PORT"),
-        ("validators", "[]", "validators: is missing"),
+        ("coordinator", "", "coordinator: missing"),
+        ("coordinator", "run.example.org", "use https://HOST or http://HOST:PORT"),
+        ("coordinator", "http://run.example.org/x", "invalid address"),
+        ("origin", "", "origin: missing"),
+        ("origin", "trainer.example.org:8600", "invalid address"),
+        ("relays", "[]", "relays: missing"),
+        ("relays", '["ftp://a.example.org"]', "invalid address"),
+        ("validators", "[]", "validators: missing"),
         ("validators", '["abc"]', "not a public key"),
         ("operator", "abc", "not a public key"),
     ],
 )
-def test_what_is_missing_or_no_address_is_said(name: str, value: str, sentence: str) -> None:
+def test_missing_and_invalid_hosts_are_named(name: str, value: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         load_launch(None, name_hosts(**{name: value}))
 

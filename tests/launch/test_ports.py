@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch.ports import HOST, choose_ports
+from shoal.launch.prepare import HOST, choose_ports
 
 NAMES = ["coordinator", "origin", "relay-1"]
 

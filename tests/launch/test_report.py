@@ -3,21 +3,21 @@
 from collections import Counter
 from html.parser import HTMLParser
 
-from shoal.launch.evidence import Evidence
-from shoal.launch.picture import draw_picture
 from shoal.launch.report import (
-    Section,
+    ReportSection,
+    RunEvidence,
     describe_broadcasts,
     describe_cases,
     describe_costs,
     describe_learning,
     describe_times,
     describe_verdicts,
+    draw_picture,
     format_page,
     format_text,
 )
-from shoal.launch.timeline import Broadcast, Span, Track
-from shoal.swarm.messages import LeaderLine, Standing
+from shoal.launch.timeline import Broadcast, BusySpan, PartTrack
+from shoal.protocol.messages import LeaderLine, Standing
 
 OWNER, CHEAT = "1" * 64, "2" * 64
 NAMES = {OWNER: "worker-1", CHEAT: "cheat-1"}
@@ -33,15 +33,15 @@ LINES = [
     },
 ]
 TRACKS = [
-    Track(
+    PartTrack(
         name="trainer",
-        spans=[Span("train", "busy", 0.0, 30.0), Span("publish", "busy", 30.0, 50.0, "publish", 1)],
+        spans=[BusySpan("train", "busy", 0.0, 30.0), BusySpan("publish", "busy", 30.0, 50.0, "publish", 1)],
         busy=[(0.0, 30.0)],
         wait=[(30.0, 60.0)],
     ),
-    Track(name="worker-1", spans=[Span("lease", "wait", 20.0, 60.0)], busy=[], wait=[(20.0, 60.0)]),
+    PartTrack(name="worker-1", spans=[BusySpan("lease", "wait", 20.0, 60.0)], busy=[], wait=[(20.0, 60.0)]),
 ]
-EVIDENCE = Evidence(
+EVIDENCE = RunEvidence(
     holds=True,
     summary="the ledger holds: 9 events",
     leaders=(
@@ -110,7 +110,7 @@ def test_the_evidence_is_that_of_the_accused() -> None:
 
 def test_what_strangers_wrote_is_text_and_nothing_is_loaded() -> None:
     evil = "<script>alert(1)</script>\x1b[2J"
-    sections = [Section(title=evil, text=evil, rows=[(evil, evil), (evil, evil)], blocks=[evil])]
+    sections = [ReportSection(title=evil, text=evil, rows=[(evil, evil), (evil, evil)], blocks=[evil])]
     page = format_page(evil, sections, b"")
     reader = Reader(page)
     assert "script" not in reader.tags and reader.sources == [] and "\x1b" not in format_text("t", sections)

@@ -1,17 +1,15 @@
 """What a person sees: the figures that matter, and nothing that a stranger could make a terminal do."""
 
 import asyncio
-import errno
 import io
 
 import pytest
 from rich.console import Console
 
-from shoal.launch.glance import Glance, Watch, name_nodes
-from shoal.launch.prepare import Prepared
-from shoal.launch.supervise import Supervisor
-from shoal.launch.view import View, describe_line, draw_page
-from shoal.swarm.messages import LeaderLine, Standing, Status, WaitInfo
+from shoal.launch.prepare import PreparedSwarm
+from shoal.launch.supervisor import Supervisor
+from shoal.launch.view import SnapshotReader, SwarmSnapshot, describe_line, draw_page, name_nodes
+from shoal.protocol.messages import LeaderLine, Standing, Status, WaitInfo
 
 NODE, OWNER, CHEAT = "ab12cd34" + "0" * 56, "1" * 64, "2" * 64
 HOSTILE = "\x1b[2J\x07[bold]boo[/bold]\r\u202e"
@@ -41,7 +39,7 @@ def make_status(*texts: str, **changes: object) -> Status:
     return Status.model_validate(values | changes)
 
 
-def make_glance(**changes: object) -> Glance:
+def make_snapshot(**changes: object) -> SwarmSnapshot:
     leaders = (
         LeaderLine(owner=OWNER, standing=Standing.GOOD, accepted=21, rejected=0, tokens=9, earned=1_500_000),
         LeaderLine(owner=CHEAT, standing=Standing.BANNED, accepted=0, rejected=1, tokens=0, earned=0),
@@ -56,20 +54,20 @@ def make_glance(**changes: object) -> Glance:
             {"step": 0, "eval/pass_at_1": 0.25, "eval/greedy": 0.5},
             {"step": 3, "reward/mean": 0.5, "off_policy/lag": 1.25, "off_policy/lag_max": 2.0},
         ],
-        "parts": {"worker-1": "runs as process 7", "cheat-1": "ended for good with exit code 3", "relay-1": "runs"},
+        "parts": {"worker-1": "runs, pid 7", "cheat-1": "ended, exit code 3", "relay-1": "runs"},
         "news": (),
     }
-    return Glance(**(values | changes))  # type: ignore[arg-type]
+    return SwarmSnapshot(**(values | changes))  # type: ignore[arg-type]
 
 
-def draw(glance: Glance, width: int = 120, height: int = 40) -> str:
+def draw(snapshot: SwarmSnapshot, width: int = 120, height: int = 40) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=width, force_terminal=False, highlight=False).print(draw_page(glance, width, height))
+    Console(file=stream, width=width, force_terminal=False, highlight=False).print(draw_page(snapshot, width, height))
     return stream.getvalue()
 
 
 def test_a_line_says_where_the_run_is_how_it_learns_and_who_waits() -> None:
-    line = describe_line(make_glance())
+    line = describe_line(make_snapshot())
     assert line == (
         "1:23  step 3/8  v3  reward 0.500  held-out 0.250  greedy 0.500  age 1.2, at most 2  2 to judge  worker-1 +21  "
         "cheat-1 +0-1 banned  step 4 waits for 2 of 8 groups: worker-1 has l91 for 9 s more"
@@ -77,7 +75,7 @@ def test_a_line_says_where_the_run_is_how_it_learns_and_who_waits() -> None:
 
 
 def test_the_page_has_a_row_for_each_part_with_what_the_ledger_says_of_it() -> None:
-    page = draw(make_glance())
+    page = draw(make_snapshot())
     rows = {line.split()[0]: line.split() for line in page.splitlines() if line.strip()}
     assert rows["worker-1"][1:5] == ["good", "21", "0", "1.500"]
     assert rows["cheat-1"][1:5] == ["banned", "0", "1", "0.000"]
@@ -86,27 +84,27 @@ def test_the_page_has_a_row_for_each_part_with_what_the_ledger_says_of_it() -> N
 
 
 def test_before_the_coordinator_answers_it_says_so() -> None:
-    glance = make_glance(status=None, leaders=(), lines=[], problem="the coordinator does not answer: refused")
-    assert describe_line(glance) == "1:23  starting  the coordinator does not answer: refused"
-    assert "does not answer: refused" in draw(glance)
+    snapshot = make_snapshot(status=None, leaders=(), lines=[], problem="the coordinator does not answer: refused")
+    assert describe_line(snapshot) == "1:23  starting  the coordinator does not answer: refused"
+    assert "does not answer: refused" in draw(snapshot)
 
 
 def test_nothing_that_a_stranger_says_reaches_the_terminal() -> None:
-    glance = make_glance(
+    snapshot = make_snapshot(
         status=make_status(HOSTILE, alarms=(HOSTILE,)), news=(HOSTILE,), parts={HOSTILE: HOSTILE}, problem=HOSTILE
     )
-    for text in (draw(glance), describe_line(glance)):
+    for text in (draw(snapshot), describe_line(snapshot)):
         assert not set(text) & set("\x1b\x07\r\u202e")
         assert "[bold]boo[/bold]" in text  # as it was written, not as markup
 
 
 def test_a_narrow_terminal_gets_narrow_lines() -> None:
-    long = make_glance(status=make_status("w" * 500), news=("n" * 500,))
+    long = make_snapshot(status=make_status("w" * 500), news=("n" * 500,))
     assert max(len(line) for line in draw(long, 60).splitlines()) <= 60
 
 
 def test_a_low_terminal_gets_a_low_chart() -> None:
-    low, high = (len(draw(make_glance(), height=height).splitlines()) for height in (20, 60))
+    low, high = (len(draw(make_snapshot(), height=height).splitlines()) for height in (20, 60))
     assert low < high
 
 
@@ -114,17 +112,17 @@ def test_a_low_terminal_gets_a_low_chart() -> None:
 def test_a_page_fits_its_terminal_and_what_is_wrong_is_on_it(height: int) -> None:
     """What does not fit is cut off at the end, where a reader would look for it."""
     names = [f"worker-{number}" for number in range(2, 10)]
-    parts = {"worker-1": "runs as process 7", "relay-1": "ended with SIGKILL, starts again in 4 s"}
-    glance = make_glance(
-        parts=parts | dict.fromkeys(names, "runs as process 8"),
+    parts = {"worker-1": "runs, pid 7", "relay-1": "ended with SIGKILL, starts again in 4 s"}
+    snapshot = make_snapshot(
+        parts=parts | dict.fromkeys(names, "runs, pid 8"),
         status=make_status("step 4 waits for its groups", "trainer waits", "validator waits", alarms=("no relays",)),
         news=tuple(f"worker-{number} ended" for number in range(4)),
     )
-    page = draw(glance, 80, height)
+    page = draw(snapshot, 80, height)
     assert page.count("\n") < height
     for text in ("no relays", "step 4 waits for its groups", "relay-1", "good"):
         assert text in page
-    assert ("step 0" in page) == (height >= 30) and ("8 others" in page) == (height < 40)
+    assert ("step 0" in page) == (height >= 24) and ("8 others" in page) == (height < 40)
 
 
 def test_nodes_are_called_by_their_names_and_strangers_by_their_keys() -> None:
@@ -132,25 +130,15 @@ def test_nodes_are_called_by_their_names_and_strangers_by_their_keys() -> None:
     assert name_nodes(text, {NODE: "worker-1"}) == "worker-1 has l1; node ffffffff has l2; xnode ab12cd34"
 
 
-def test_a_full_disk_behind_the_log_of_a_swarm_costs_words_and_not_the_swarm() -> None:
-    class Full(io.StringIO):
-        encoding = "utf-8"  # type: ignore[assignment]
-
-        def write(self, text: str) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    View(None, Full()).note("worker-1 ended")  # type: ignore[arg-type]
-
-
-def test_a_swarm_that_is_being_stopped_raises_no_alarm(prepared: Prepared) -> None:
+def test_a_swarm_that_is_being_stopped_raises_no_alarm(prepared: PreparedSwarm) -> None:
     async def look(supervisor: Supervisor) -> str:
-        watch = Watch(prepared, supervisor)
+        reader = SnapshotReader(prepared, supervisor)
         try:
-            return (await watch.look()).problem
+            return (await reader.read()).problem
         finally:
-            watch.close()
+            reader.close()
 
     supervisor = Supervisor([], prepared.layout.logs, {})
-    assert "the coordinator does not answer" in asyncio.run(look(supervisor))
+    assert "the coordinator has not answered" in asyncio.run(look(supervisor))
     supervisor.is_stopping = True
     assert asyncio.run(look(supervisor)) == "all parts are being stopped, the coordinator last"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.config import PolicyConfig, TinyConfig
+from shoal.config.run import PolicyConfig, TinyConfig
 from shoal.policy.model import Policy, load_policy
 from shoal.rollout import Finish, Group, Rollout, Score, VersionRange
 
@@ -44,7 +44,7 @@ def make_group() -> MakeGroup:
         prompt: int = 6,
         temperature: float = 1.0,
     ) -> Group:
-        """Random tokens (no special ones) with log-probs as of a policy that is off by a bit from any other."""
+        """Random tokens (no special ones) with log-probs of a policy that differs slightly from any other."""
         rng = np.random.default_rng(index)
         prompt_ids = rng.integers(4, 16, prompt, dtype=np.int32)
         rollouts = tuple(

@@ -1,4 +1,4 @@
-"""Checkpoints: exact, checked when read, and never half there."""
+"""Checkpoints: exact, checked when read, and never half-written."""
 
 import json
 from collections.abc import Callable
@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shoal.config import LearnerConfig
+from shoal.config.run import LearnerConfig
 from shoal.errors import ConfigError
-from shoal.files import hash_file
 from shoal.learner.checkpoint import (
     find_newest,
     list_checkpoints,
@@ -28,6 +27,7 @@ from shoal.learner.checkpoint import (
 from shoal.learner.learner import Learner
 from shoal.policy.model import Policy
 from shoal.rollout import Group
+from shoal.util.files import hash_file
 
 MakePolicy = Callable[[int], Policy]
 
@@ -59,7 +59,7 @@ def bits_of(tensors: dict[str, Tensor]) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
-def test_a_restored_learner_goes_on_bit_for_bit(
+def test_a_restored_learner_continues_bit_for_bit(
     tmp_path: Path, trained: tuple[Policy, Learner], groups: list[Group]
 ) -> None:
     path = save(tmp_path, 1, trained)
@@ -83,7 +83,7 @@ def test_an_optimizer_comes_back_in_its_own_precision(
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
         learner.optimizer.step()
 
-    # bfloat16 without a forward pass: some virtual machines promise instructions for it that they lack
+    # bfloat16 without a forward pass: some virtual machines advertise instructions for it that they lack.
     policy = make_policy(0)
     policy.model.to(dtype)
     learner = build_learner(policy)
@@ -155,7 +155,7 @@ def test_a_flipped_bit_is_refused_by_the_name_of_its_file(
     (path / name).write_bytes(data)
     with pytest.raises(ConfigError) as caught:
         read_state(path)
-    assert f"{path / name}: is not what was written; remove {path}" in str(caught.value)
+    assert f"{path / name}: does not match its hash; remove {path}" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["policy/model.safetensors", "policy/config.json", "optimizer.safetensors"])

@@ -32,7 +32,7 @@ def make_group(index: int, rewards: tuple[float, ...]) -> Group:
 
 
 def make_draw(world: str, calls: list[tuple[int, int]] | None = None) -> Draw:
-    """A source of groups spelt as text: + has signal, r is all right, w all wrong, p all at one half."""
+    """A source of groups written as text: + has signal, r is all right, w all wrong, p all at one half."""
 
     def draw(start: int, count: int) -> list[Group]:
         if calls is not None:
@@ -58,10 +58,10 @@ def test_a_batch_full_of_signal_is_drawn_in_one_round() -> None:
     calls: list[tuple[int, int]] = []
     batch = fill_batch(make_draw("++++", calls), wanted=4, max_groups=16)
     assert calls == [(0, 4)] and kept_indices(batch) == [0, 1, 2, 3]
-    assert (batch.num_without_signal, batch.num_surplus, batch.exhausted) == (0, 0, False)
+    assert (batch.num_all_right, batch.num_all_wrong, batch.num_surplus, batch.exhausted) == (0, 0, 0, False)
 
 
-def test_sampling_goes_on_and_the_lowest_indices_with_signal_are_kept() -> None:
+def test_sampling_continues_and_the_lowest_indices_with_signal_are_kept() -> None:
     calls: list[tuple[int, int]] = []
     batch = fill_batch(make_draw("+rw+" + "+w++" + "++++", calls), wanted=4, max_groups=100)
     assert calls == [(0, 4), (4, 4)]
@@ -71,7 +71,7 @@ def test_sampling_goes_on_and_the_lowest_indices_with_signal_are_kept() -> None:
 
 def test_groups_without_signal_are_counted_by_side() -> None:
     batch = fill_batch(make_draw("rrwp+"), wanted=5, max_groups=5)
-    assert (batch.num_all_right, batch.num_all_wrong, batch.num_without_signal) == (3, 1, 4)
+    assert (batch.num_all_right, batch.num_all_wrong) == (3, 1)
 
 
 def test_an_exhausted_batch_trains_what_there_is() -> None:
@@ -116,4 +116,4 @@ def test_the_batch_is_the_first_groups_with_signal_whatever_the_rounds(
     assert kept_indices(batch) == with_signal[:wanted]
     assert batch.exhausted == (len(with_signal) < wanted)
     assert batch.num_drawn <= max_groups
-    assert len(batch.groups) + batch.num_without_signal + batch.num_surplus == batch.num_drawn
+    assert len(batch.groups) + batch.num_all_right + batch.num_all_wrong + batch.num_surplus == batch.num_drawn

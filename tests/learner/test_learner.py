@@ -1,4 +1,4 @@
-"""The learner against a second implementation: one padded batch through transformers' own forward pass."""
+"""The learner compared with a second implementation: one padded batch through transformers' own forward pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shoal.config import LearnerConfig, LossConfig
+from shoal.config.run import LearnerConfig, LossConfig
 from shoal.engine.torch import TorchEngine
+from shoal.learner.advantage import build_samples
 from shoal.learner.correction import build_correction
 from shoal.learner.learner import Learner
-from shoal.learner.logprobs import score_tokens
-from shoal.learner.losses import LOSSES, LossInputs
-from shoal.learner.sample import build_packs, build_samples
-from shoal.learner.terms import entropy_from_logits, kl_k3
+from shoal.learner.logprobs import entropy_from_logits, kl_k3, score_tokens
+from shoal.learner.losses import LOSSES
+from shoal.learner.losses.base import LossInputs
 from shoal.policy.model import Policy
+from shoal.policy.packing import build_packs
 from shoal.rollout import Group, Request, Score
 
 MakeGroup = Callable[..., Group]
@@ -32,7 +33,7 @@ HUGE = 1e9
 def build_learner(model: PreTrainedModel, *, reference: PreTrainedModel | None = None, **changes: Any) -> Learner:
     """A learner of one update; `loss` in the changes is a table of its own."""
     loss = LossConfig(**changes.pop("loss", {}))
-    settings: dict[str, Any] = {"updates": 1, "ramp": 0, "max_grad_norm": HUGE, "loss": loss} | changes
+    settings: dict[str, Any] = {"updates": 1, "warmup_steps": 0, "max_grad_norm": HUGE, "loss": loss} | changes
     return Learner(model, LearnerConfig(**settings), max_tokens=MAX_TOKENS, reference=reference)
 
 
@@ -156,7 +157,7 @@ def test_packed_gradients_equal_padded_ones_at_another_temperature(
 def test_gradients_of_what_was_written_more_than_once_equal_padded_ones(
     groups: list[Group], make_policy: MakePolicy, micro_tokens: int
 ) -> None:
-    """Samples of one text with advantages, behaviour and last tokens of their own."""
+    """Samples of one text with separate advantages, behaviour log-probs and last tokens."""
     model, texts = make_policy(0).model, groups[2]
     one = texts.rollouts[0].token_ids
     other = np.append(one[:-1], one[-1] ^ 1).astype(np.int32)
@@ -233,7 +234,7 @@ def test_an_update_whose_gradient_overflows_is_skipped_and_counted(
     with torch.no_grad():
         model.lm_head.weight.mul_(1e34)
     before = copy_weights(model)
-    learner = build_learner(model, updates=2, ramp=4, loss={"correction": "none"})
+    learner = build_learner(model, updates=2, warmup_steps=4, loss={"correction": "none"})
     metrics = learner.train_step(groups)
     assert (metrics["optim/updates"], metrics["optim/skipped"]) == (2, 2)
     assert metrics["optim/grad_norm"] == float("inf")
@@ -346,7 +347,7 @@ def test_on_policy_data_has_no_mismatch(make_policy: MakePolicy, temperature: fl
 
 
 def test_the_learning_rate_rises_to_its_value_and_stays(groups: list[Group], make_policy: MakePolicy) -> None:
-    learner = build_learner(make_policy(0).model, lr=0.01, ramp=4)
+    learner = build_learner(make_policy(0).model, lr=0.01, warmup_steps=4)
     rates = [learner.train_step(groups)["optim/lr"] for _ in range(6)]
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
     assert learner.optimizer.param_groups[0]["lr"] == 0.01

@@ -1,4 +1,4 @@
-"""Losses against hand-computed numbers, a padded second implementation, and their own invariants."""
+"""Losses compared with hand-computed numbers, a padded second implementation, and their own invariants."""
 
 import math
 from typing import get_args
@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.config import LossConfig, LossName
-from shoal.learner.losses import LOSSES, LossInputs, LossOutput, load_loss, sum_tokens
+from shoal.config.run import LossConfig, LossName
+from shoal.learner.losses import LOSSES
+from shoal.learner.losses.base import LossInputs, LossOutput, sum_tokens
 
 NAMES = sorted(LOSSES)
 RATIO_CLIPPED = [name for name in NAMES if name != "cispo"]
@@ -33,7 +34,7 @@ def make_inputs(logprobs: list[float], ratios: list[float], advantages: list[flo
 def check_token(name: LossName, ratio: float, advantage: float, loss: float, gradient: float, clipped: bool) -> None:
     """Loss, d(loss)/d(logprob) and clipped of a sample of one token with log-prob -1."""
     inputs = make_inputs([-1.0], [ratio], [advantage], [0])
-    output = load_loss(name).token_loss(inputs, CONFIG)
+    output = LOSSES[name].token_loss(inputs, CONFIG)
     (slope,) = torch.autograd.grad(output.token_loss.sum(), inputs.logprobs)
     assert output.ratio.item() == pytest.approx(ratio)
     assert output.token_loss.item() == pytest.approx(loss)
@@ -93,7 +94,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient(
 
 def test_gspo_tokens_share_the_geometric_mean_ratio() -> None:
     inputs = make_inputs([-1.0, -2.0, -3.0], [4.0, 0.25, 1.21], [1.0, 1.0, -1.0], [0, 0, 1])
-    output = load_loss("gspo").token_loss(inputs, CONFIG)
+    output = LOSSES["gspo"].token_loss(inputs, CONFIG)
     assert output.ratio.tolist() == pytest.approx([1.0, 1.0, 1.21])
     assert output.token_loss.tolist() == pytest.approx([-1.0, -1.0, 1.21])
     assert not output.clipped.any()
@@ -101,15 +102,15 @@ def test_gspo_tokens_share_the_geometric_mean_ratio() -> None:
 
 def test_gspo_gradient_flows_through_the_sequence_mean() -> None:
     inputs = make_inputs([-1.0, -2.0], [1.44, 1.0], [3.0, 3.0], [0, 0])
-    output = load_loss("gspo").token_loss(inputs, CONFIG)
-    weights = load_loss("gspo").sample_weights(torch.tensor([2]), MAX_TOKENS)
+    output = LOSSES["gspo"].token_loss(inputs, CONFIG)
+    weights = LOSSES["gspo"].sample_weights(torch.tensor([2]), MAX_TOKENS)
     (gradient,) = torch.autograd.grad(sum_tokens(output.token_loss, weights, inputs.segment), inputs.logprobs)
     assert gradient.tolist() == pytest.approx([-1.2 * 3 / 2, -1.2 * 3 / 2])
 
 
 def test_gspo_clips_a_sample_as_a_whole() -> None:
     inputs = make_inputs([-1.0, -1.0, -1.0, -1.0], [4.0, 1.0, 1.0, 1.0], [1.0] * 4, [0, 0, 1, 1])
-    output = load_loss("gspo").token_loss(inputs, CONFIG)
+    output = LOSSES["gspo"].token_loss(inputs, CONFIG)
     (gradient,) = torch.autograd.grad(output.token_loss.sum(), inputs.logprobs)
     assert output.clipped.tolist() == [True, True, False, False]
     assert gradient[:2].tolist() == [0.0, 0.0] and (gradient[2:] != 0).all()
@@ -126,7 +127,7 @@ def test_sample_weights_match_hand_computed_numbers() -> None:
         "dr_grpo": [1 / 30] * 3,
     }
     for name, weights in expected.items():
-        assert load_loss(name).sample_weights(lengths, MAX_TOKENS).tolist() == pytest.approx(weights)
+        assert LOSSES[name].sample_weights(lengths, MAX_TOKENS).tolist() == pytest.approx(weights)
 
 
 # A second implementation: [B, L] with a mask, by cases instead of min and clamp.
@@ -178,11 +179,11 @@ def pack_rows(padded: tuple[Tensor, Tensor, Tensor, Tensor], rows: list[int]) ->
 def packed_gradient(name: LossName, padded: tuple[Tensor, Tensor, Tensor, Tensor], micro: list[list[int]]) -> Tensor:
     """d(loss)/d(logp) [B, L], accumulated over micro-batches of packed rows."""
     logp, _, _, mask = padded
-    weights = load_loss(name).sample_weights(mask.sum(1), MAX_TOKENS)
+    weights = LOSSES[name].sample_weights(mask.sum(1), MAX_TOKENS)
     total = torch.zeros_like(logp)
     for rows in micro:
         inputs = pack_rows(padded, rows)
-        output = load_loss(name).token_loss(inputs, CONFIG)
+        output = LOSSES[name].token_loss(inputs, CONFIG)
         total += torch.autograd.grad(sum_tokens(output.token_loss, weights[rows], inputs.segment), logp)[0]
     return total
 
@@ -193,8 +194,8 @@ def test_packed_loss_equals_a_padded_second_implementation(name: LossName, seed:
     padded = make_padded(seed)
     reference = padded_loss(name, *padded)
     inputs = pack_rows(padded, list(range(6)))
-    output = load_loss(name).token_loss(inputs, CONFIG)
-    weights = load_loss(name).sample_weights(padded[3].sum(1), MAX_TOKENS)
+    output = LOSSES[name].token_loss(inputs, CONFIG)
+    weights = LOSSES[name].sample_weights(padded[3].sum(1), MAX_TOKENS)
     assert sum_tokens(output.token_loss, weights, inputs.segment).item() == pytest.approx(reference.item(), abs=1e-7)
     (expected,) = torch.autograd.grad(reference, padded[0])
     torch.testing.assert_close(packed_gradient(name, padded, [list(range(6))]), expected, rtol=1e-6, atol=1e-12)
@@ -215,7 +216,7 @@ def test_gradient_is_zero_exactly_where_clipped_or_without_advantage(name: LossN
     clipped, gradient, advantages = [], [], []
     for seed in range(5):
         inputs = pack_rows(make_padded(seed), list(range(6)))
-        output = load_loss(name).token_loss(inputs, CONFIG)
+        output = LOSSES[name].token_loss(inputs, CONFIG)
         gradient.append(torch.autograd.grad(output.token_loss.sum(), inputs.logprobs)[0])
         clipped.append(output.clipped)
         advantages.append(inputs.advantages)
@@ -226,7 +227,7 @@ def test_gradient_is_zero_exactly_where_clipped_or_without_advantage(name: LossN
 
 def test_cispo_gives_every_token_with_advantage_a_gradient() -> None:
     inputs = pack_rows(make_padded(0), list(range(6)))
-    output = load_loss("cispo").token_loss(inputs, CONFIG)
+    output = LOSSES["cispo"].token_loss(inputs, CONFIG)
     (gradient,) = torch.autograd.grad(output.token_loss.sum(), inputs.logprobs)
     assert torch.equal(gradient != 0, inputs.advantages != 0) and output.clipped.any()
 
@@ -244,7 +245,7 @@ def run_extreme(name: LossName, diffs: list[float], advantages: list[float]) -> 
         segment=torch.arange(len(diffs)) // 2,
         num_segments=len(diffs),
     )
-    output = load_loss(name).token_loss(inputs, CONFIG)
+    output = LOSSES[name].token_loss(inputs, CONFIG)
     return output, torch.autograd.grad(output.token_loss.sum(), inputs.logprobs)[0]
 
 

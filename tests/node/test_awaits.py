@@ -1,12 +1,12 @@
-"""No role waits for the world without a name and a deadline: its code is read for awaits that are not bound.
+"""No role waits for anything external without a name and a deadline: its code is scanned for unbounded awaits.
 
 In a role's package an `await` may be of
-- `bound` or `insist`, which have names and deadlines;
-- a coroutine of the role's own, which is looked at where it is written. One that is only ever handed to `bound` or
-  `insist` has its deadline from there, so what it awaits is free;
+- `with_timeout`, `retry_forever` or `ask_coordinator` (`BOUND`), which have names and deadlines;
+- a coroutine of the role itself, which is checked where it is defined. One that is only ever passed to `with_timeout`
+  or `retry_forever` has its deadline from there, so its own awaits are exempt;
 - a few calls that end by what this process itself does (`LOCAL`).
 
-`shoal.node`, which all roles are built on, is read in the same way.
+`shoal.node`, which all roles are built on, is checked in the same way.
 """
 
 import ast
@@ -18,18 +18,19 @@ import shoal
 
 SOURCE = Path(shoal.__file__).parent
 ROLES = ["node", "trainer", "validator", "worker"]
-BOUND = {"bound", "insist"}
+BOUND = {"with_timeout", "retry_forever", "ask_coordinator"}
 LOCAL = {
     "run_blocking",  # a thread of ours
     "asyncio.to_thread",
-    "asyncio.gather",  # of coroutines, each looked at where it is written
+    "asyncio.gather",  # of coroutines, each checked where it is defined
     "asyncio.shield",  # of such a thread
     "asyncio.wait",  # of tasks of ours
     "asyncio.sleep",
     "self._sleep",
     "run_together",
+    "run_until_set",
     "outlast_disk",
-    "work",  # what was handed in, which is looked at where it is written
+    "work",  # the coroutine passed in, which is checked where it is defined
     "self._queue.get",  # queues whose other end is in this process
     "self._queue.join",
     "self._done.get",
@@ -37,18 +38,21 @@ LOCAL = {
     "self._news.wait",  # events that tasks of ours set
     "self._session.stopping.wait",
     "event.wait",
-    "inbox.serve",  # an origin waits for requests for ever, and for nobody in particular
+    "inbox.serve",  # an origin waits for requests forever
     "server.start",  # to listen
     "stack.enter_async_context",
     "Store.open",  # folders of this machine
     "Client.open",
     "origin.publish",
-    "session.open",  # has its deadlines in shoal.node, as have the next two
+    "session.open",  # has its deadlines in shoal.node, as have the next three
     "self._session.leave",
     "read_recipe",
-    "read_submission",  # has deadlines of its own: the jail's
+    "self._policies.find",
+    "read_submission",  # has deadlines of its own: the sandbox's
 }
-"""calls that end by what this process does, each as it is written"""
+"""calls that end by what this process does, as spelled in the code"""
+CLIENTS = {"client.py", "owner_client.py", "public_client.py", "transfer.py"}
+"""modules that make single calls with the deadlines of `net`; their callers bound the call"""
 Place = tuple[str, str]
 """module and function"""
 
@@ -58,7 +62,8 @@ class Role:
 
     def __init__(self, folder: Path) -> None:
         self.functions: dict[Place, ast.AsyncFunctionDef] = {}
-        trees = {path.name: ast.parse(path.read_text()) for path in sorted(folder.glob("*.py"))}
+        paths = [path for path in sorted(folder.glob("*.py")) if path.name not in CLIENTS]
+        trees = {path.name: ast.parse(path.read_text()) for path in paths}
         for module, tree in trees.items():
             for node in ast.walk(tree):
                 if isinstance(node, ast.AsyncFunctionDef):
@@ -81,7 +86,7 @@ class Role:
         ]
 
     def _note_calls(self, module: str, node: ast.AST, place: Place | None) -> None:
-        """Note who calls what; None for a call whose deadline is that of `bound` or `insist`."""
+        """Record callers of calls; None for a call whose deadline is that of `with_timeout` or `retry_forever`."""
         for child in ast.iter_child_nodes(node):
             inner = place
             if isinstance(child, ast.AsyncFunctionDef):
@@ -91,7 +96,7 @@ class Role:
                     self.callers[target].add(place)
                 inner = None if name_call(child) in BOUND else place
             elif isinstance(child, ast.Attribute) and not isinstance(node, ast.Call):
-                for target in self._resolve(module, child.attr):  # handed on, to be called by somebody else
+                for target in self._resolve(module, child.attr):  # passed on, to be called elsewhere
                     self.callers[target].add(place)
             self._note_calls(module, child, inner)
 
@@ -101,7 +106,7 @@ class Role:
         return [place for place in self.functions if place[1] == name]
 
     def _find_covered(self) -> set[Place]:
-        """Coroutines that run only inside `bound` or `insist`, or inside others that do."""
+        """Coroutines that run only inside `with_timeout` or `retry_forever`, or inside others that do."""
         covered: set[Place] = set()
         while True:
             more = {
@@ -135,8 +140,8 @@ def test_a_wait_without_a_name_is_found(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(
         """
 async def run(self):
-    await self.waits.bound("a", self.poll(), for_whom="b", timeout_s=1)
-    await self.waits.insist("a", lambda: self.ask(), for_whom="b", timeout_s=1)
+    await self.waits.with_timeout("a", self.poll(), waiting_for="b", timeout_s=1)
+    await self.waits.retry_forever("a", lambda: self.ask(), waiting_for="b", timeout_s=1)
     await self.both()
 
 async def poll(self):

@@ -1,4 +1,4 @@
-"""A role's dealings with a real coordinator: joined once, kept alive, pinned to its keys."""
+"""A role's session with a real coordinator: joined once, kept alive, pinned to its keys."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,35 +9,35 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import AwayError, ConfigError
-from shoal.keys import Key
-from shoal.node import pins
+from shoal.coordinator.service import CoordinatorService, ServiceConfig, open_service
+from shoal.coordinator.state.members import find_node
+from shoal.errors import ConfigError, UnavailableError
+from shoal.identity.delegation import Scope, open_delegation
+from shoal.identity.keys import Key
+from shoal.ledger.head import Fork, ForkError, Head, sign_head
+from shoal.net.retry import RefusedError, RetryingClient, RetryPolicy
+from shoal.node import known_run
 from shoal.node.identity import LIFE_MS, RENEW_MS, load_identity
-from shoal.node.pins import find_run
-from shoal.node.session import Role, SessionError, State, end_session, open_session
-from shoal.node.waits import RoleWaits
-from shoal.swarm.asking import Asker, Patience, RefusedError
-from shoal.swarm.delegation import Scope, open_delegation
-from shoal.swarm.descriptor import open_descriptor, sign_descriptor
-from shoal.swarm.head import Fork, ForkError, Head, sign_head
-from shoal.swarm.messages import Action, Command, CommandAnswer, SignedCommand, sign_message
-from shoal.swarm.params import RunParams
-from shoal.swarm.service import Service, ServiceConfig, open_service
-from shoal.swarm.state.nodes import find_node
+from shoal.node.known_run import find_run
+from shoal.node.session import Role, RoleState, SessionError, end_session, open_session
+from shoal.protocol.descriptor import open_descriptor, sign_descriptor
+from shoal.protocol.messages import Action, Command, CommandAnswer, SignedCommand, sign_message
+from shoal.protocol.params import RunParams
+from shoal.util.waits import RoleWaits
 
 OPERATOR = Key.generate()
 
 
 @asynccontextmanager
-async def running(data: Path, port: int = 0) -> AsyncIterator[Service]:
+async def running(data: Path, port: int = 0) -> AsyncIterator[CoordinatorService]:
     params = RunParams(steps=3, heartbeat_s=1)
     config = ServiceConfig(run="demo", operator=OPERATOR.public, port=port, join_work=16, params=params)
     async with asyncio.timeout(60), open_service(config, data) as service:
         yield service
 
 
-def quick() -> Asker:
-    return Asker(Patience(tries=2, first_s=0.01, longest_s=0.05))
+def quick() -> RetryingClient:
+    return RetryingClient(RetryPolicy(tries=2, first_s=0.01, longest_s=0.05))
 
 
 def test_a_session_joins_once_and_hears_answers_while_the_role_works(tmp_path: Path) -> None:
@@ -50,43 +50,42 @@ def test_a_session_joins_once_and_hears_answers_while_the_role_works(tmp_path: P
                 assert session.params.steps == 3
                 assert session.answer.newest_version == -1
                 heard: list[Any] = []
-                session.heard = heard.append
-                session.describe = lambda: State(version=5)
+                session.on_heartbeat = heard.append
+                session.read_state = lambda: RoleState(version=5)
 
                 async def work() -> str:
-                    session.beat_soon()
+                    session.heartbeat_now()
                     while not heard:
                         await asyncio.sleep(0.01)
                     return "done"
 
                 assert await session.run(work()) == "done"
-                assert service.coordinator.mirror.seen[session.identity.key.public].version == 5
+                assert service.coordinator.cache.seen[session.identity.key.public].version == 5
             async with open_session(service.url, tmp_path / "node", role=Role.WORKER):
-                assert service.coordinator.ledger.size == joined  # known already: no work to do again
+                assert service.coordinator.ledger.size == joined  # known already: no second join
 
     asyncio.run(check())
 
 
-def test_a_coordinator_that_is_away_costs_heartbeats_and_not_the_role(tmp_path: Path) -> None:
+def test_a_coordinator_that_is_away_costs_heartbeats_and_not_the_role(tmp_path: Path, log) -> None:
     async def check() -> None:
-        notes: list[str] = []
         async with running(tmp_path / "data") as service:
             url = service.url
-            opened = open_session(url, tmp_path / "node", role=Role.WORKER, note=notes.append, asker=quick())
+            opened = open_session(url, tmp_path / "node", role=Role.WORKER, asker=quick())
             session = await opened.__aenter__()
 
         async def work() -> None:
-            session.beat_soon()
-            while not notes:
+            session.heartbeat_now()
+            while not log.messages:
                 await asyncio.sleep(0.01)
             before = session.answer
             async with running(tmp_path / "data", int(url.rpartition(":")[2])):
                 while session.answer is before:
-                    session.beat_soon()
+                    session.heartbeat_now()
                     await asyncio.sleep(0.01)
 
         await session.run(work())
-        assert notes[0].startswith("the coordinator does not answer: ")
+        assert log.messages[0].startswith("the coordinator does not answer: ")
         await opened.__aexit__(None, None, None)
 
     asyncio.run(check())
@@ -99,7 +98,7 @@ def test_a_ban_ends_the_role_with_its_sentence(tmp_path: Path) -> None:
                 command = Command(nonce="0" * 32, action=Action.BAN, target=session.identity.owner, reason="test")
                 signed = SignedCommand(command=command, signature=sign_message(OPERATOR, "demo", command))
                 await session.client.bring("/v1/commands", signed, CommandAnswer)
-                session.beat_soon()
+                session.heartbeat_now()
                 with pytest.raises(SessionError, match=r"^this node or its owner is banned"):
                     await session.run(asyncio.Event().wait())  # type: ignore[arg-type]
             with pytest.raises(SessionError, match=r"^this node or its owner is banned"):
@@ -149,7 +148,7 @@ def test_a_coordinator_that_lost_its_memory_is_joined_again(tmp_path: Path) -> N
             (key / "node.key").unlink()
             (key / "delegation.json").unlink()
             load_identity(key, "demo", Scope.WORK)
-            # it believes to have joined, but as a node that nobody knows
+            # The node believes that it has joined, but the coordinator does not know it.
             (key / "joined").write_text(load_identity(key, "demo", Scope.WORK).digest)
             async with open_session(service.url, key, role=Role.WORKER) as session:
                 assert session.identity.digest != digest
@@ -164,7 +163,7 @@ def test_another_coordinator_in_the_place_of_the_first_is_refused(tmp_path: Path
         async with running(tmp_path / "one") as service, open_session(service.url, node, role=Role.WORKER):
             pass
         async with running(tmp_path / "two") as service:
-            with pytest.raises(ConfigError, match=r"belongs to run demo .* has another coordinator"):
+            with pytest.raises(ConfigError, match=r"belongs to run demo .* has a different coordinator"):
                 async with open_session(service.url, tmp_path / "node", role=Role.WORKER):
                     pass
 
@@ -180,11 +179,11 @@ def test_a_descriptor_in_a_file_is_believed_and_a_forged_one_is_not(tmp_path: Pa
             forged = tmp_path / "forged.json"
             other = replace(open_descriptor(path.read_bytes()), coordinator=Key.generate().public)
             forged.write_bytes(sign_descriptor(OPERATOR, other))
-            with pytest.raises(ConfigError, match="another coordinator"):
+            with pytest.raises(ConfigError, match="different coordinator"):
                 async with open_session(str(forged), tmp_path / "node", role=Role.WORKER):
                     pass
             forged.write_bytes(path.read_bytes()[:-2])
-            with pytest.raises(ConfigError, match="gives no descriptor"):
+            with pytest.raises(ConfigError, match="not a valid run descriptor"):
                 async with open_session(str(forged), tmp_path / "new", role=Role.WORKER):
                     pass
             assert not (tmp_path / "new" / "node.key").exists()
@@ -193,10 +192,10 @@ def test_a_descriptor_in_a_file_is_believed_and_a_forged_one_is_not(tmp_path: Pa
 
 
 def test_a_node_without_a_coordinator_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.node.pins._PATIENCE", Patience(tries=1))
+    monkeypatch.setattr("shoal.node.known_run._RETRY_POLICY", RetryPolicy(tries=1))
 
     async def check() -> None:
-        with pytest.raises(AwayError, match=r"http://127\.0\.0\.1:9: gives no descriptor of a run"):
+        with pytest.raises(UnavailableError, match=r"http://127\.0\.0\.1:9: not a valid run descriptor"):
             async with open_session("http://127.0.0.1:9", tmp_path / "node", role=Role.WORKER):
                 pass
 
@@ -206,7 +205,7 @@ def test_a_node_without_a_coordinator_says_so(tmp_path: Path, monkeypatch: pytes
 def test_a_node_that_was_there_before_begins_while_the_coordinator_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.node.pins._PATIENCE", Patience(tries=1))
+    monkeypatch.setattr("shoal.node.known_run._RETRY_POLICY", RetryPolicy(tries=1))
 
     async def check() -> None:
         async with running(tmp_path / "data") as service:
@@ -222,7 +221,7 @@ def test_a_coordinator_with_another_key_than_was_said_is_refused_then_and_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Key.generate().public
-    monkeypatch.setattr(pins, "_PATIENCE", Patience(tries=1, first_s=0.01, longest_s=0.01))
+    monkeypatch.setattr(known_run, "_RETRY_POLICY", RetryPolicy(tries=1, first_s=0.01, longest_s=0.01))
 
     async def find(source: str, name: str, key: str) -> None:
         await find_run(source, tmp_path / name, RoleWaits("worker"), coordinator=key)
@@ -232,14 +231,14 @@ def test_a_coordinator_with_another_key_than_was_said_is_refused_then_and_later(
             (tmp_path / name).mkdir()
         async with running(tmp_path / "data") as service:
             url, ours = service.url, service.descriptor.coordinator
-            with pytest.raises(ConfigError, match=f"has the key {ours}, not {other}"):
+            with pytest.raises(ConfigError, match=f"has the key {ours}, expected {other}"):
                 await find(url, "new", other)
-            assert not (tmp_path / "new" / "descriptor.json").exists()  # nothing of it is believed later
+            assert not (tmp_path / "new" / "descriptor.json").exists()  # nothing of it is trusted later
             await find(url, "known", ours)
-            with pytest.raises(ConfigError, match=f"not {other}"):
+            with pytest.raises(ConfigError, match=f"expected {other}"):
                 await find(str(tmp_path / "data" / "descriptor.json"), "new", other)
-        with pytest.raises(ConfigError, match=f"not {other}"):
-            await find(url, "known", other)  # it is away, and the descriptor of last time is asked
+        with pytest.raises(ConfigError, match=f"expected {other}"):
+            await find(url, "known", other)  # it is unreachable, so the pinned descriptor is checked
         await find(url, "known", ours)
 
     asyncio.run(check())
@@ -292,11 +291,11 @@ def test_the_longest_wait_of_the_role_is_in_its_heartbeat(tmp_path: Path) -> Non
             session.client.send_heartbeat = keep  # type: ignore[method-assign]
 
             async def work() -> None:
-                session.beat_soon()
+                session.heartbeat_now()
                 while not sent:
                     await asyncio.sleep(0.01)
 
-            waiting = session.waits.bound("batch", work(), for_whom="the groups of step 1", timeout_s=30)
+            waiting = session.waits.with_timeout("batch", work(), waiting_for="the groups of step 1", timeout_s=30)
             await session.run(waiting)
             assert (sent[0].role, sent[0].wait.name) == ("trainer", "batch")
             assert sent[0].wait.for_whom == "the groups of step 1"
@@ -306,9 +305,9 @@ def test_the_longest_wait_of_the_role_is_in_its_heartbeat(tmp_path: Path) -> Non
     asyncio.run(check())
 
 
-@pytest.mark.parametrize(("later", "kind"), [(1, AwayError), (-1, SessionError)])
+@pytest.mark.parametrize(("later", "kind"), [(1, UnavailableError), (-1, SessionError)])
 def test_a_proof_that_failed_ends_a_role_until_its_next_start_and_a_fork_for_good(later: int, kind: type) -> None:
-    """A larger ledger of a later time may be one that continues the held one; of an earlier time it cannot be."""
+    """A larger ledger of a later time may continue the one held; one of an earlier time cannot."""
     key = Key.generate()
     held, shown = (Head("demo", size, "0" * 64, "0" * 64, time_ms) for size, time_ms in ((3, 9), (5, 9 + later)))
     fork = Fork(sign_head(key, held), sign_head(key, shown), ())

@@ -1,4 +1,4 @@
-"""Versions of a run: the second is opened faster than the first, and is the same policy as if it had not been."""
+"""Versions of a run: the second opens faster than the first, with the same result."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.node import weights
-from shoal.node.weights import Opener, open_version
+from shoal.node.weights import WeightsOpener, open_version
 from shoal.policy.model import Policy
 from shoal.recipe import Recipe
 
@@ -22,9 +22,9 @@ def same(left: Policy, right: Policy) -> bool:
 def test_a_version_after_another_has_its_own_weights_and_leaves_those_of_the_other(
     recipe: Recipe, versions: dict[int, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opener = Opener(recipe)
+    opener = WeightsOpener(recipe)
     first = opener.open(0, versions[0])
-    monkeypatch.setattr(weights, "open_version", None)  # from here on nothing is opened the long way
+    monkeypatch.setattr(weights, "open_version", None)  # from here on the slow path must not be used
     second = opener.open(1, versions[1])
     monkeypatch.undo()
     assert same(first, open_version(0, versions[0], recipe)) and same(second, open_version(1, versions[1], recipe))
@@ -34,12 +34,12 @@ def test_a_version_after_another_has_its_own_weights_and_leaves_those_of_the_oth
 def test_a_version_of_another_architecture_is_refused_after_a_good_one(
     recipe: Recipe, versions: dict[int, Path], tmp_path: Path
 ) -> None:
-    opener, folder = Opener(recipe), tmp_path / "v1"
+    opener, folder = WeightsOpener(recipe), tmp_path / "v1"
     opener.open(0, versions[0])
     shutil.copytree(versions[1], folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    with pytest.raises(ConfigError, match="another architecture"):
+    with pytest.raises(ConfigError, match="different architecture"):
         opener.open(1, folder)
 
 
@@ -47,7 +47,7 @@ def test_a_version_of_another_architecture_is_refused_after_a_good_one(
 def test_weights_that_are_not_all_there_are_refused_after_good_ones(
     recipe: Recipe, versions: dict[int, Path], tmp_path: Path, size: int
 ) -> None:
-    opener, folder = Opener(recipe), tmp_path / "v1"
+    opener, folder = WeightsOpener(recipe), tmp_path / "v1"
     opener.open(0, versions[0])
     shutil.copytree(versions[1], folder)
     path = folder / "model.safetensors"

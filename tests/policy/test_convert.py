@@ -1,4 +1,4 @@
-"""GGUF files as policy folders: the numbers that were in them, and one sentence where that cannot be."""
+"""GGUF files as policy folders: the same numbers, and one sentence if the conversion fails."""
 
 import importlib.util
 from pathlib import Path
@@ -100,9 +100,9 @@ def test_a_converted_model_keeps_its_words_and_its_chat_template(
 
 
 @needs_gguf
-def test_what_is_no_such_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_an_invalid_file_is_refused_with_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(ConfigError, match=r"bad\.gguf: no causal LM can be read from it") as caught:
+    with pytest.raises(ConfigError, match=r"bad\.gguf: cannot read a causal LM from it") as caught:
         convert_model(str(tmp_path / "bad.gguf"), tmp_path / "out")
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="no such file"):
@@ -111,7 +111,7 @@ def test_what_is_no_such_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
 
 @needs_gguf
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         convert_model(str(tmp_path / "any.gguf"), tmp_path)
 
 
@@ -126,7 +126,7 @@ def test_what_is_not_installed_is_named_with_the_way_to_get_it(monkeypatch: pyte
 
 @needs_smollm2
 def test_smollm2_is_a_chat_model_that_ends_its_answers(tmp_path: Path) -> None:
-    """Half a minute of a core, where the package is installed."""
+    """Half a minute on one core, if the package is installed."""
     policy = convert_model(SMOLLM2, tmp_path / "out")
     ids = encode_chat(policy.tokenizer, [("user", "hi")])
     assert policy.num_parameters == 134_515_008 and policy.model.config.tie_word_embeddings

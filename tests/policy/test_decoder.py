@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from shoal.policy.attention import PackedAttention, Segment, positions_of
 from shoal.policy.decoder import compute_logits, fuse_layers, is_lean, run_decoder
-from shoal.policy.layout import PackedAttention, Segment, positions_of
 
 MakeModel = Callable[..., PreTrainedModel]
 
@@ -67,7 +67,7 @@ def test_logits_and_gradients_are_those_of_transformers(model: PreTrainedModel) 
 
 
 def test_packed_sequences_that_share_a_prompt_equal_sequences_alone(model: PreTrainedModel) -> None:
-    # prompt a with completions of 1, 9 and 4 tokens, and b, a sequence of its own, in the middle
+    # Prompt a with completions of 1, 9 and 4 tokens, and b, a separate sequence, in the middle.
     segments = [Segment(0, 6), Segment(6, 7, 0), Segment(7, 20), Segment(20, 29, 0), Segment(29, 33, 0)]
     token_ids = draw_tokens(33)
     packed = run_packed(model, token_ids, segments)

@@ -27,7 +27,7 @@ def plain_swiglu(gate_up: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", [(1, 16), (7, 48), (5, 6, 8)])
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
 def test_rms_norm_has_the_values_and_gradients_of_the_formula(shape: tuple[int, ...], scale: float) -> None:
-    # per head there is one weight row for each, which the batch shares
+    # Per head there is one weight row, which the batch shares.
     x, weight = draw(*shape, scale=scale).requires_grad_(), draw(*shape[1:], seed=1).requires_grad_()
     ours, theirs = rms_norm(x, weight, EPS), plain_norm(x, weight)
     torch.testing.assert_close(ours, theirs)
@@ -84,7 +84,7 @@ def test_swiglu_stays_finite_for_gates_far_from_zero() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("threads", [1, 3, 7])
 def test_rows_have_the_same_bits_whatever_their_number_and_the_threads(threads: int) -> None:
-    # threads share out elements, not rows: beyond 32768 elements a share may end in the middle of a row
+    # Threads divide elements, not rows: beyond 32768 elements a share may end in the middle of a row.
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     x, weight = draw(320, 704, scale=4.0), draw(704, seed=1)

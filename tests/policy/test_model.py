@@ -1,4 +1,4 @@
-"""Policies: made from a seed, saved and loaded as ordinary Hugging Face folders, and what is refused."""
+"""Policies: built from a seed, saved and loaded as ordinary Hugging Face folders, and what is rejected."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from shoal.config import PolicyConfig, TinyConfig
+from shoal.config.run import PolicyConfig, TinyConfig
 from shoal.errors import ConfigError
 from shoal.policy.model import WEIGHTS, Policy, copy_policy, load_policy, open_policy, save_policy
 from shoal.policy.tokenizer import build_tokenizer, encode_prompt
@@ -24,7 +24,7 @@ def make_tiny(seed: int = 0, tiny: TinyConfig = SMALL) -> Policy:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A saved policy, to be spoiled."""
+    """A saved policy that tests may damage."""
     save_policy(make_tiny(), tmp_path / "policy")
     return tmp_path / "policy"
 
@@ -124,18 +124,18 @@ def drop_end_token(folder: Path) -> None:
 
 
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "gone": (shutil.rmtree, "there is no folder"),
-    "emptied": (lambda folder: [path.unlink() for path in folder.iterdir()], "no causal LM can be loaded"),
+    "gone": (shutil.rmtree, "no such folder"),
+    "emptied": (lambda folder: [path.unlink() for path in folder.iterdir()], "cannot load a causal LM"),
     "pickle": (drop_weights_for_pickle, "no file named model.safetensors"),
-    "cut": (cut_weights, "no causal LM can be loaded"),
-    "garbage": (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 99), "no causal LM can be loaded"),
+    "cut": (cut_weights, "cannot load a causal LM"),
+    "garbage": (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 99), "cannot load a causal LM"),
     "tensor missing": (drop_tensor, "are incomplete, 1 missing, first 'model.norm.weight'"),
-    "other shapes": (lambda folder: change_config(folder, intermediate_size=128), "no causal LM can be loaded"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), "no causal LM can be loaded"),
+    "other shapes": (lambda folder: change_config(folder, intermediate_size=128), "cannot load a causal LM"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "cannot load a causal LM"),
     "bad json": (lambda folder: (folder / "config.json").write_text('{"model'), "not a valid JSON file"),
-    "wrong type": (lambda folder: change_config(folder, hidden_size="16"), "no causal LM can be loaded"),
-    "not a decoder": (lambda folder: change_config(folder, model_type="t5"), "no causal LM can be loaded"),
-    "unknown": (lambda folder: change_config(folder, model_type="nosuch"), "no causal LM can be loaded"),
+    "wrong type": (lambda folder: change_config(folder, hidden_size="16"), "cannot load a causal LM"),
+    "not a decoder": (lambda folder: change_config(folder, model_type="t5"), "cannot load a causal LM"),
+    "unknown": (lambda folder: change_config(folder, model_type="nosuch"), "cannot load a causal LM"),
     "no tokenizer": (drop_tokenizer, "has no tokenizer"),
     "large tokenizer": (grow_tokenizer, "has 11 tokens, the model 6"),
     "no end": (drop_end_token, "has no end token"),
@@ -154,7 +154,7 @@ def test_a_folder_that_cannot_be_used_is_named_in_one_sentence(folder: Path, fau
 
 @pytest.mark.parametrize("path", ["./no/such", "no/such/folder", "/no/such", "a b"])
 def test_a_path_that_is_no_hub_id_is_not_looked_up_there(path: str) -> None:
-    with pytest.raises(ConfigError, match="there is no folder"):
+    with pytest.raises(ConfigError, match="no such folder"):
         open_policy(path)
 
 
@@ -171,13 +171,13 @@ def test_code_of_a_folder_is_never_run(folder: Path, tmp_path: Path) -> None:
     path = folder / "tokenizer_config.json"
     names = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
     path.write_text(json.dumps(json.loads(path.read_text()) | names))
-    with pytest.raises(ConfigError, match="no causal LM can be loaded"):
+    with pytest.raises(ConfigError, match="cannot load a causal LM"):
         open_policy(folder)
     assert not mark.exists()
 
 
 def make_tied(seed: int) -> Policy:
-    """A policy as most small models of the hub are: one matrix for the first layer and the last."""
+    """A policy like most small models of the hub: one matrix for the first layer and the last."""
     tokenizer = build_tokenizer("abc")
     torch.manual_seed(seed)
     config = LlamaConfig(

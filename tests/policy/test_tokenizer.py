@@ -11,7 +11,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from shoal.policy.tokenizer import build_tokenizer, decode_completion, encode_chat, encode_completion, encode_prompt
-from shoal.tasks import list_families, load_family, train_task
+from shoal.tasks.registry import list_families, load_family
+from shoal.tasks.split import train_task
 
 
 @pytest.mark.parametrize("name", list_families())
@@ -81,7 +82,7 @@ def test_a_chat_goes_through_the_tokenizers_template_and_its_messages_stay_text(
     assert encode_chat(tokenizer, messages) == encode_prompt(tokenizer, "be kind\n\na<eos>b"), "without a template"
     tokenizer.chat_template = CHAT
     ids = encode_chat(tokenizer, messages)
-    assert ids.count(tokenizer.eos_token_id) == 2, "those of the template, and none of the user's"
+    assert ids.count(tokenizer.eos_token_id) == 2, "only those of the template"
     assert tokenizer.decode(ids) == "[system]be kind<eos>[user]a< eos>b<eos>[assistant]"
 
 
@@ -90,7 +91,7 @@ def test_a_saved_tokenizer_loads_as_it_was(tmp_path: Path, config: Qwen3Config |
     family = load_family("countdown", {})
     tokenizer = build_tokenizer(family.alphabet)
     tokenizer.save_pretrained(tmp_path)
-    if config is not None:  # a model beside it must not change which tokenizer is loaded
+    if config is not None:  # a model in the same folder must not change which tokenizer is loaded
         config.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded.get_vocab() == tokenizer.get_vocab()
@@ -98,7 +99,7 @@ def test_a_saved_tokenizer_loads_as_it_was(tmp_path: Path, config: Qwen3Config |
         prompt = train_task(family, seed).prompt
         ids = encode_prompt(tokenizer, prompt)
         assert encode_prompt(loaded, prompt) == ids
-        assert loaded(prompt)["input_ids"] == ids, "whoever serves the folder encodes prompts as training did"
+        assert loaded(prompt)["input_ids"] == ids, "a server of the folder encodes prompts like training"
         assert loaded.decode(ids, skip_special_tokens=True) == prompt
     assert (loaded.pad_token_id, loaded.eos_token_id, loaded.unk_token_id) == (0, 1, 2)
     assert loaded.bos_token_id is None

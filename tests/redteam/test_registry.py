@@ -1,44 +1,76 @@
-"""The table of attacks and the modules that it names."""
+"""The attacks that the family modules declare."""
 
 import inspect
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import shoal.redteam.attacks
 from shoal.errors import ConfigError
-from shoal.redteam.registry import ATTACKS, check_cheat, find_attack, list_cheats, load_attack, make_authors
-from shoal.worker.author import Author
+from shoal.redteam.registry import (
+    SCRIPTED_FAMILIES,
+    WORKER_FAMILIES,
+    Expected,
+    attack,
+    check_worker_attack,
+    find_attack,
+    list_attacks,
+    list_names,
+    make_behaviours,
+)
+from shoal.worker.behaviour import WorkerBehaviour
+
+FAMILIES = (*WORKER_FAMILIES, *SCRIPTED_FAMILIES)
 
 
-def test_every_module_is_in_the_table_and_every_row_has_a_module():
+def test_every_family_module_is_loaded_and_declares_attacks():
     (folder,) = shoal.redteam.attacks.__path__
-    assert {path.stem for path in Path(folder).glob("*.py")} - {"__init__"} == set(ATTACKS)
+    assert {path.stem for path in Path(folder).glob("*.py")} - {"__init__"} == set(FAMILIES)
+    declared = {(found.behave or found.script).__module__ for found in list_attacks().values()}
+    assert declared == {import_module(f"shoal.redteam.attacks.{family}").__name__ for family in FAMILIES}
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_has_the_entry_that_its_row_says_and_no_other(name, recipe):
-    module = load_attack(name)
-    assert module.__doc__ and module.__doc__.isascii()
-    assert hasattr(module, "attack") is ATTACKS[name].scripted
-    assert hasattr(module, "make_authors") is not ATTACKS[name].scripted
-    if ATTACKS[name].scripted:
-        assert inspect.iscoroutinefunction(module.attack)
-        assert list(inspect.signature(module.attack).parameters) == ["camp"]
+def test_all_attacks_are_there_in_the_order_of_what_is_expected():
+    found = list_attacks()
+    assert len(found) == 52
+    assert [each.expect for each in found.values()] == sorted(
+        (each.expect for each in found.values()), key=list(Expected).index
+    )
+
+
+@pytest.mark.parametrize("name", list_attacks())
+def test_an_attack_is_a_script_or_makes_behaviours(name, recipe):
+    found = find_attack(name)
+    assert found.name == name and found.text and found.text.isascii()
+    assert (found.script is None) is not (found.behave is None)
+    if found.scripted:
+        assert inspect.iscoroutinefunction(found.script)
+        assert list(inspect.signature(found.script).parameters) == ["session"]
         return
-    authors = make_authors(name, recipe)
-    assert authors and all(isinstance(author, Author) for author in authors)
-    assert authors != make_authors(name, recipe)  # who cheats twice begins anew
+    behaviours = make_behaviours(name, recipe)
+    assert behaviours and all(isinstance(behaviour, WorkerBehaviour) for behaviour in behaviours)
+    assert behaviours != make_behaviours(name, recipe)  # each attempt starts with a fresh state
 
 
-def test_only_attacks_of_authors_are_for_workers():
-    assert set(list_cheats()) == {name for name, attack in ATTACKS.items() if not attack.scripted}
-    for name, attack in ATTACKS.items():
-        if attack.scripted:
-            with pytest.raises(ConfigError, match=f"--attack {name}: no way for a worker to work"):
-                check_cheat(name)
+def test_names_read_from_the_source_are_those_that_are_declared():
+    found = list_attacks().values()
+    assert list_names(WORKER_FAMILIES) == sorted(each.name for each in found if not each.scripted)
+    assert list_names(SCRIPTED_FAMILIES) == sorted(each.name for each in found if each.scripted)
 
 
-def test_an_attack_that_there_is_none_of_is_a_mistake():
-    with pytest.raises(ConfigError, match="--attack politeness: no such attack; there are adapter, "):
+def test_only_attacks_that_make_behaviours_are_for_workers():
+    for name, found in list_attacks().items():
+        if found.scripted:
+            with pytest.raises(ConfigError, match=f"--attack {name}: not a worker attack"):
+                check_worker_attack(name)
+
+
+def test_an_unknown_attack_is_answered_with_all():
+    with pytest.raises(ConfigError, match="--attack politeness: unknown attack; available: adapter, "):
         find_attack("politeness")
+
+
+def test_a_name_is_declared_once():
+    with pytest.raises(AssertionError, match="duplicate attack name int8"):
+        attack("int8", expect=Expected.HARD, text="again")(WorkerBehaviour)

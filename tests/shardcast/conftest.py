@@ -1,4 +1,4 @@
-"""A store with a server in front of it, versions made by hand, and a caller that speaks plain HTTP to it."""
+"""A store with a server, handmade versions, and a plain HTTP client."""
 
 import asyncio
 import contextlib
@@ -12,30 +12,31 @@ import h11
 import numpy as np
 import pytest
 from blake3 import blake3
+from tests.fixtures.shards import write_bytes
 
-from shoal.keys import Key
-from shoal.shardcast.blob import Blob
-from shoal.shardcast.client import Client
-from shoal.shardcast.hashing import hash_root
-from shoal.shardcast.http import (
-    HttpError,
-    Url,
-    build_request,
-    connect,
-    new_client,
-    parse_url,
-    read_data,
-    read_head,
-    send_event,
+from shoal.identity.keys import Key
+from shoal.net.http import HttpError, Url, new_client, parse_url
+from shoal.net.limits import ServeLimits
+from shoal.net.sockets import build_request, connect, read_data, read_head, send_event
+from shoal.shardcast.client import ShardcastClient
+from shoal.shardcast.fetch.connection import FetchDeadlines
+from shoal.shardcast.format.hashing import hash_root
+from shoal.shardcast.format.layout import File
+from shoal.shardcast.format.records import (
+    Delta,
+    End,
+    Hashes,
+    ManifestHead,
+    NoDelta,
+    digest_head,
+    open_line,
+    sign_record,
 )
-from shoal.shardcast.layout import File
-from shoal.shardcast.limits import ServeLimits
-from shoal.shardcast.link import Deadlines
-from shoal.shardcast.publish import Origin
-from shoal.shardcast.records import Delta, End, Hashes, Head, NoDelta, digest_head, open_line, sign_record
+from shoal.shardcast.origin import Origin
 from shoal.shardcast.relay import Relay
-from shoal.shardcast.server import Server
-from shoal.shardcast.store import Entry, Store
+from shoal.shardcast.serve.server import ShardServer
+from shoal.shardcast.store.blob import Blob
+from shoal.shardcast.store.store import StoredVersion, VersionStore
 
 RUN = "reef"
 SHARD = 1 << 18
@@ -43,7 +44,7 @@ SHARD = 1 << 18
 
 @dataclass
 class Answer:
-    """What a server answered."""
+    """A server's response."""
 
     status: int
     headers: dict[str, str]
@@ -52,19 +53,19 @@ class Answer:
     """whether the connection ended before the body did"""
 
 
-class Pond:
+class ServedStore:
     """A store, its publisher's key, and a server."""
 
-    def __init__(self, folder: Path, key: Key, store: Store, server: Server) -> None:
+    def __init__(self, folder: Path, key: Key, store: VersionStore, server: ShardServer) -> None:
         self.folder = folder
         self.key = key
         self.store = store
         self.server = server
         self.url = server.url
 
-    async def announce(self, version: int, data: bytes, *, hashes: bool = True, **fields: Any) -> Entry:
-        """An entry with a head and, if told so, all hashes; no byte of it is held yet."""
-        head = Head(
+    async def announce(self, version: int, data: bytes, *, hashes: bool = True, **fields: Any) -> StoredVersion:
+        """Add an entry with a head and, with `hashes`, all hashes; none of its bytes are held yet."""
+        head = ManifestHead(
             run=RUN,
             version=version,
             serial=fields.get("serial", version + 100),
@@ -78,29 +79,29 @@ class Pond:
             await self.append(entry, Hashes(0, hash_shards(data, head.shard_size)))
         return entry
 
-    async def append(self, entry: Entry, record: Hashes | Delta | NoDelta) -> None:
+    async def append(self, entry: StoredVersion, record: Hashes | Delta | NoDelta) -> None:
         await entry.append(sign_record(self.key, entry.digest, len(entry.log.lines), record))
 
-    async def append_end(self, entry: Entry) -> None:
+    async def append_end(self, entry: StoredVersion) -> None:
         record = entry.log.compute_end()
         await entry.append(sign_record(self.key, entry.digest, len(entry.log.lines), record))
 
-    async def publish(self, version: int, data: bytes, **fields: Any) -> Entry:
+    async def publish(self, version: int, data: bytes, **fields: Any) -> StoredVersion:
         """A complete version."""
         entry = await self.announce(version, data, **fields)
         for shard in entry.full.layout.shards:
             with entry.full.start(shard.index) as writer:
-                await writer.write(data[shard.index * SHARD :][: shard.size])
+                await write_bytes(writer, data[shard.index * SHARD :][: shard.size])
                 await writer.finish()
         await self.append_end(entry)
         await entry.full.settle()
         return entry
 
-    def target(self, entry: Entry, rest: str) -> str:
+    def target(self, entry: StoredVersion, rest: str) -> str:
         return f"/v/{entry.version}/{entry.digest[:16]}/{rest}"
 
     async def get(self, target: str, *headers: tuple[str, str]) -> Answer:
-        """One request on a connection of its own."""
+        """Send one request on a new connection."""
         sock = await connect(self.url, 5)
         with sock:
             conn = new_client()
@@ -117,7 +118,7 @@ class Pond:
             return Answer(head.status_code, fields, body)
 
     async def say(self, data: bytes) -> bytes:
-        """All that the server sends, until it closes, to somebody who says just this."""
+        """Send these bytes and return everything the server sends until it closes."""
         loop = asyncio.get_running_loop()
         with await connect(self.url, 5) as sock:
             heard = b""
@@ -139,53 +140,34 @@ def make_bytes() -> Callable[[int, int], bytes]:
 
 
 @pytest.fixture
-def pond(tmp_path: Path) -> Callable[..., "contextlib.AbstractAsyncContextManager[Pond]"]:
-    """Opens a pond with the arguments of a `Server`, inside a running loop."""
+def open_served_store(tmp_path: Path) -> Callable[..., "contextlib.AbstractAsyncContextManager[ServedStore]"]:
+    """Opens a served store with the arguments of a `ShardServer`, inside a running loop."""
 
     @contextlib.asynccontextmanager
-    async def open_pond(*, key: Key | None = None, keep: int = 5, **options: Any) -> AsyncIterator[Pond]:
+    async def open_it(*, key: Key | None = None, keep: int = 5, **options: Any) -> AsyncIterator[ServedStore]:
         key = key or Key.generate()
         folder = tmp_path / "data"
-        store = await Store.open(folder, run=RUN, publisher=key.public, keep=keep)
-        server = Server(store, **options)
+        store = await VersionStore.open(folder, run=RUN, publisher=key.public, keep=keep)
+        server = ShardServer(store, **options)
         await server.start()
         try:
-            yield Pond(folder, key, store, server)
+            yield ServedStore(folder, key, store, server)
         finally:
             await server.close()
             await store.close()
 
-    return open_pond
+    return open_it
 
 
-@pytest.fixture
-def run() -> Callable[[Callable[[], Any]], Any]:
-    """Runs an async test, and ends one that hangs; what a task of the loop failed with fails the test."""
-
-    def run_bounded(work: Callable[[], Any]) -> Any:
-        failures: list[dict[str, Any]] = []
-
-        async def bounded() -> Any:
-            asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
-            async with asyncio.timeout(90):
-                return await work()
-
-        result = asyncio.run(bounded())
-        assert not failures, failures
-        return result
-
-    return run_bounded
-
-
-FAST = Deadlines(connect_s=1, head_s=2, rest_s=1, window_s=0.5)
-"""So that what stalls is given up within a test."""
+FAST = FetchDeadlines(connect_s=1, head_s=2, rest_s=1, window_s=0.5)
+"""Short enough for a stall to time out within a test."""
 
 Act = Callable[[str, asyncio.StreamWriter], Awaitable[bool]]
-"""What a front does with a request: True if it answered it itself."""
+"""Handles a request in a proxy; True if it responded by itself."""
 
 
-class Front:
-    """Stands before a server: writes down what is asked for, passes it on, or answers it as its script says."""
+class RecordingProxy:
+    """A proxy that records requests, and forwards or answers them as its script decides."""
 
     def __init__(self, upstream: Url, act: Act | None) -> None:
         self._upstream = upstream
@@ -210,7 +192,7 @@ class Front:
         return "http://{}:{}".format(*self._server.sockets[0].getsockname()[:2])
 
     def list_shards(self, name: str = "full") -> list[int]:
-        """Numbers of the shards that were asked for, as often as they were."""
+        """Numbers of the requested shards, with repetitions."""
         return [int(target.rpartition("/")[2]) for target in self.targets if f"/{name}/" in target]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -240,14 +222,21 @@ class Front:
             upstream.close()
 
 
-class Basin:
-    """An origin with a server, and as many fronts, relays and clients as a test wants, closed with it in order."""
+class Network:
+    """An origin with a server, and any number of proxies, relays and clients, closed in order."""
 
-    patient = Deadlines()
-    """for tests that hold something back themselves"""
+    patient = FetchDeadlines()
+    """for tests that delay something themselves"""
 
     def __init__(
-        self, root: Path, key: Key, store: Store, origin: Origin, server: Server, stack: AsyncExitStack
+        self,
+        root: Path,
+        key: Key,
+        store: VersionStore,
+        origin: Origin,
+        server: ShardServer,
+        stack: AsyncExitStack,
+        notes: list[str],
     ) -> None:
         self.root = root
         self.key = key
@@ -255,41 +244,41 @@ class Basin:
         self.origin = origin
         self.server = server
         self.url = str(server.url)
-        self.notes: list[str] = []
+        self.notes = notes
         self._stack = stack
 
-    async def publish(self, version: int, files: dict[str, bytes], **options: Any) -> Entry:
-        """A folder with these files as a version; another version's folder is never touched."""
+    async def publish(self, version: int, files: dict[str, bytes], **options: Any) -> StoredVersion:
+        """Publish these files as a version; folders of other versions are never touched."""
         folder = self.root / "made" / f"{version}-{len(list((self.root / 'made').glob('*')))}"
         folder.mkdir(parents=True)
         for name, data in files.items():
             (folder / name).write_bytes(data)
         return await self.origin.publish(folder, version, **options)
 
-    async def begin(self, version: int, data: bytes) -> Entry:
-        """A version whose publisher has written nothing but its head."""
+    async def begin(self, version: int, data: bytes) -> StoredVersion:
+        """Begin a version: only its head is written."""
         serial = 1 + max((entry.serial for entry in self.store.entries()), default=0)
-        head = Head(RUN, version, serial, 1 << 16, (File("weights", len(data)),), None, True)
+        head = ManifestHead(RUN, version, serial, 1 << 16, (File("weights", len(data)),), None, True)
         return await self.store.adopt(sign_record(self.key, "", 0, head))
 
-    async def add_hashes(self, entry: Entry, data: bytes) -> None:
-        """The hashes of a version that was begun."""
+    async def add_hashes(self, entry: StoredVersion, data: bytes) -> None:
+        """Add the hashes of a begun version."""
         record = Hashes(0, hash_shards(data, 1 << 16))
         await entry.append(sign_record(self.key, entry.digest, len(entry.log.lines), record))
 
-    async def finish(self, entry: Entry, data: bytes) -> None:
-        """What is missing of a version that was begun: its bytes and its end."""
+    async def finish(self, entry: StoredVersion, data: bytes) -> None:
+        """Add the bytes and the end of a begun version."""
         if not entry.log.num_hashes:
             await self.add_hashes(entry, data)
         for shard in entry.full.layout.shards:
             with entry.full.start(shard.index) as writer:
-                await writer.write(memoryview(data)[shard.offset :][: shard.size])
+                await write_bytes(writer, memoryview(data)[shard.offset :][: shard.size])
                 await writer.finish()
         await entry.append(sign_record(self.key, entry.digest, len(entry.log.lines), entry.log.compute_end()))
         await entry.full.settle()
 
     async def get(self, url: Url, target: str) -> Answer:
-        """One request to any server, with what came of its body."""
+        """Send one request to any server, and return what arrived of its body."""
         reader, writer = await asyncio.open_connection(url.host, url.port)
         try:
             writer.write(f"GET {target} HTTP/1.1\r\nHost: {url.authority}\r\nConnection: close\r\n\r\n".encode())
@@ -300,45 +289,45 @@ class Basin:
         finally:
             writer.close()
 
-    async def front(self, act: Act | None = None, upstream: str | None = None) -> Front:
-        front = Front(parse_url(upstream or self.url), act)
-        await front.start()
-        self._stack.push_async_callback(front.close)
-        return front
+    async def proxy(self, act: Act | None = None, upstream: str | None = None) -> RecordingProxy:
+        proxy = RecordingProxy(parse_url(upstream or self.url), act)
+        await proxy.start()
+        self._stack.push_async_callback(proxy.close)
+        return proxy
 
-    async def client(self, *urls: str, out: str = "out", **options: Any) -> Client:
-        options = {"deadlines": FAST, "note": self.notes.append, **options}
-        client = await Client.open(self.root / out, urls, run=RUN, publisher=self.key.public, **options)
+    async def client(self, *urls: str, out: str = "out", **options: Any) -> ShardcastClient:
+        options = {"deadlines": FAST, **options}
+        client = await ShardcastClient.open(self.root / out, urls, run=RUN, publisher=self.key.public, **options)
         return await self._stack.enter_async_context(client)
 
     async def relay(self, *urls: str, data: str = "relay", **options: Any) -> Relay:
-        options = {"deadlines": FAST, "note": self.notes.append, **options}
+        options = {"deadlines": FAST, **options}
         relay = await Relay.open(self.root / data, urls, run=RUN, publisher=self.key.public, **options)
         return await self._stack.enter_async_context(relay)
 
 
 @pytest.fixture
-def basin(tmp_path: Path) -> Callable[..., "contextlib.AbstractAsyncContextManager[Basin]"]:
-    """Opens a basin with the arguments of an `Origin`, inside a running loop."""
+def open_network(tmp_path: Path, log: Any) -> Callable[..., "contextlib.AbstractAsyncContextManager[Network]"]:
+    """Opens a network with the arguments of an `Origin`, inside a running loop."""
 
     @contextlib.asynccontextmanager
-    async def open_basin(*, keep: int = 5, shard_size: int = 1 << 16, **options: Any) -> AsyncIterator[Basin]:
+    async def open_test_network(*, keep: int = 5, shard_size: int = 1 << 16, **options: Any) -> AsyncIterator[Network]:
         async with AsyncExitStack() as stack:
             key = Key.generate()
             (tmp_path / "made").mkdir()
-            store = await Store.open(tmp_path / "origin", run=RUN, publisher=key.public, keep=keep)
+            store = await VersionStore.open(tmp_path / "origin", run=RUN, publisher=key.public, keep=keep)
             stack.push_async_callback(store.close)
-            server = Server(store, limits=ServeLimits(grace_seconds=0.1))
+            server = ShardServer(store, limits=ServeLimits(grace_seconds=0.1))
             await server.start()
             stack.push_async_callback(server.close)
             origin = Origin(store, key, shard_size=shard_size, **options)
-            yield Basin(tmp_path, key, store, origin, server, stack)
+            yield Network(tmp_path, key, store, origin, server, stack, log.messages)
 
-    return open_basin
+    return open_test_network
 
 
 def read_dir(folder: Path) -> dict[str, bytes]:
-    """The files right in a folder."""
+    """The files directly in a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -348,7 +337,7 @@ def read_files() -> Callable[[Path], dict[str, bytes]]:
 
 
 class Maker:
-    """Signs manifests of contents given by hand, opens stores for them and fills these without a network."""
+    """Signs manifests of given contents, opens stores for them and fills these without a network."""
 
     shard_size = 1 << 16
 
@@ -357,22 +346,22 @@ class Maker:
         self.key = Key.generate()
         self.run = RUN
 
-    def sign_all(self, head: Head, *records: Any, key: Key | None = None) -> list[bytes]:
+    def sign_all(self, head: ManifestHead, *records: Any, key: Key | None = None) -> list[bytes]:
         """The lines of a manifest with these records after the head."""
         signer = key or self.key
         first = sign_record(signer, "", 0, head)
         digest = digest_head(open_line(first, signer.public, ""))
         return [first, *(sign_record(signer, digest, number, record) for number, record in enumerate(records, 1))]
 
-    def make_head(self, version: int, files: dict[str, bytes], **fields: Any) -> Head:
+    def make_head(self, version: int, files: dict[str, bytes], **fields: Any) -> ManifestHead:
         sizes = tuple(File(name, len(data)) for name, data in files.items())
         given = {"run": self.run, "serial": version + 1, "shard_size": self.shard_size, "parent": None, "anchor": True}
-        return Head(version=version, files=sizes, **(given | fields))
+        return ManifestHead(version=version, files=sizes, **(given | fields))
 
     def make_lines(
         self, version: int, files: dict[str, bytes], *, portion: int = 3, delta: bytes | None = None, **fields: Any
     ) -> list[bytes]:
-        """A whole manifest; with a delta if the head gets a parent and there is one."""
+        """A complete manifest; with a delta if one is given and the head has a parent."""
         head = self.make_head(version, files, **fields)
         size = head.shard_size
         hashes = [part for data in files.values() for part in hash_shards(data, size)]
@@ -390,10 +379,10 @@ class Maker:
         records.append(End(hash_root(total, size, b"".join(hashes)), delta_root))
         return self.sign_all(head, *records)
 
-    async def open_store(self, name: str = "store", **settings: Any) -> Store:
-        return await Store.open(self.folder / name, run=self.run, publisher=self.key.public, **settings)
+    async def open_store(self, name: str = "store", **settings: Any) -> VersionStore:
+        return await VersionStore.open(self.folder / name, run=self.run, publisher=self.key.public, **settings)
 
-    async def add_lines(self, store: Store, lines: list[bytes]) -> Entry:
+    async def add_lines(self, store: VersionStore, lines: list[bytes]) -> StoredVersion:
         entry = await store.adopt(lines[0])
         for line in lines[len(entry.log.lines) :]:
             await entry.append(line)
@@ -402,10 +391,12 @@ class Maker:
     async def fill_shard(self, blob: Blob, index: int, files: dict[str, bytes]) -> None:
         shard = blob.layout.shards[index]
         with blob.start(index) as writer:
-            await writer.write(files[shard.file][shard.offset : shard.offset + shard.size])
+            await write_bytes(writer, files[shard.file][shard.offset : shard.offset + shard.size])
             await writer.finish()
 
-    async def fill_store(self, store: Store, version: int, files: dict[str, bytes], **fields: Any) -> Entry:
+    async def fill_store(
+        self, store: VersionStore, version: int, files: dict[str, bytes], **fields: Any
+    ) -> StoredVersion:
         """A complete version, settled."""
         entry = await self.add_lines(store, self.make_lines(version, files, **fields))
         for index in list(entry.full.missing()):
@@ -416,5 +407,5 @@ class Maker:
 
 @pytest.fixture
 def maker(tmp_path: Path) -> Maker:
-    """Makes versions and stores below the test's folder."""
+    """Creates versions and stores in the test's folder."""
     return Maker(tmp_path)

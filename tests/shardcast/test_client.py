@@ -10,7 +10,8 @@ import pytest
 
 from shoal.errors import ConfigError, DiskError
 from shoal.shardcast import client as client_module
-from shoal.shardcast import parts, writer
+from shoal.shardcast.store import writer
+from shoal.shardcast.store import writer as parts
 
 SHARD = 1 << 16
 
@@ -19,13 +20,13 @@ def list_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_versions_appear_as_folders_with_a_link_to_the_newest(basin: Any, run: Any, make_bytes: Any) -> None:
+def test_versions_appear_as_folders_with_a_link_to_the_newest(open_network: Any, run: Any, make_bytes: Any) -> None:
     async def work() -> None:
-        async with basin() as home:
-            client = await home.client(home.url)
-            out = home.root / "out"
+        async with open_network() as net:
+            client = await net.client(net.url)
+            out = net.root / "out"
             for version in (3, 4, 10):
-                await home.publish(version, {"weights": make_bytes(3 * SHARD, version)})
+                await net.publish(version, {"weights": make_bytes(3 * SHARD, version)})
                 folder = await client.pull(version)
                 assert folder == out / f"v{version}"
                 assert (out / "latest").readlink() == Path(f"v{version}")
@@ -35,25 +36,27 @@ def test_versions_appear_as_folders_with_a_link_to_the_newest(basin: Any, run: A
     run(work)
 
 
-def test_an_older_version_pulled_later_does_not_move_the_link_back(basin: Any, run: Any, make_bytes: Any) -> None:
+def test_an_older_version_pulled_later_does_not_move_the_link_back(
+    open_network: Any, run: Any, make_bytes: Any
+) -> None:
     async def work() -> None:
-        async with basin() as home:
+        async with open_network() as net:
             for version in (1, 2):
-                await home.publish(version, {"weights": make_bytes(3 * SHARD, version)})
-            client = await home.client(home.url)
+                await net.publish(version, {"weights": make_bytes(3 * SHARD, version)})
+            client = await net.client(net.url)
             await client.pull(2)
             await client.pull(1)
-            assert (home.root / "out" / "latest").readlink() == Path("v2")
-            assert list_names(home.root / "out") == [".shardcast", "latest", "v1", "v2"]
+            assert (net.root / "out" / "latest").readlink() == Path("v2")
+            assert list_names(net.root / "out") == [".shardcast", "latest", "v1", "v2"]
 
     run(work)
 
 
-def test_a_version_is_on_disk_once(basin: Any, run: Any, make_bytes: Any) -> None:
+def test_a_version_is_on_disk_once(open_network: Any, run: Any, make_bytes: Any) -> None:
     async def work() -> None:
-        async with basin() as home:
-            await home.publish(1, {"weights": make_bytes(3 * SHARD, 1)})
-            client = await home.client(home.url)
+        async with open_network() as net:
+            await net.publish(1, {"weights": make_bytes(3 * SHARD, 1)})
+            client = await net.client(net.url)
             folder = await client.pull()
             stored = client.store.find(1).full.path_of("weights")
             assert stored.samefile(folder / "weights")
@@ -62,7 +65,7 @@ def test_a_version_is_on_disk_once(basin: Any, run: Any, make_bytes: Any) -> Non
 
 
 def test_where_links_are_refused_files_are_copied(
-    basin: Any, run: Any, make_bytes: Any, read_files: Any, monkeypatch: pytest.MonkeyPatch
+    open_network: Any, run: Any, make_bytes: Any, read_files: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: Path, target: Path) -> None:
         raise OSError(errno.EPERM, "no links here")
@@ -70,10 +73,10 @@ def test_where_links_are_refused_files_are_copied(
     monkeypatch.setattr(Path, "hardlink_to", refuse)
 
     async def work() -> None:
-        async with basin() as home:
+        async with open_network() as net:
             files = {"weights": make_bytes(3 * SHARD, 1)}
-            await home.publish(1, files)
-            client = await home.client(home.url)
+            await net.publish(1, files)
+            client = await net.client(net.url)
             folder = await client.pull()
             assert read_files(folder) == files
             assert not client.store.find(1).full.path_of("weights").samefile(folder / "weights")
@@ -81,40 +84,40 @@ def test_where_links_are_refused_files_are_copied(
     run(work)
 
 
-def test_a_foreign_folder_in_the_way_is_an_error_and_stays(basin: Any, run: Any, make_bytes: Any) -> None:
+def test_a_foreign_folder_in_the_way_is_an_error_and_stays(open_network: Any, run: Any, make_bytes: Any) -> None:
     async def work() -> None:
-        async with basin() as home:
-            await home.publish(1, {"weights": make_bytes(3 * SHARD, 1)})
-            mine = home.root / "out" / "v1"
+        async with open_network() as net:
+            await net.publish(1, {"weights": make_bytes(3 * SHARD, 1)})
+            mine = net.root / "out" / "v1"
             mine.mkdir(parents=True)
             (mine / "thesis").write_bytes(b"years of work")
-            client = await home.client(home.url)
-            with pytest.raises(ConfigError, match=r"v1: is in the way of version 1"):
+            client = await net.client(net.url)
+            with pytest.raises(ConfigError, match=r"v1: not created by shoal"):
                 await client.pull()
             assert (mine / "thesis").read_bytes() == b"years of work"
 
     run(work)
 
 
-def test_foreign_folders_are_never_removed(basin: Any, run: Any, make_bytes: Any) -> None:
+def test_foreign_folders_are_never_removed(open_network: Any, run: Any, make_bytes: Any) -> None:
     async def work() -> None:
-        async with basin() as home:
+        async with open_network() as net:
             for name in ("v0", "vault", "v99"):
-                (home.root / "out" / name).mkdir(parents=True)
-            client = await home.client(home.url, keep=1)
+                (net.root / "out" / name).mkdir(parents=True)
+            client = await net.client(net.url, keep=1)
             for version in (1, 2, 3):
-                await home.publish(version, {"weights": make_bytes(3 * SHARD, version)})
+                await net.publish(version, {"weights": make_bytes(3 * SHARD, version)})
                 await client.pull(version)
-            assert list_names(home.root / "out") == [".shardcast", "latest", "v0", "v3", "v99", "vault"]
+            assert list_names(net.root / "out") == [".shardcast", "latest", "v0", "v3", "v99", "vault"]
 
     run(work)
 
 
 def test_what_a_killed_client_had_moved_aside_is_removed_at_the_next_start(
-    basin: Any, run: Any, make_bytes: Any, monkeypatch: pytest.MonkeyPatch
+    open_network: Any, run: Any, make_bytes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(BaseException):
-        """Stands for a kill: nothing cleans up behind it."""
+        """Simulates a kill: nothing is cleaned up."""
 
     remove = shutil.rmtree
 
@@ -124,97 +127,97 @@ def test_what_a_killed_client_had_moved_aside_is_removed_at_the_next_start(
         remove(path, *args, **options)
 
     async def work() -> None:
-        async with basin() as home:
-            hidden = home.root / "out" / ".shardcast"
-            client = await home.client(home.url, keep=1)
-            await home.publish(1, {"weights": make_bytes(3 * SHARD, 1)})
+        async with open_network() as net:
+            hidden = net.root / "out" / ".shardcast"
+            client = await net.client(net.url, keep=1)
+            await net.publish(1, {"weights": make_bytes(3 * SHARD, 1)})
             await client.pull(1)
-            await home.publish(2, {"weights": make_bytes(3 * SHARD, 2)})
+            await net.publish(2, {"weights": make_bytes(3 * SHARD, 2)})
             with monkeypatch.context() as patch:
                 patch.setattr(client_module.shutil, "rmtree", die_at_old)
                 with pytest.raises(Killed):
                     await client.pull(2)
             await client.close()
             assert (hidden / "old-v1").exists()
-            again = await home.client(home.url, keep=1)
+            again = await net.client(net.url, keep=1)
             assert not (hidden / "old-v1").exists()
             assert (await again.pull(2)).name == "v2"
-            assert list_names(home.root / "out") == [".shardcast", "latest", "v2"]
+            assert list_names(net.root / "out") == [".shardcast", "latest", "v2"]
 
     run(work)
 
 
-def test_at_least_one_version_is_kept(basin: Any, run: Any) -> None:
+def test_at_least_one_version_is_kept(open_network: Any, run: Any) -> None:
     async def work() -> None:
-        async with basin() as home:
+        async with open_network() as net:
             with pytest.raises(ConfigError, match="keep = 0"):
-                await home.client(home.url, keep=0)
+                await net.client(net.url, keep=0)
 
     run(work)
 
 
-def test_one_version_kept_is_one_on_disk(basin: Any, run: Any, make_bytes: Any) -> None:
+def test_one_version_kept_is_one_on_disk(open_network: Any, run: Any, make_bytes: Any) -> None:
     async def work() -> None:
-        async with basin() as home:
-            client = await home.client(home.url, keep=1)
+        async with open_network() as net:
+            client = await net.client(net.url, keep=1)
             data = make_bytes(30 * SHARD, 1)
             for version in (1, 2, 3):
                 data = bytes([data[0] ^ 1]) + data[1:]
-                await home.publish(version, {"weights": data})
+                await net.publish(version, {"weights": data})
                 await client.pull(version)
-                fulls = [path.parent.name[:3] for path in (home.root / "out" / ".shardcast").glob("v*/full")]
+                fulls = [path.parent.name[:3] for path in (net.root / "out" / ".shardcast").glob("v*/full")]
                 assert fulls == [f"v{version}-"]
 
     run(work)
 
 
-def test_a_version_published_anew_takes_the_place_of_the_old(
-    basin: Any, run: Any, make_bytes: Any, read_files: Any
+def test_a_republished_version_replaces_the_old_one(
+    open_network: Any, run: Any, make_bytes: Any, read_files: Any
 ) -> None:
     async def work() -> None:
-        async with basin() as home:
-            client = await home.client(home.url)
+        async with open_network() as net:
+            client = await net.client(net.url)
             for seed in (1, 2):
                 files = {"weights": make_bytes(3 * SHARD, seed), f"only-{seed}": b"x"}
-                entry = await home.publish(1, files)
+                entry = await net.publish(1, files)
                 while client.store.find(1) is None or client.store.find(1).digest != entry.digest:
                     await client.puller._wait_change()
                 assert read_files(await client.pull(1)) == files
-            assert list_names(home.root / "out") == [".shardcast", "latest", "v1"]
+            assert list_names(net.root / "out") == [".shardcast", "latest", "v1"]
 
     run(work)
 
 
-def test_a_second_client_in_the_same_folder_gets_one_sentence(basin: Any, run: Any, make_bytes: Any) -> None:
+def test_a_second_client_in_the_same_folder_gets_a_clear_error(open_network: Any, run: Any, make_bytes: Any) -> None:
     async def work() -> None:
-        async with basin() as home:
-            await home.publish(1, {"weights": make_bytes(3 * SHARD, 1)})
-            client = await home.client(home.url)
+        async with open_network() as net:
+            await net.publish(1, {"weights": make_bytes(3 * SHARD, 1)})
+            client = await net.client(net.url)
             with pytest.raises(ConfigError, match="in use by process") as caught:
-                await home.client(home.url)
+                await net.client(net.url)
             assert "\n" not in str(caught.value)
             assert (await client.pull()).name == "v1"
 
     run(work)
 
 
-def test_a_client_or_relay_stopped_while_it_starts_leaves_its_folder_free(basin: Any, run: Any) -> None:
+def test_a_client_or_relay_stopped_while_it_starts_leaves_its_folder_free(open_network: Any, run: Any) -> None:
     async def work() -> None:
-        async with basin() as home:
+        async with open_network() as net:
 
             async def be_silent(target: str, writer: asyncio.StreamWriter) -> bool:
                 await asyncio.sleep(3600)
                 return True
 
-            front = await home.front(be_silent)
-            for start in (home.client, home.relay):
-                starting = asyncio.create_task(start(front.url))
+            proxy = await net.proxy(be_silent)
+            for start in (net.client, net.relay):
+                starting = asyncio.create_task(start(proxy.url))
                 await asyncio.sleep(0.2)
                 assert not starting.done()
                 starting.cancel()
                 await asyncio.gather(starting, return_exceptions=True)
                 assert starting.cancelled()
-                again = await start(home.url)
+                again = await start(net.url)
                 await again.close()
 
     run(work)
@@ -223,24 +226,24 @@ def test_a_client_or_relay_stopped_while_it_starts_leaves_its_folder_free(basin:
 KILLED = """
 import asyncio, sys
 from pathlib import Path
-from shoal.shardcast.client import Client
+from shoal.shardcast.client import ShardcastClient
 
 async def main():
     out, url, publisher = sys.argv[1:]
-    async with await Client.open(Path(out), [url], run="reef", publisher=publisher) as client:
+    async with await ShardcastClient.open(Path(out), [url], run="reef", publisher=publisher) as client:
         await client.pull()
 
 asyncio.run(main())
 """
 
 
-def test_a_client_killed_in_the_middle_goes_on_from_its_shards(
-    basin: Any, run: Any, make_bytes: Any, read_files: Any
+def test_a_client_killed_in_the_middle_continues_from_its_shards(
+    open_network: Any, run: Any, make_bytes: Any, read_files: Any
 ) -> None:
     async def work() -> None:
-        async with basin() as home:
+        async with open_network() as net:
             files = {"weights": make_bytes(40 * SHARD, 1)}
-            await home.publish(1, files)
+            await net.publish(1, files)
             gate = asyncio.Event()
             passed = 0
 
@@ -251,9 +254,9 @@ def test_a_client_killed_in_the_middle_goes_on_from_its_shards(
                     await gate.wait()
                 return False
 
-            slow, out = await home.front(hold), home.root / "out"
+            slow, out = await net.proxy(hold), net.root / "out"
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", KILLED, str(out), slow.url, home.key.public
+                sys.executable, "-c", KILLED, str(out), slow.url, net.key.public
             )
             try:
                 while sum(path.read_bytes().count(1) for path in out.glob(".shardcast/v1-*/full.have")) < 20:
@@ -262,37 +265,37 @@ def test_a_client_killed_in_the_middle_goes_on_from_its_shards(
                 process.kill()
                 await process.wait()
             assert not (out / "v1").exists()
-            front = await home.front()
-            client = await home.client(front.url)
+            proxy = await net.proxy()
+            client = await net.client(proxy.url)
             assert read_files(await client.pull()) == files
-            assert len(front.list_shards()) == len(set(front.list_shards())) == 20
+            assert len(proxy.list_shards()) == len(set(proxy.list_shards())) == 20
 
     run(work)
 
 
-def test_something_else_called_latest_is_refused_at_the_start(basin: Any, run: Any) -> None:
+def test_something_else_called_latest_is_refused_at_the_start(open_network: Any, run: Any) -> None:
     async def work() -> None:
-        async with basin() as home:
-            (home.root / "out" / "latest").mkdir(parents=True)
+        async with open_network() as net:
+            (net.root / "out" / "latest").mkdir(parents=True)
             with pytest.raises(ConfigError, match="latest"):
-                await home.client(home.url)
-            (home.root / "out" / "latest").rmdir()
-            await home.client(home.url)  # the folder is free again
+                await net.client(net.url)
+            (net.root / "out" / "latest").rmdir()
+            await net.client(net.url)  # the folder is released
 
     run(work)
 
 
 def test_a_full_disk_is_one_clear_error_before_anything_is_fetched(
-    basin: Any, run: Any, make_bytes: Any, read_files: Any, monkeypatch: pytest.MonkeyPatch
+    open_network: Any, run: Any, make_bytes: Any, read_files: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(descriptor: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     async def work() -> None:
-        async with basin() as home:
+        async with open_network() as net:
             files = {"weights": make_bytes(9 * SHARD, 1)}
-            await home.publish(1, files)
-            client = await home.client(home.url)
+            await net.publish(1, files)
+            client = await net.client(net.url)
             with monkeypatch.context() as patch:
                 patch.setattr(parts.os, "posix_fallocate", refuse)
                 with pytest.raises(DiskError, match="No space left"):
@@ -303,7 +306,7 @@ def test_a_full_disk_is_one_clear_error_before_anything_is_fetched(
 
 
 def test_a_disk_that_fills_up_in_the_middle_keeps_what_is_there(
-    basin: Any, run: Any, make_bytes: Any, read_files: Any, monkeypatch: pytest.MonkeyPatch
+    open_network: Any, run: Any, make_bytes: Any, read_files: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = 0
     write_at = writer.write_at
@@ -316,48 +319,48 @@ def test_a_disk_that_fills_up_in_the_middle_keeps_what_is_there(
         write_at(*args)
 
     async def work() -> None:
-        async with basin() as home:
+        async with open_network() as net:
             files = {"weights": make_bytes(30 * SHARD, 1)}
-            await home.publish(1, files)
-            client = await home.client(home.url, in_flight=1)
+            await net.publish(1, files)
+            client = await net.client(net.url, in_flight=1)
             with monkeypatch.context() as patch:
                 patch.setattr(writer, "write_at", fill_up)
                 with pytest.raises(DiskError, match="No space left"):
                     await client.pull()
             kept = 30 - client.store.find(1).full.num_missing
             assert kept >= 1
-            front = await home.front()
+            proxy = await net.proxy()
             await client.close()
-            again = await home.client(front.url)
+            again = await net.client(proxy.url)
             assert read_files(await again.pull()) == files
-            assert len(front.list_shards()) == 30 - kept
+            assert len(proxy.list_shards()) == 30 - kept
 
     run(work)
 
 
-def test_a_damaged_list_of_our_folders_is_an_error_that_names_it(basin: Any, run: Any) -> None:
+def test_a_damaged_list_of_our_folders_is_an_error_that_names_it(open_network: Any, run: Any) -> None:
     async def work() -> None:
-        async with basin() as home:
-            hidden = home.root / "out" / client_module.HIDDEN
+        async with open_network() as net:
+            hidden = net.root / "out" / client_module.HIDDEN
             hidden.mkdir(parents=True)
             (hidden / "published.json").write_bytes(b"{")
             with pytest.raises(ConfigError, match=r"published\.json"):
-                await home.client(home.url)
+                await net.client(net.url)
 
     run(work)
 
 
 def test_an_older_version_that_takes_the_place_of_the_newest_is_where_the_link_points(
-    basin: Any, run: Any, make_bytes: Any
+    open_network: Any, run: Any, make_bytes: Any
 ) -> None:
     async def work() -> None:
-        async with basin() as home:
+        async with open_network() as net:
             for version in (1, 2):
-                await home.publish(version, {"weights": make_bytes(1000, version)})
-            client = await home.client(home.url, keep=1)
+                await net.publish(version, {"weights": make_bytes(1000, version)})
+            client = await net.client(net.url, keep=1)
             await client.pull()
             folder = await client.pull(1)
-            assert folder.is_dir() and (home.root / "out" / "latest").resolve() == folder.resolve()
-            assert not (home.root / "out" / "v2").exists()
+            assert folder.is_dir() and (net.root / "out" / "latest").resolve() == folder.resolve()
+            assert not (net.root / "out" / "v2").exists()
 
     run(work)

@@ -1,4 +1,4 @@
-"""One bad source beside an honest one: the honest bytes arrive, and the bad one pays for it."""
+"""One bad upstream next to an honest one: the honest bytes arrive, and the bad one is penalised."""
 
 import asyncio
 import contextlib
@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from shoal.keys import Key
-from shoal.shardcast import pump, sources
-from shoal.shardcast.client import Client
-from shoal.shardcast.layout import File
-from shoal.shardcast.records import Head, sign_record
+from shoal.identity.keys import Key
+from shoal.shardcast.client import ShardcastClient
+from shoal.shardcast.fetch import scheduler, upstream_stats
+from shoal.shardcast.format.layout import File
+from shoal.shardcast.format.records import ManifestHead, sign_record
+from shoal.util.metrics import render_metrics
 
 SHARD = 1 << 16
 SIZE = 20 * SHARD + 1000
@@ -30,16 +31,16 @@ def say(status: str, *headers: str) -> bytes:
     return "\r\n".join([f"HTTP/1.1 {status}", *headers, "", ""]).encode()
 
 
-def prefer_first(client: Client) -> None:
-    """Make the client ask its first source before any other."""
-    book = client.puller.crew.book
-    book.record_success(book.sources[0], 10**15, 1.0)
-    for other in book.sources[1:]:  # one that was not measured yet counts as much as the mean
-        book.record_success(other, 1 << 16, 1.0)
+def prefer_first(client: ShardcastClient) -> None:
+    """Make the client ask its first upstream before any other."""
+    table = client.puller.upstreams
+    table.record_success(table.all[0], 10**15, 1.0)
+    for other in table.all[1:]:  # one without a measurement counts as the mean
+        table.record_success(other, 1 << 16, 1.0)
 
 
 def on_shards(answer: Callable[[int, asyncio.StreamWriter], Awaitable[None]]) -> Act:
-    """A script for requests for shards of the full blob; everything else is passed on."""
+    """A script for requests for shards of the full blob; everything else is forwarded."""
 
     async def act(target: str, writer: asyncio.StreamWriter) -> bool:
         if "/full/" not in target:
@@ -154,71 +155,73 @@ async def send_busy(size: int, writer: asyncio.StreamWriter) -> None:
         send_busy,
     ],
 )
-def test_a_bad_source_costs_only_itself(answer: Any, basin: Any, run: Any, make_bytes: Any, read_files: Any) -> None:
+def test_a_bad_source_costs_only_itself(
+    answer: Any, open_network: Any, run: Any, make_bytes: Any, read_files: Any
+) -> None:
     async def work() -> None:
-        async with basin() as home:
+        async with open_network() as net:
             files = {"weights": make_bytes(SIZE, 1)}
-            await home.publish(1, files)
-            bad = await home.front(on_shards(answer))
-            good = await home.front()
-            client = await home.client(bad.url, good.url)
+            await net.publish(1, files)
+            bad = await net.proxy(on_shards(answer))
+            good = await net.proxy()
+            client = await net.client(bad.url, good.url)
             prefer_first(client)
-            before = sorted(home.root.iterdir())
+            before = sorted(net.root.iterdir())
             folder = await client.pull()
             assert read_files(folder) == files
-            assert sorted(home.root.iterdir()) == before
-            first, second = client.progress.sources
+            assert sorted(net.root.iterdir()) == before
+            first, second = client.progress.upstreams
             assert bad.list_shards() and first.shards == 0
-            # One that says nothing may be overtaken by the other source before its time is up.
+            # A silent upstream may be overtaken by the other one before its deadline.
             assert first.failures or answer is send_nothing
             assert second.failures == 0 and second.wrong == 0
 
     run(work)
 
 
-def test_wrong_bytes_are_blamed_on_who_sent_them_and_nobody_else(basin: Any, run: Any, make_bytes: Any) -> None:
+def test_wrong_bytes_are_blamed_on_their_sender_and_nobody_else(open_network: Any, run: Any, make_bytes: Any) -> None:
     async def work() -> None:
-        async with basin() as home:
-            await home.publish(1, {"weights": make_bytes(SIZE, 1)})
-            bad = await home.front(on_shards(send_wrong))
-            client = await home.client(bad.url, home.url, in_flight=1)
+        async with open_network() as net:
+            await net.publish(1, {"weights": make_bytes(SIZE, 1)})
+            bad = await net.proxy(on_shards(send_wrong))
+            client = await net.client(bad.url, net.url, in_flight=1)
             prefer_first(client)
             await client.pull()
-            first, second = client.progress.sources
+            first, second = client.progress.upstreams
             assert first.wrong == len(bad.list_shards()) >= 1
             assert second.wrong == second.failures == 0
-            assert any("wrong shard" in note for note in home.notes)
+            assert any("wrong shard" in note for note in net.notes)
 
     run(work)
 
 
-def test_a_redirect_is_never_followed(basin: Any, run: Any, make_bytes: Any, read_files: Any) -> None:
+def test_a_redirect_is_never_followed(open_network: Any, run: Any, make_bytes: Any, read_files: Any) -> None:
     async def work() -> None:
-        async with basin() as home:
+        async with open_network() as net:
             files = {"weights": make_bytes(SIZE, 1)}
-            await home.publish(1, files)
-            trap = await home.front()
+            await net.publish(1, files)
+            trap = await net.proxy()
 
             async def send_elsewhere(size: int, writer: asyncio.StreamWriter) -> None:
-                location = f"Location: {trap.url}/v/1/{home.store.find(1).digest[:16]}/full/0"
+                location = f"Location: {trap.url}/v/1/{net.store.find(1).digest[:16]}/full/0"
                 writer.write(say("302 Found", location, "Content-Length: 0"))
                 await writer.drain()
 
-            bad = await home.front(on_shards(send_elsewhere))
-            client = await home.client(bad.url, home.url)
+            bad = await net.proxy(on_shards(send_elsewhere))
+            client = await net.client(bad.url, net.url)
             prefer_first(client)
             assert read_files(await client.pull()) == files
             assert trap.targets == []
-            assert "redirect" in client.progress.sources[0].reason
+            assert "redirect" in client.progress.upstreams[0].reason
 
     run(work)
 
 
-def test_a_source_that_dies_in_the_middle_is_continued_by_another(basin: Any, run: Any, make_bytes: Any) -> None:
+def test_a_source_that_dies_in_the_middle_is_continued_by_another(open_network: Any, run: Any, make_bytes: Any) -> None:
     async def work() -> None:
-        async with basin(shard_size=1 << 20) as home:
+        async with open_network(shard_size=1 << 20) as net:
             data = make_bytes(1 << 20, 3)
-            entry = await home.publish(1, {"weights": data})
+            entry = await net.publish(1, {"weights": data})
 
             async def send_right_half(target: str, writer: asyncio.StreamWriter) -> bool:
                 if "/full/" not in target:
@@ -234,31 +237,31 @@ def test_a_source_that_dies_in_the_middle_is_continued_by_another(basin: Any, ru
                 ranges.append(target)
                 return False
 
-            bad, good = await home.front(send_right_half), await home.front(note_range)
-            client = await home.client(bad.url, good.url)
+            bad, good = await net.proxy(send_right_half), await net.proxy(note_range)
+            client = await net.client(bad.url, good.url)
             prefer_first(client)
-            before = home.server.registry.render_text()
+            before = render_metrics(net.server.registry)
             folder = await client.pull()
             assert (folder / "weights").read_bytes() == data
             assert bad.list_shards() == [0] and good.list_shards() == [0]
             # Half of the shard came from each: the honest server answered 206.
-            assert b'status="206"} 1' in home.server.registry.render_text()
+            assert b'status="206"} 1' in render_metrics(net.server.registry)
             assert b'status="206"' not in before
             assert entry.version == 1
 
     run(work)
 
 
-def test_a_wrong_first_half_is_not_blamed_on_who_continued_it_and_not_continued_again(
-    basin: Any, run: Any, make_bytes: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_wrong_first_half_is_not_blamed_on_the_upstream_that_continued_it_and_not_continued_again(
+    open_network: Any, run: Any, make_bytes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "COOL_S", (0.0, 0.0))
-    monkeypatch.setattr(pump, "FIRST_LATE_S", 600.0)  # nor is it asked for elsewhere because the machine is slow
+    monkeypatch.setattr(upstream_stats, "COOL_S", (0.0, 0.0))
+    monkeypatch.setattr(scheduler, "FIRST_LATE_S", 600.0)  # no hedge because the machine is slow
 
     async def work() -> None:
-        async with basin(shard_size=1 << 20) as home:
+        async with open_network(shard_size=1 << 20) as net:
             data = make_bytes(1 << 20, 3)
-            await home.publish(1, {"weights": data})
+            await net.publish(1, {"weights": data})
 
             async def send_wrong_half(target: str, writer: asyncio.StreamWriter) -> bool:
                 if "/full/" not in target:
@@ -268,24 +271,24 @@ def test_a_wrong_first_half_is_not_blamed_on_who_continued_it_and_not_continued_
                 await asyncio.sleep(0.01)
                 return True
 
-            bad, good = await home.front(send_wrong_half), await home.front()
-            client = await home.client(bad.url, good.url, deadlines=home.patient)
+            bad, good = await net.proxy(send_wrong_half), await net.proxy()
+            client = await net.client(bad.url, good.url, deadlines=net.patient)
             prefer_first(client)
-            client.puller.crew.rng = random.Random(0)  # with one draw in a hundred the bad one is asked once
+            client.puller.upstreams.rng = random.Random(0)  # with one draw in a hundred the bad one is asked once
             folder = await client.pull()
             assert (folder / "weights").read_bytes() == data
-            first, second = client.progress.sources
+            first, second = client.progress.upstreams
             assert first.failures >= 2 and first.wrong == 0
             assert second.failures == second.wrong == 0
-            # One mixture, and then the whole shard from one source.
+            # One mixture, and then the whole shard from one upstream.
             assert good.list_shards() == [0, 0]
-            assert b'status="206"} 1\n' in home.server.registry.render_text()
+            assert b'status="206"} 1.0\n' in render_metrics(net.server.registry)
 
     run(work)
 
 
 def forge_line(line: bytes) -> bytes:
-    """The same line with another hash or size in it, and its old signature."""
+    """The same line with a different hash or size, and its old signature."""
     data = json.loads(line)
     body = data["body"]
     if body["kind"] == "hashes":
@@ -309,35 +312,37 @@ def on_lines(part: str, lines: Callable[[], list[bytes]]) -> Act:
 
 @pytest.mark.parametrize("part", ["/versions", "/manifest"])
 def test_a_forged_manifest_is_refused_and_the_honest_one_read(
-    part: str, basin: Any, run: Any, make_bytes: Any, read_files: Any
+    part: str, open_network: Any, run: Any, make_bytes: Any, read_files: Any
 ) -> None:
     async def work() -> None:
-        async with basin() as home:
+        async with open_network() as net:
             files = {"weights": make_bytes(SIZE, 1)}
-            entry = await home.publish(1, files)
+            entry = await net.publish(1, files)
 
             def forge() -> list[bytes]:
                 first = 0 if part == "/versions" else 1
-                return [forge_line(line) for line in entry.log.lines[first:][:1]]
+                return [forge_line(line) for line in list(entry.log.lines)[first:][:1]]
 
-            bad = await home.front(on_lines(part, forge))
-            client = await home.client(bad.url, home.url)
+            bad = await net.proxy(on_lines(part, forge))
+            client = await net.client(bad.url, net.url)
             prefer_first(client)
             assert read_files(await client.pull()) == files
-            wrong = client.progress.sources[0].wrong
-            assert bool(wrong) == any("forged" in note for note in home.notes)
+            wrong = client.progress.upstreams[0].wrong
+            assert bool(wrong) == any("forged" in note for note in net.notes)
             assert part == "/manifest" or wrong
-            assert client.progress.sources[1].wrong == 0
+            assert client.progress.upstreams[1].wrong == 0
 
     run(work)
 
 
-def test_a_version_of_another_run_or_key_is_refused(basin: Any, run: Any, make_bytes: Any, read_files: Any) -> None:
+def test_a_version_of_another_run_or_key_is_refused(
+    open_network: Any, run: Any, make_bytes: Any, read_files: Any
+) -> None:
     async def work() -> None:
-        async with basin() as home:
+        async with open_network() as net:
             files = {"weights": make_bytes(SIZE, 1)}
-            await home.publish(1, files)
-            head = Head(
+            await net.publish(1, files)
+            head = ManifestHead(
                 run="another",
                 version=9,
                 serial=10**19 - 1,
@@ -346,55 +351,57 @@ def test_a_version_of_another_run_or_key_is_refused(basin: Any, run: Any, make_b
                 parent=None,
                 anchor=True,
             )
-            for key in (home.key, Key.generate()):
+            for key in (net.key, Key.generate()):
                 line = sign_record(key, "", 0, head)
-                bad = await home.front(on_lines("/versions", lambda line=line: [line + b"\n"]))
-                client = await home.client(bad.url, home.url, out=f"out-{key.public[:4]}")
+                bad = await net.proxy(on_lines("/versions", lambda line=line: [line + b"\n"]))
+                client = await net.client(bad.url, net.url, out=f"out-{key.public[:4]}")
                 assert read_files(await client.pull()) == files
-                assert client.progress.sources[0].wrong >= 1
+                assert client.progress.upstreams[0].wrong >= 1
                 assert [entry.version for entry in client.store.entries()] == [1]
 
     run(work)
 
 
 def test_a_replayed_head_of_a_replaced_version_is_not_taken(
-    basin: Any, run: Any, make_bytes: Any, read_files: Any
+    open_network: Any, run: Any, make_bytes: Any, read_files: Any
 ) -> None:
     async def work() -> None:
-        async with basin() as home:
-            old = await home.publish(1, {"weights": make_bytes(SIZE, 1)})
+        async with open_network() as net:
+            old = await net.publish(1, {"weights": make_bytes(SIZE, 1)})
             replayed = old.log.lines[0] + b"\n"
             files = {"weights": make_bytes(SIZE, 2)}
-            await home.publish(1, files)
-            bad = await home.front(on_lines("/versions", lambda: [replayed]))
-            client = await home.client(bad.url, home.url)
+            await net.publish(1, files)
+            bad = await net.proxy(on_lines("/versions", lambda: [replayed]))
+            client = await net.client(bad.url, net.url)
             assert read_files(await client.pull()) == files
-            # The other order: the old one is known first, and gives way.
-            late = await home.client(bad.url, out="late")
+            # The other order: the old one is known first, and is replaced.
+            late = await net.client(bad.url, out="late")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.5):
                     await late.pull()
-            assert not (home.root / "late" / "v1").exists()
+            assert not (net.root / "late" / "v1").exists()
 
     run(work)
 
 
 @pytest.mark.parametrize("name", ["../evil", "/etc/evil", "a/b", "nul\0", "x" * 10_000, ".hidden", ""])
-def test_a_signed_head_with_a_dangerous_name_writes_nothing(name: str, basin: Any, run: Any, make_bytes: Any) -> None:
+def test_a_signed_head_with_a_dangerous_name_writes_nothing(
+    name: str, open_network: Any, run: Any, make_bytes: Any
+) -> None:
     async def work() -> None:
-        async with basin() as home:
-            await home.publish(1, {"weights": make_bytes(SIZE, 1)})
-            head = Head(
+        async with open_network() as net:
+            await net.publish(1, {"weights": make_bytes(SIZE, 1)})
+            head = ManifestHead(
                 run="reef", version=2, serial=2**62, shard_size=SHARD, files=(File(name, 5),), parent=None, anchor=True
             )
-            line = sign_record(home.key, "", 0, head)
-            bad = await home.front(on_lines("/versions", lambda: [line + b"\n"]))
-            client = await home.client(bad.url, home.url)
-            before = list_tree(home.root)
+            line = sign_record(net.key, "", 0, head)
+            bad = await net.proxy(on_lines("/versions", lambda: [line + b"\n"]))
+            client = await net.client(bad.url, net.url)
+            before = list_tree(net.root)
             folder = await client.pull()
             assert folder.name == "v1"
-            assert client.progress.sources[0].wrong >= 1
-            new = {path for path in list_tree(home.root) - before if not path.is_relative_to(home.root / "out")}
+            assert client.progress.upstreams[0].wrong >= 1
+            new = {path for path in list_tree(net.root) - before if not path.is_relative_to(net.root / "out")}
             assert new == set()
 
     run(work)
@@ -405,11 +412,11 @@ def list_tree(root: Path) -> set[Path]:
 
 
 def test_a_version_replaced_while_it_is_fetched_ends_in_the_new_one(
-    basin: Any, run: Any, make_bytes: Any, read_files: Any
+    open_network: Any, run: Any, make_bytes: Any, read_files: Any
 ) -> None:
     async def work() -> None:
-        async with basin() as home:
-            await home.publish(1, {"weights": make_bytes(SIZE, 1)})
+        async with open_network() as net:
+            await net.publish(1, {"weights": make_bytes(SIZE, 1)})
             files = {"weights": make_bytes(SIZE, 2)}
             seen = 0
 
@@ -418,20 +425,20 @@ def test_a_version_replaced_while_it_is_fetched_ends_in_the_new_one(
                 seen += "/full/" in target
                 if seen == 5:
                     seen += 1
-                    await home.publish(1, files)
+                    await net.publish(1, files)
                 return False
 
-            front = await home.front(replace)
-            client = await home.client(front.url, in_flight=2)
+            proxy = await net.proxy(replace)
+            client = await net.client(proxy.url, in_flight=2)
             while read_files(await client.pull()) != files:
                 await asyncio.sleep(0.01)
-            assert sorted(path.name for path in (home.root / "out").iterdir()) == [".shardcast", "latest", "v1"]
+            assert sorted(path.name for path in (net.root / "out").iterdir()) == [".shardcast", "latest", "v1"]
 
     run(work)
 
 
 def flood(listener: socket.socket, target: bytes, ended: threading.Event) -> None:
-    """A source in a thread of its own that answers one target in one-byte chunks, as fast as they are taken."""
+    """An upstream in its own thread that sends one target in one-byte chunks, as fast as they are read."""
     listener.settimeout(0.1)
     until = time.monotonic() + 10
     while time.monotonic() < until and not ended.is_set():
@@ -450,7 +457,7 @@ def flood(listener: socket.socket, target: bytes, ended: threading.Event) -> Non
 
 @pytest.mark.parametrize("target", [b"/versions", b"/probe"])
 def test_a_source_that_never_stops_sending_tiny_chunks_stops_nobody(
-    basin: Any, run: Any, make_bytes: Any, read_files: Any, target: bytes
+    open_network: Any, run: Any, make_bytes: Any, read_files: Any, target: bytes
 ) -> None:
     async def work() -> None:
         ended = threading.Event()
@@ -458,10 +465,10 @@ def test_a_source_that_never_stops_sending_tiny_chunks_stops_nobody(
             thread = threading.Thread(target=flood, args=(listener, target, ended))
             thread.start()
             try:
-                async with basin() as home:
+                async with open_network() as net:
                     files = {"weights": make_bytes(SIZE, 1)}
-                    await home.publish(1, files)
-                    client = await home.client(f"http://127.0.0.1:{listener.getsockname()[1]}", home.url)
+                    await net.publish(1, files)
+                    client = await net.client(f"http://127.0.0.1:{listener.getsockname()[1]}", net.url)
                     assert read_files(await client.pull()) == files
                     assert not ended.is_set(), "the client waited until the source stopped by itself"
             finally:
@@ -471,11 +478,13 @@ def test_a_source_that_never_stops_sending_tiny_chunks_stops_nobody(
     run(work)
 
 
-def test_a_list_without_end_is_not_read_to_the_end(basin: Any, run: Any, make_bytes: Any, read_files: Any) -> None:
+def test_a_list_without_end_is_not_read_to_the_end(
+    open_network: Any, run: Any, make_bytes: Any, read_files: Any
+) -> None:
     async def work() -> None:
-        async with basin() as home:
+        async with open_network() as net:
             files = {"weights": make_bytes(SIZE, 1)}
-            entry = await home.publish(1, files)
+            entry = await net.publish(1, files)
             sent = 0
 
             async def repeat(target: str, writer: asyncio.StreamWriter) -> bool:
@@ -489,12 +498,12 @@ def test_a_list_without_end_is_not_read_to_the_end(basin: Any, run: Any, make_by
                     await writer.drain()
                     sent += len(line)
 
-            bad = await home.front(repeat)
-            client = await home.client(bad.url, home.url)
+            bad = await net.proxy(repeat)
+            client = await net.client(bad.url, net.url)
             assert read_files(await client.pull()) == files
-            while not client.progress.sources[0].failures:
+            while not client.progress.upstreams[0].failures:
                 await asyncio.sleep(0.01)
-            assert client.progress.sources[0].reason  # too much, or too late where the machine is slow
+            assert client.progress.upstreams[0].reason  # too much, or too late if the machine is slow
             assert sent < 1 << 24
 
     run(work)

@@ -1,11 +1,11 @@
-"""The drawing of a swarm's servers: where each stands, what it has, and that nothing a server says can spoil it."""
+"""The drawing of a swarm's servers: the place and versions of each, and that no server can spoil the output."""
 
 import asyncio
 import json
 
 import pytest
 
-from shoal.shardcast.tree import Node, ask_node, draw_tree, show_tree
+from shoal.shardcast.tree import ServerInfo, ServerStatus, ask_node, draw_tree, show_tree
 
 TOP, A, B, C = (f"http://127.0.0.1:{port}" for port in (8600, 8601, 8602, 8603))
 
@@ -21,7 +21,9 @@ def entry(version: int, have: int, total: int = 1000, **changes: object) -> dict
     return {**plain, **changes}
 
 
-def node(url: str, *versions: dict[str, object], role: str = "relay", up: tuple[str, ...] = (), **more: object) -> Node:
+def node(
+    url: str, *versions: dict[str, object], role: str = "relay", up: tuple[str, ...] = (), **more: object
+) -> ServerInfo:
     fields = {
         "role": role,
         "sent_bytes": 5_000_000,
@@ -29,7 +31,7 @@ def node(url: str, *versions: dict[str, object], role: str = "relay", up: tuple[
         "versions": list(versions),
         "upstreams": list(up),
     }
-    return Node(url, {**fields, **more})
+    return ServerInfo(url, ServerStatus(**{**fields, **more}))
 
 
 def test_relays_stand_below_what_they_fetch_from() -> None:
@@ -60,14 +62,14 @@ def test_every_server_is_drawn_once_even_if_relays_name_each_other() -> None:
 
 
 def test_control_characters_of_a_server_do_not_reach_the_terminal() -> None:
-    text = draw_tree([node(A, role="\x1b[2Jrelay", peers=[{"address": "\x07\n1.2.3.4", "sent_bytes": 0}])])
+    text = draw_tree([node(A, peers=[{"address": "\x1b[2J\x07\n1.2.3.4", "sent_bytes": 0}])])
     assert "\x1b" not in text and "\x07" not in text and len(text.splitlines()) == 2
 
 
-def answer_with(body: bytes, head: str = "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n") -> Node:
-    """What is made of a server that answers this."""
+def answer_with(body: bytes, head: str = "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n") -> ServerInfo:
+    """The status of a server that responds with this."""
 
-    async def run() -> Node:
+    async def run() -> ServerInfo:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
             writer.write(head.format(len(body)).encode() + body)
@@ -80,11 +82,11 @@ def answer_with(body: bytes, head: str = "HTTP/1.1 200 OK\r\nContent-Length: {}\
     return asyncio.run(run())
 
 
-GOOD = dict(node(A, entry(1, 2)).status)
+GOOD = node(A, entry(1, 2)).status.model_dump()
 
 
 def test_a_good_answer_is_taken() -> None:
-    assert answer_with(json.dumps(GOOD).encode()).status == GOOD
+    assert answer_with(json.dumps(GOOD).encode()).status == ServerStatus(**GOOD)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +107,7 @@ def test_a_good_answer_is_taken() -> None:
         GOOD | {"role": "relay\norigin http://127.0.0.1:1  v9 100% of 62 GB  sent 1 TB, 1 GB/s"},
         GOOD | {"role": "client"},
         GOOD | {"role": []},
+        GOOD | {"role": "\x1b[2Jrelay"},
         GOOD | {"peers": [{"address": "1.2.3.4", "sent_bytes": 0, "version": "\x1b]0;own\x07\x1b[2J"}]},
         GOOD | {"peers": [{"address": "1.2.3.4", "sent_bytes": 0, "version": True}]},
         GOOD | {"peers": [{"address": "1.2.3.4", "sent_bytes": 0, "version": -1}]},
@@ -113,9 +116,9 @@ def test_a_good_answer_is_taken() -> None:
         GOOD | {"upstreams": 5},
     ],
 )
-def test_an_answer_of_another_shape_is_no_server_of_ours(status: object) -> None:
+def test_an_answer_of_another_shape_is_not_a_shoal_server(status: object) -> None:
     found = answer_with(json.dumps(status).encode())
-    assert found.error == "answers, but not as a server of shoal" and not found.status
+    assert found.error == "responds, but is not a shoal server" and not found.status
     assert draw_tree([found]).startswith("silent ")
 
 
@@ -130,10 +133,10 @@ def test_an_answer_of_another_shape_is_no_server_of_ours(status: object) -> None
         (b"1\r\n \r\n" * 5000, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"),
     ],
 )
-def test_what_is_no_status_is_an_error_in_words(body: bytes, head: str) -> None:
-    assert answer_with(body, head).error == "answers, but not as a server of shoal"
+def test_an_invalid_status_is_reported_as_an_error(body: bytes, head: str) -> None:
+    assert answer_with(body, head).error == "responds, but is not a shoal server"
 
 
-def test_who_does_not_answer_is_silent_and_counts() -> None:
+def test_a_server_that_does_not_respond_is_shown_as_silent() -> None:
     text, reached = asyncio.run(show_tree(["http://127.0.0.1:1"]))
     assert text.startswith("silent http://127.0.0.1:1  ") and not reached

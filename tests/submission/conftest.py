@@ -1,4 +1,4 @@
-"""Submissions to write and to spoil, and a jail that reads them."""
+"""Submissions to write and to corrupt, and parsers that read them."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.redteam.footer import Footer
+from shoal.redteam.behaviours.bad_files import ParquetFooter
 from shoal.rollout import Finish, Group, Rollout, Score, VersionRange
-from shoal.submission.bounds import Bounds
-from shoal.submission.claims import Contents
-from shoal.submission.jail import Jail, Limits
-from shoal.submission.read import read_submission
+from shoal.submission.limits import SubmissionLimits
+from shoal.submission.read import ParserPool, SubmissionContents, read_submission
 
-BOUNDS = Bounds(max_rollouts=16, group_size=2, max_tokens=64, vocab_size=50, max_prompt_tokens=32, file_bytes=1 << 20)
+BOUNDS = SubmissionLimits(
+    max_rollouts=16, group_size=2, max_tokens=64, vocab_size=50, max_prompt_tokens=32, file_bytes=1 << 20
+)
 
 
 @pytest.fixture(scope="session")
-def bounds() -> Bounds:
+def bounds() -> SubmissionLimits:
     return BOUNDS
 
 
@@ -75,46 +75,51 @@ def good(groups: list[Group], make_proofs: Callable[..., dict[str, list[bytes]]]
 
 
 @dataclass(frozen=True)
-class Desk:
-    """A jail with a loop of its own."""
+class Reader:
+    """Parsers with their own event loop."""
 
-    jail: Jail
+    parsers: ParserPool
     runner: asyncio.Runner
     folder: Path
 
-    def read(self, data: bytes, bounds: Bounds = BOUNDS) -> Contents:
-        """What a file with these bytes claims."""
+    @property
+    def num_started(self) -> int:
+        """Number of fork servers started so far."""
+        return sum(process.num_started for process in self.parsers.sandboxes.processes)
+
+    def read(self, data: bytes, bounds: SubmissionLimits = BOUNDS) -> SubmissionContents:
+        """Read the claims of a file with these bytes."""
         path = self.folder / "file"
         path.write_bytes(data)
-        return self.runner.run(read_submission(self.jail, path, bounds))
+        return self.runner.run(read_submission(self.parsers, path, bounds))
 
 
 @pytest.fixture(scope="session")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
-    """Readers shared by all tests."""
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    """Parsers shared by all tests."""
     with asyncio.Runner() as runner:
-        jail = Jail(limits=Limits(cpu_s=2, wall_s=60.0))
-        yield Desk(jail, runner, tmp_path_factory.mktemp("desk"))
-        runner.run(jail.close())
+        parsers = ParserPool(cpu_s=2, wall_s=60.0)
+        yield Reader(parsers, runner, tmp_path_factory.mktemp("reader"))
+        runner.run(parsers.close())
 
 
 @pytest.fixture
-def open_desk(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
-    """Opens a jail with limits or a boot of a test's own."""
+def open_reader(tmp_path: Path) -> Iterator[Callable[..., Reader]]:
+    """Opens parsers with test-specific limits or programs."""
     with asyncio.Runner() as runner:
-        desks: list[Desk] = []
+        readers: list[Reader] = []
 
-        def open_one(**options: Any) -> Desk:
-            desks.append(Desk(Jail(**options), runner, tmp_path))
-            return desks[-1]
+        def open_one(**options: Any) -> Reader:
+            readers.append(Reader(ParserPool(**options), runner, tmp_path))
+            return readers[-1]
 
         yield open_one
-        for desk in desks:
-            runner.run(desk.jail.close())
+        for reader in readers:
+            runner.run(reader.parsers.close())
 
 
-def same_contents(one: Contents, other: list[Group], proofs: dict[str, list[bytes]]) -> bool:
-    """Whether a file says these groups and proofs, to the bit."""
+def same_contents(one: SubmissionContents, other: list[Group], proofs: dict[str, list[bytes]]) -> bool:
+    """Whether a file contains exactly these groups and proofs."""
     return [_spell_group(group) for group in one.groups] == [_spell_group(group) for group in other] and one.proofs == {
         name: tuple(own) for name, own in proofs.items()
     }
@@ -137,14 +142,14 @@ def _spell_group(group: Group) -> Any:
 
 
 @pytest.fixture
-def footer(good: bytes) -> Footer:
-    """An honest file, taken apart anew for each test."""
-    return Footer(good)
+def footer(good: bytes) -> ParquetFooter:
+    """An honest file, parsed again for each test."""
+    return ParquetFooter(good)
 
 
 @pytest.fixture(scope="session")
-def take_apart() -> Callable[[bytes], Footer]:
-    return Footer
+def take_apart() -> Callable[[bytes], ParquetFooter]:
+    return ParquetFooter
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Files changed at random: whatever comes out is within the bounds, or a `FormError`; nothing else."""
+"""Randomly modified files: the result is within the bounds, or a `FormError`; nothing else."""
 
 import copy
 import tracemalloc
@@ -9,19 +9,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.rollout import Finish
-from shoal.submission.bounds import PROOF_BYTES, Bounds, FormError
-from shoal.submission.claims import Contents
+from shoal.submission.limits import PROOF_BYTES, FormError, SubmissionLimits
+from shoal.submission.read import SubmissionContents
 
 FUZZ = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 EXTREMES = [0, 1, -1, 2, 3, 7, 100, 2**15, 2**20, 2**31 - 1, -(2**31), 2**32, 2**40, 2**63 - 1, -(2**63)]
 MOST_BYTES = 4_000_000
 
 
-def try_read(desk: Any, data: bytes, bounds: Bounds) -> None:
+def try_read(reader: Any, data: bytes, bounds: SubmissionLimits) -> None:
     contents, reason = None, ""
     tracemalloc.start()
     try:
-        contents = desk.read(data, bounds)
+        contents = reader.read(data, bounds)
     except FormError as error:
         reason = str(error)
     finally:
@@ -33,8 +33,8 @@ def try_read(desk: Any, data: bytes, bounds: Bounds) -> None:
         check_sound(contents, bounds)
 
 
-def check_sound(contents: Contents, bounds: Bounds) -> None:
-    """All that the stages after may rely on."""
+def check_sound(contents: SubmissionContents, bounds: SubmissionLimits) -> None:
+    """Everything that later stages may rely on."""
     assert 1 <= len(contents.rollouts) <= bounds.max_rollouts
     indices = [group.index for group in contents.groups]
     assert indices == sorted(set(indices))
@@ -63,32 +63,32 @@ def check_sound(contents: Contents, bounds: Bounds) -> None:
 
 @FUZZ
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), min_size=1, max_size=4))
-def test_flipped_bits_do_no_harm(desk, good, bounds, flips):
+def test_flipped_bits_do_no_harm(reader, good, bounds, flips):
     data = bytearray(good)
     for place, mask in flips:
         data[place % len(data)] ^= mask
-    try_read(desk, bytes(data), bounds)
+    try_read(reader, bytes(data), bounds)
 
 
 @FUZZ
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), min_size=1, max_size=4))
-def test_flipped_bits_of_the_footer_do_no_harm(desk, good, bounds, flips):
+def test_flipped_bits_of_the_footer_do_no_harm(reader, good, bounds, flips):
     data = bytearray(good)
     length = int.from_bytes(data[-8:-4], "little")
     for place, mask in flips:
         data[-8 - 1 - place % length] ^= mask
-    try_read(desk, bytes(data), bounds)
+    try_read(reader, bytes(data), bounds)
 
 
 @settings(FUZZ, max_examples=60)
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.binary(max_size=30))
-def test_pieces_replaced_do_no_harm(desk, good, bounds, start, length, piece):
+def test_pieces_replaced_do_no_harm(reader, good, bounds, start, length, piece):
     start %= len(good)
-    try_read(desk, good[:start] + piece + good[start + length % 100 :], bounds)
+    try_read(reader, good[:start] + piece + good[start + length % 100 :], bounds)
 
 
 def list_numbers(value: Any) -> list[tuple[list[Any], int]]:
-    """Where the numbers of a footer are: lists of Thrift values, and places in them."""
+    """Positions of the numbers in a footer: lists of Thrift values, and indices into them."""
     match value:
         case dict():
             return [place for entry in value.values() for place in list_entry(entry)]
@@ -108,19 +108,19 @@ def list_entry(entry: list[Any]) -> list[tuple[list[Any], int]]:
 
 @FUZZ
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.sampled_from(EXTREMES)), min_size=1, max_size=3))
-def test_a_footer_with_other_numbers_does_no_harm(desk, good, take_apart, bounds, changes):
+def test_a_footer_with_other_numbers_does_no_harm(reader, good, take_apart, bounds, changes):
     footer = take_apart(good)
     places = list_numbers(footer.fields)
     assert len(places) > 100
     for number, value in changes:
         where, index = places[number % len(places)]
         where[index] = value
-    try_read(desk, footer.build(), bounds)
+    try_read(reader, footer.build(), bounds)
 
 
 @FUZZ
 @given(st.data())
-def test_a_page_with_other_numbers_does_no_harm(desk, good, take_apart, bounds, data):
+def test_a_page_with_other_numbers_does_no_harm(reader, good, take_apart, bounds, data):
     footer = take_apart(good)
     column = data.draw(st.sampled_from(["group", "seed", "reason", "token_ids", "logprobs", "proofs"]))
     header, body = copy.deepcopy(footer.page(column))
@@ -132,4 +132,4 @@ def test_a_page_with_other_numbers_does_no_harm(desk, good, take_apart, bounds, 
     for place, mask in data.draw(st.lists(st.tuples(st.integers(0, 10**4), st.integers(0, 255)), max_size=3)):
         raw[place % len(raw)] ^= mask
     footer.graft(column, [(header, bytes(raw))])
-    try_read(desk, footer.build(), bounds)
+    try_read(reader, footer.build(), bounds)

@@ -8,42 +8,41 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.protocol.messages import MAX_NUMBER
 from shoal.rollout import Finish, Group, Rollout, Score, VersionRange
-from shoal.submission.bounds import PROOF_BYTES, PROOF_TOKENS, Bounds, FormError
-from shoal.submission.jail import Jail
-from shoal.submission.read import read_submission
+from shoal.submission.limits import PROOF_BYTES, PROOF_TOKENS, FormError, SubmissionLimits
+from shoal.submission.read import ParserPool, read_submission
 from shoal.submission.write import encode_groups, write_submission
-from shoal.swarm.messages import MAX_NUMBER
 
 VOCAB = 1000
 
 
-def test_groups_and_proofs_come_back_as_they_were(desk, good, groups, make_proofs, is_same):
-    contents = desk.read(good)
+def test_groups_and_proofs_come_back_as_they_were(reader, good, groups, make_proofs, is_same):
+    contents = reader.read(good)
     assert is_same(contents, groups, make_proofs(groups))
     assert [rollout.id for rollout in contents.rollouts] == ["g3.0", "g3.1", "g5.0", "g5.1"]
 
 
-def test_entries_are_those_of_the_manifest(desk, groups, make_proofs, tmp_path):
+def test_entries_are_those_of_the_manifest(reader, groups, make_proofs, tmp_path):
     written = write_submission(tmp_path / "a", groups, make_proofs(groups))
-    assert desk.read(written.path.read_bytes()).entries == written.entries
+    assert reader.read(written.path.read_bytes()).entries == written.entries
 
 
-def test_arrays_can_be_written_to(desk, good):
-    """Torch warns of arrays that cannot."""
-    rollout = desk.read(good).rollouts[0]
+def test_arrays_can_be_written_to(reader, good):
+    """Torch warns about arrays that cannot."""
+    rollout = reader.read(good).rollouts[0]
     assert rollout.token_ids.flags.writeable
     assert rollout.logprobs.flags.writeable
 
 
-def test_a_loop_of_ones_own_is_enough(good, tmp_path, bounds):
+def test_reading_works_in_a_separate_event_loop(good, tmp_path, bounds):
     path = tmp_path / "a"
     path.write_bytes(good)
 
     async def read_twice() -> list[int]:
-        async with Jail(size=2) as jail:
-            both = await asyncio.gather(*(read_submission(jail, path, bounds) for _ in range(4)))
-            assert jail.num_started == 2
+        async with ParserPool(size=2) as parsers:
+            both = await asyncio.gather(*(read_submission(parsers, path, bounds) for _ in range(4)))
+            assert [process.num_started for process in parsers.sandboxes.processes] == [1, 1]
             return [len(contents.groups) for contents in both]
 
     assert asyncio.run(read_twice()) == [2, 2, 2, 2]
@@ -80,12 +79,12 @@ def drawn_groups(draw: st.DrawFn) -> list[Group]:
 
 @settings(max_examples=60)
 @given(drawn_groups(), st.data())
-def test_whatever_is_written_is_read(desk, is_same, groups, data):
+def test_whatever_is_written_is_read(reader, is_same, groups, data):
     names = [rollout.id for group in groups for rollout in group.rollouts]
     own = st.lists(st.binary(max_size=PROOF_BYTES), max_size=3)
     proofs = {name: data.draw(own) for name in names}
-    wide = Bounds(max_rollouts=6, group_size=2, max_tokens=70, vocab_size=VOCAB, max_prompt_tokens=70)
-    assert is_same(desk.read(encode_groups(groups, proofs), wide), groups, proofs)
+    wide = SubmissionLimits(max_rollouts=6, group_size=2, max_tokens=70, vocab_size=VOCAB, max_prompt_tokens=70)
+    assert is_same(reader.read(encode_groups(groups, proofs), wide), groups, proofs)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +101,13 @@ def test_whatever_is_written_is_read(desk, is_same, groups, data):
         ({"decoded_bytes": 1000}, "allowed are"),
     ],
 )
-def test_a_file_beyond_its_bounds_is_refused(desk, good, bounds, changes, words):
+def test_a_file_beyond_its_bounds_is_refused(reader, good, bounds, changes, words):
     with pytest.raises(FormError, match=words):
-        desk.read(good, replace(bounds, **changes))
+        reader.read(good, replace(bounds, **changes))
 
 
-def test_the_longest_file_of_its_bounds_is_read(desk, make_group, make_proofs, is_same, bounds):
-    """Every list full, every text as long as it may be: nothing that decides refuses what is allowed."""
+def test_the_longest_file_of_its_bounds_is_read(reader, make_group, make_proofs, is_same, bounds):
+    """Every list full, every text at its maximum length: no check refuses what is allowed."""
     groups = []
     for index in range(8):
         group = make_group(index, (64, 64))
@@ -116,22 +115,22 @@ def test_the_longest_file_of_its_bounds_is_read(desk, make_group, make_proofs, i
         scores = (Score(1.0, "r" * 256), Score(0.0, "s" * 256))
         groups.append(replace(group, task_id="t" * 128, rollouts=rollouts, scores=scores))
     proofs = make_proofs(groups)
-    assert is_same(desk.read(encode_groups(groups, proofs), bounds), groups, proofs)
+    assert is_same(reader.read(encode_groups(groups, proofs), bounds), groups, proofs)
 
 
-def test_the_smallest_bounds_leave_room_for_the_smallest_file(desk, make_group, is_same):
-    """Where a list may have one value at most, an empty one still counts as one."""
+def test_the_smallest_bounds_leave_room_for_the_smallest_file(reader, make_group, is_same):
+    """If a list may have at most one value, an empty one still counts as one."""
     groups = [make_group(0, (1,))]
-    tight = Bounds(max_rollouts=1, group_size=1, max_tokens=1, vocab_size=50, max_prompt_tokens=3)
+    tight = SubmissionLimits(max_rollouts=1, group_size=1, max_tokens=1, vocab_size=50, max_prompt_tokens=3)
     for proofs in ({"g0.0": []}, {"g0.0": [b"x" * 258]}):
-        assert is_same(desk.read(encode_groups(groups, proofs), tight), groups, proofs)
+        assert is_same(reader.read(encode_groups(groups, proofs), tight), groups, proofs)
 
 
-def test_large_files_are_read_within_their_memory(desk, make_group, make_proofs, is_same):
+def test_large_files_are_read_within_their_memory(reader, make_group, make_proofs, is_same):
     groups = [make_group(index, (4096,) * 16) for index in range(4)]
     proofs = make_proofs(groups)
-    wide = Bounds(max_rollouts=64, group_size=16, max_tokens=4096, vocab_size=50, max_prompt_tokens=3)
-    assert is_same(desk.read(encode_groups(groups, proofs), wide), groups, proofs)
+    wide = SubmissionLimits(max_rollouts=64, group_size=16, max_tokens=4096, vocab_size=50, max_prompt_tokens=3)
+    assert is_same(reader.read(encode_groups(groups, proofs), wide), groups, proofs)
 
 
 def test_proofs_are_bounded_as_toploc_makes_them():

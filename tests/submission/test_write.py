@@ -8,9 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from shoal.rollout import Score, VersionRange
-from shoal.submission.entry import hash_tokens
-from shoal.submission.layout import COLUMNS
-from shoal.submission.write import encode_groups, write_submission
+from shoal.submission.columns import COLUMN_NAMES
+from shoal.submission.write import encode_groups, hash_tokens, write_submission
 
 
 def test_a_file_is_what_its_manifest_says(tmp_path, groups, make_proofs):
@@ -31,7 +30,7 @@ def test_others_read_it_as_parquet_one_row_per_rollout(tmp_path, groups, make_pr
     proofs = make_proofs(groups)
     path = write_submission(tmp_path / "a.parquet", groups, proofs).path
     table = pq.read_table(path)
-    assert tuple(table.column_names) == COLUMNS
+    assert tuple(table.column_names) == COLUMN_NAMES
     rows = table.to_pylist()
     assert [(row["group"], row["sample"], row["task_id"]) for row in rows] == [
         (3, 0, "sort-3"),
@@ -55,7 +54,7 @@ def test_a_long_reason_is_cut(make_group, make_proofs, tmp_path):
     assert pq.read_table(path)["reason"].to_pylist() == ["x" * 256, ""]
 
 
-def test_what_no_reader_would_take_is_not_written(make_group, make_proofs):
+def test_what_no_reader_would_accept_is_not_written(make_group, make_proofs):
     one, two = make_group(3), make_group(5)
     proofs = make_proofs([one, two])
     with pytest.raises(AssertionError, match="ascending"):
@@ -68,7 +67,7 @@ def test_what_no_reader_would_take_is_not_written(make_group, make_proofs):
         encode_groups([one], {})
     first = one.rollouts[0]
     mixed = replace(first, versions=(VersionRange(1, 0, 1), VersionRange(2, 1, first.num_tokens)))
-    with pytest.raises(AssertionError, match="one version"):
+    with pytest.raises(AssertionError, match="one version only"):
         encode_groups([replace(one, rollouts=(mixed, one.rollouts[1]))], proofs)
 
 

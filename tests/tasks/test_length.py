@@ -1,15 +1,14 @@
-"""Target lengths: drawn from the seed, told in the prompt, and never worth more than a right answer."""
+"""Target lengths: drawn from the seed, stated in the prompt, and never worth more than a right answer."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.config import LengthConfig
+from shoal.config.run import LengthConfig
+from shoal.learner.advantage import build_samples
 from shoal.learner.filter import has_signal
-from shoal.learner.sample import build_samples
-from shoal.tasks import load_family, split_task, train_task
-from shoal.tasks.base import Message, Task
+from shoal.tasks.base import ChatMessage, Task
 from shoal.tasks.length import (
     add_target,
     aim_family,
@@ -19,6 +18,8 @@ from shoal.tasks.length import (
     strip_target,
     total_rewards,
 )
+from shoal.tasks.registry import load_family
+from shoal.tasks.split import split_task, train_task
 
 EXACT = LengthConfig(mode="exact", targets=[4, 8], alpha=0.1, bound=0.5, template="{target}:{prompt}")
 lengths = st.integers(1, 10**6)
@@ -69,8 +70,8 @@ def test_the_target_follows_from_the_seed_and_leaves_task_and_split_as_they_are(
     assert aim_family(plain, LengthConfig()) is plain
 
 
-def test_in_a_chat_the_target_is_told_in_the_last_message_of_the_user() -> None:
-    chat = (Message("system", "s"), Message("user", "{target} {prompt}"), Message("assistant", "a"))
+def test_in_a_chat_the_target_is_in_the_last_user_message() -> None:
+    chat = (ChatMessage("system", "s"), ChatMessage("user", "{target} {prompt}"), ChatMessage("assistant", "a"))
     task = Task(id="x", prompt="p", verifier="math", info={}, kin="x", messages=chat)
     aimed = add_target(task, 32, "{prompt} Think for {target} tokens.")
     assert [message.content for message in aimed.messages] == ["s", "{target} {prompt} Think for 32 tokens.", "a"]
@@ -92,7 +93,7 @@ def test_signal_is_decided_on_task_reward_and_advantages_on_the_total(make_group
     assert without[0].advantage == without[1].advantage
 
 
-def test_metrics_tell_penalty_and_error_by_target(make_group) -> None:
+def test_metrics_report_penalty_and_error_by_target(make_group) -> None:
     groups = [make_group([1.0, 0.0], [4, 6]), make_group([1.0, 0.0], [8, 4], "sort-2@8")]
     found = describe_lengths(EXACT, groups)
     assert found["length/penalty"] == pytest.approx((0 + 0.2 + 0 + 0.4) / 4)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.tasks import describe_family, list_families, load_family
+from shoal.tasks.registry import describe_family, list_families, load_family
 
 
 def test_families_are_listed_in_order() -> None:

@@ -7,8 +7,9 @@ import pytest
 
 from shoal.errors import ConfigError
 from shoal.rollout import Score
-from shoal.tasks import Split, Task, draw_task, heldout_tasks, list_families, load_family, split_task, train_task
-from shoal.tasks.base import build_task
+from shoal.tasks.base import Task, build_task
+from shoal.tasks.registry import list_families, load_family
+from shoal.tasks.split import Split, draw_task, heldout_tasks, split_task, train_task
 
 EASY = {
     "sort": {"min_length": 2, "max_length": 3},

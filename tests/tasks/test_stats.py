@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.config import BatchConfig
+from shoal.config.run import BatchConfig
 from shoal.errors import ConfigError
 from shoal.seeds import derive_seed
-from shoal.tasks import load_family, train_task
+from shoal.tasks.registry import load_family
+from shoal.tasks.split import train_task
 from shoal.tasks.stats import Curriculum, TaskStats
 
 FAMILY = load_family("sort", {"min_length": 1, "max_length": 1})
@@ -38,7 +39,7 @@ def test_what_a_resumed_run_repeats_is_forgotten(tmp_path: Path, make_group) -> 
     assert not TaskStats(tmp_path / "tasks.jsonl", last=-1).tasks
 
 
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_statistics_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("[]\n")
     with pytest.raises(ConfigError, match=r"tasks\.jsonl: line 1"):
         TaskStats(tmp_path / "tasks.jsonl", last=1)
@@ -56,4 +57,4 @@ def test_a_curriculum_draws_the_seeds_own_task_unless_it_is_too_easy_or_too_hard
     stats.add(2, [make_group([0.0], [3], train_task(FAMILY, seed).id) for seed in range(200)], set())
     for stat in stats.tasks.values():
         stat.solved = 0
-    assert chosen.choose(FAMILY, 1, 0).id == easy, "where nothing is allowed, the first is drawn after all"
+    assert chosen.choose(FAMILY, 1, 0).id == easy, "if nothing is allowed, the first is drawn"

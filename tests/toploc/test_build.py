@@ -1,4 +1,4 @@
-"""Proofs: byte for byte those of the published package, and of the definition where the package has no answer."""
+"""Proofs: byte for byte those of the published package, or of the definition where the package has none."""
 
 import base64
 import gzip
@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.toploc import build_batch, build_proofs, encode_proofs
-from shoal.toploc.build import find_moduli
+from shoal.toploc.build import build_batch, build_proofs, find_moduli
 from shoal.toploc.field import P
+from shoal.toploc.proof import encode_proofs
 
 VECTORS: list[dict[str, Any]] = json.loads(
     gzip.decompress((Path(__file__).parent / "data" / "reference.json.gz").read_bytes())

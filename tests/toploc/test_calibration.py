@@ -54,14 +54,14 @@ def test_a_file_is_good_for_other_weights_of_the_same_model(
 def test_a_file_of_another_model_is_refused(calibration: Calibration, qwen: Policy, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     calibration.save(path)
-    with pytest.raises(ConfigError, match=r"c.json: calibrates another model, .* \(speaker\), this one is .*calibrate"):
+    with pytest.raises(ConfigError, match=r"c.json: is for another model, .* \(speaker\), this one is .*calibrate"):
         load_calibration(path, qwen.model)
 
 
 def test_a_file_of_another_dtype_is_refused(calibration: Calibration, speaker: Policy, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     calibration.save(path)
-    with pytest.raises(ConfigError, match="calibrates float32, the model is loaded in bfloat16"):
+    with pytest.raises(ConfigError, match="is for float32, the model is loaded in bfloat16"):
         load_calibration(path, copy.deepcopy(speaker.model).to(torch.bfloat16))
 
 
@@ -95,15 +95,15 @@ def test_a_damaged_file_is_refused_with_the_place(
     edit(data, *keys, value=value)
     path = tmp_path / "c.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(ConfigError, match=f"c.json: is no calibration file: {where}: "):
+    with pytest.raises(ConfigError, match=f"c.json: not a calibration file: {where}: "):
         load_calibration(path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "{}", "\x00"])
-def test_what_is_no_file_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "c.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="is no calibration file"):
+    with pytest.raises(ConfigError, match="not a calibration file"):
         load_calibration(path)
 
 
@@ -122,7 +122,7 @@ def test_the_hash_of_a_model_survives_saving_and_changes_with_its_shape(
     assert hash_model(llama.model) != hash_model(qwen.model)
     deeper = copy.deepcopy(qwen.model)
     deeper.config.rms_norm_eps = 1e-3
-    assert hash_model(deeper) != hash_model(qwen.model), "settings count, not shapes alone"
+    assert hash_model(deeper) != hash_model(qwen.model), "settings count too, not only shapes"
 
 
 def test_the_hash_of_weights_changes_with_one_of_them(qwen: Policy) -> None:

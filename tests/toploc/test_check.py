@@ -1,4 +1,4 @@
-"""Honest work passes, and every attack is caught by the check that is meant for it."""
+"""Honest work passes, and every attack is caught by the check designed for it."""
 
 import copy
 import math
@@ -9,22 +9,23 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.config import PolicyConfig, TinyConfig
+from shoal.config.run import PolicyConfig, TinyConfig
 from shoal.errors import ConfigError
 from shoal.policy.model import Policy, load_policy
 from shoal.rollout import Finish, Request, Rollout, VersionRange
-from shoal.toploc import build_batch, verify_proofs
+from shoal.toploc.build import build_batch
 from shoal.toploc.calibration import Calibration
-from shoal.toploc.check import Judge, Report, check_rollouts, weigh_reports
+from shoal.toploc.check import RolloutChecker, RolloutReport, check_rollouts, weigh_reports
 from shoal.toploc.finding import Check, rank_finding
 from shoal.toploc.replay import join_replays, replay_rollouts
-from shoal.toploc.sequence import Stream
-from shoal.toploc.wealth import average_wealth
+from shoal.toploc.sequential_test import EvidenceStream
+from shoal.toploc.shape_test import average_wealth
+from shoal.toploc.verify import verify_proofs
 
 RATE = 1e-4
 
 
-def failures(reports: list[Report]) -> dict[Check, int]:
+def failures(reports: list[RolloutReport]) -> dict[Check, int]:
     """In how many rollouts each check failed."""
     counts: dict[Check, int] = {}
     for report in reports:
@@ -33,7 +34,7 @@ def failures(reports: list[Report]) -> dict[Check, int]:
     return counts
 
 
-def caught(reports: list[Report]) -> int:
+def caught(reports: list[RolloutReport]) -> int:
     return sum(bool(report.failed) for report in reports)
 
 
@@ -262,7 +263,7 @@ def test_numbers_that_are_no_log_probs_are_seen(check, honest, value: float) -> 
         (lambda proofs: [proofs[0][:4] + bytes(254), *proofs[1:]], "degree"),
     ],
 )
-def test_a_proof_that_is_none_fails_its_rollout_alone(check, honest, change, fault: str) -> None:
+def test_an_invalid_proof_fails_only_its_rollout(check, honest, change, fault: str) -> None:
     broken = {**honest.proofs, "g1.2": change(honest.proofs["g1.2"])}
     reports = {report.rollout_id: report for report in check(replace(honest, proofs=broken))}
     assert [name for name, report in reports.items() if report.failed] == ["g1.2"]
@@ -286,7 +287,7 @@ def test_a_few_top_like_places_are_chance_or_values_that_changed_places(
     rollout = honest.rollouts[0]
     (replay,) = replay_rollouts(speaker.model, [rollout], eos_id=1)
     results = verify_proofs(replay.hidden, honest.proofs[rollout.id])
-    judge = Judge(calibration=calibration, eos_id=1, max_tokens=96)
+    judge = RolloutChecker(calibration=calibration, eos_id=1, max_tokens=96)
     for hits, mismatches, failed in ((3, 0, False), (16, 0, True), (16, 10, False), (32, 10, True)):
         results[1] = replace(results[1], outside_hits=hits, outside_points=32, exp_mismatches=mismatches)
         report = judge.judge_rollout(rollout, replay, results)
@@ -319,7 +320,7 @@ def test_what_differs_from_the_request_is_not_replayed(check, honest, change, fi
     assert not reports[0].chunks
 
 
-def test_missing_doubled_and_unknown_rollouts_are_told(check, honest) -> None:
+def test_missing_duplicate_and_unknown_rollouts_are_reported(check, honest) -> None:
     strange = replace(honest.rollouts[0], id="x")
     rollouts = [*honest.rollouts[1:], honest.rollouts[5], strange, strange]
     reports = check(replace(honest, rollouts=rollouts))
@@ -370,18 +371,18 @@ def test_an_id_that_is_no_text_is_a_rollout_that_nobody_asked_for(check, honest)
     assert caught(reports) == 1 and reports[-1].failed[0].where == "id: nobody asked for it"
 
 
-def test_a_version_that_is_not_at_hand_is_neither_good_nor_bad(check, honest) -> None:
+def test_a_version_without_weights_neither_passes_nor_fails(check, honest) -> None:
     for version in (1, 10**9, -5):
         rollouts = [replace(r, versions=(VersionRange(version, 0, r.num_tokens),)) for r in honest.rollouts]
         reports = check(replace(honest, rollouts=rollouts))
-        assert {report.unchecked for report in reports} == {f"the weights of version {version} are not at hand"}
+        assert {report.unchecked for report in reports} == {f"the weights of version {version} are not available"}
         assert not any(report.passed or report.failed or report.worst for report in reports)
 
 
 def test_a_rollout_of_two_versions_is_checked_under_both(
     work, speaker: Policy, stranger: Policy, requests_16: list[Request], calibration: Calibration, check, honest
 ) -> None:
-    """The halves come from an engine whose weights were swapped; under the wrong weights either half is found out."""
+    """The halves come from an engine whose weights were swapped; under the wrong weights either half is detected."""
     models = {0: speaker.model, 1: stranger.model}
     spans = {r.id: (VersionRange(0, 0, 40), VersionRange(1, 40, r.num_tokens)) for r in honest.rollouts}
     long = [r for r in honest.rollouts if r.num_tokens == 96]
@@ -402,7 +403,7 @@ def test_a_rollout_of_two_versions_is_checked_under_both(
 
 def test_a_model_of_another_shape_is_a_mistake_of_ours(requests_16: list[Request], calibration: Calibration) -> None:
     other = load_policy(PolicyConfig(tiny=TinyConfig(layers=1, width=64, heads=2)), alphabet="ab", seed=0).model
-    with pytest.raises(ConfigError, match="calibrates another model"):
+    with pytest.raises(ConfigError, match="is for another model"):
         check_rollouts({0: other}, requests_16, [], {}, calibration, eos_id=1)
 
 
@@ -437,7 +438,7 @@ def test_reports_without_chunks_add_nothing_to_the_evidence(check, honest, calib
 def test_a_hardly_possible_token_shows_however_close_it_is_to_the_draw(
     check, honest, launder, speaker: Policy, calibration: Calibration
 ) -> None:
-    """In bfloat16 distances must be generous. The tail bets alone see a token that nobody samples."""
+    """In bfloat16 distances must be generous. Only the tail bets detect a token that is practically never sampled."""
     rollouts = []
     for rollout in honest.rollouts:
         place = rollout.num_tokens // 2
@@ -447,7 +448,7 @@ def test_a_hardly_possible_token_shows_however_close_it_is_to_the_draw(
         tokens = rollout.token_ids.copy()
         tokens[place] = int(logits.argmin())
         rollouts.append(replace(rollout, token_ids=tokens))
-    gains = [report.odds[Stream.TAIL] for report in check(launder(rollouts))]
+    gains = [report.odds[EvidenceStream.TAIL] for report in check(launder(rollouts))]
     assert average_wealth(np.sum([path[-1] for path in gains], axis=0)) > 30
-    plain = [report.odds[Stream.TAIL] for report in check(honest)]
+    plain = [report.odds[EvidenceStream.TAIL] for report in check(honest)]
     assert average_wealth(np.sum([path[-1] for path in plain], axis=0)) < 3

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from shoal.rollout import Finish, Rollout, VersionRange
-from shoal.toploc import ChunkResult
 from shoal.toploc.chunks import STATISTICS, measure_chunks, stack_stats
 from shoal.toploc.replay import Replay
+from shoal.toploc.verify import ChunkResult
 
 RESULT = ChunkResult(3, 0.5, 0.25, 2, 1, 64, 127, 128)
 

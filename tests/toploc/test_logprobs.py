@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from shoal.toploc.logprobs import compare_logprobs
+from shoal.toploc.token_checks import compare_logprobs
 
 
 def test_the_difference_has_a_sign() -> None:

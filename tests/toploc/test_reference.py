@@ -1,4 +1,4 @@
-"""Against the published package `toploc` itself, where it is installed.
+"""Comparison with the published package `toploc` itself, if it is installed.
 
 Its wheel on PyPI is built for an older torch; from source it builds in a few minutes:
 
@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.toploc import build_proofs, encode_proofs, verify_proofs
+from shoal.toploc.build import build_proofs
+from shoal.toploc.proof import encode_proofs
+from shoal.toploc.verify import verify_proofs
 
 try:
     import toploc
@@ -34,7 +36,7 @@ def has_tie(chunk: Tensor, topk: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def _keep_threads() -> Iterator[None]:
-    """The package sets the number of threads of whoever calls it."""
+    """The package changes the number of threads of its caller."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

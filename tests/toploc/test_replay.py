@@ -1,4 +1,4 @@
-"""Replaying strangers' rollouts: the same numbers as the engine's, and nothing odd reaches the model."""
+"""Replaying untrusted rollouts: the same numbers as the engine's, and nothing invalid reaches the model."""
 
 import copy
 from collections.abc import Callable
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shoal.engine.torch import TorchEngine
+from shoal.policy.attention import LONG
 from shoal.policy.model import Policy
-from shoal.policy.strips import LONG
 from shoal.rollout import Finish, Request, Rollout, VersionRange
 from shoal.seeds import token_uniforms
 from shoal.toploc import replay as module
@@ -91,7 +91,7 @@ def test_rollouts_of_one_text_replay_as_alone_each_with_its_own_uniforms(qwen: P
 
 
 def test_long_rollouts_that_share_a_prompt_replay_as_alone(qwen: Policy) -> None:
-    """Longer than a strip of attention, behind a prompt that stands next to the first of them only."""
+    """Longer than a strip of attention, after a prompt that is adjacent only to the first of them."""
     rng = np.random.default_rng(0)
     vocabulary = qwen.model.config.vocab_size
     rollouts = [
@@ -177,7 +177,7 @@ def test_an_honest_rollout_is_admitted_with_arrays_of_our_own(qwen: Policy, hone
     same = replace(honest, token_ids=honest.token_ids.copy(), logprobs=honest.logprobs.copy())
     again = admit_rollout(same, REQUEST, qwen.model)
     for given, own in ((wide, admitted), (same, again)):
-        given.token_ids[0], given.logprobs[0] = 10**9, 5.0  # the peer changes its mind
+        given.token_ids[0], given.logprobs[0] = 10**9, 5.0  # the peer changes its arrays afterwards
         np.testing.assert_array_equal(own.token_ids, honest.token_ids)
         np.testing.assert_array_equal(own.logprobs, honest.logprobs)
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.engine.choice import choose_tokens
-from shoal.toploc.sampling import measure_distances
+from shoal.engine.sampling import choose_tokens
+from shoal.toploc.token_checks import measure_distances
 
 PROBS = torch.tensor([0.5, 0.3, 0.2])
 

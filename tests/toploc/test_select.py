@@ -74,7 +74,7 @@ def test_a_constant_chunk_gives_its_first_indices() -> None:
 
 
 def test_zeros_at_the_end_of_a_tile_are_never_chosen() -> None:
-    """A long and a short chunk share a tile, and the short one is all zeros itself."""
+    """A long and a short chunk share a tile, and the short one is all zeros."""
     for longest in (5000, 9000):  # ranked whole, and searched for candidates
         indices, _ = select_top([np.zeros(130, dtype=np.int16), np.arange(longest, dtype=np.int16)], 128)
         assert indices[0].tolist() == list(range(128))
@@ -168,7 +168,7 @@ def test_float16_is_rounded_to_nearest_even() -> None:
 
 @pytest.mark.parametrize("kind", [np.float32, np.float16])
 def test_nan_stays_nan_in_every_lane(kind: type) -> None:
-    """Vector lanes and the scalar rest of a loop round NaN to different patterns; either is a NaN."""
+    """Vector lanes and the scalar rest of a loop round NaN to different patterns; both are NaN."""
     values = np.full((1, 37), np.nan, dtype=kind)
     assert ((read_bits(values) & 0x7FFF) > 0x7F80).all()
     assert select_top(split_chunks(values, 32), 37)[1].tolist() == [[0x7FC0] * 37]

@@ -1,4 +1,4 @@
-"""The streaming builder: the proofs of the whole, however the rows come in."""
+"""The streaming builder: the proofs of the whole, however the rows arrive."""
 
 import pytest
 import torch
@@ -6,11 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.config import PolicyConfig, TinyConfig
+from shoal.config.run import PolicyConfig, TinyConfig
 from shoal.engine.torch import TorchEngine
 from shoal.policy.model import load_policy
 from shoal.rollout import Request
-from shoal.toploc import ProofBuilder, build_proofs, stream
+from shoal.toploc import stream
+from shoal.toploc.build import build_proofs
+from shoal.toploc.stream import ProofBuilder
 
 ALPHABET = "0123456789abcdef"
 
@@ -122,7 +124,7 @@ def test_a_dropped_rollout_leaves_nothing_to_take() -> None:
 
 
 def test_full_chunks_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits is bounded in bytes, and then only indices and patterns are kept."""
+    """Waiting chunks are bounded in bytes; afterwards only indices and patterns are kept."""
     monkeypatch.setattr(stream, "WAITING_BYTES", 100_000)
     builder = ProofBuilder()
     for start in range(0, 32 * 50, 32):
@@ -169,7 +171,7 @@ def test_other_sizes_than_the_published_are_possible() -> None:
 
 
 def generate(sink: ProofBuilder | None, slots: int, swap: bool = False) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Lengths of rollouts of a tiny engine, and the hidden states that a plain sink recorded beside the builder."""
+    """Lengths of rollouts of a tiny engine, and the hidden states that a plain sink recorded next to the builder."""
     policy = load_policy(PolicyConfig(tiny=TinyConfig(width=32, layers=1)), alphabet=ALPHABET, seed=0)
     states: dict[str, list[Tensor]] = {}
 

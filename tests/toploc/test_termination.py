@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.calibrate.calibrate import RATE
 from shoal.rollout import Finish, Rollout, VersionRange
-from shoal.toploc.calibrate import RATE
 from shoal.toploc.calibration import SHARES
 from shoal.toploc.finding import Check
-from shoal.toploc.shape import check_odds
-from shoal.toploc.termination import RHOS, check_ending, check_probability, trace_hazard
+from shoal.toploc.shape_test import check_odds
+from shoal.toploc.token_checks import RHOS, check_ending, check_probability, trace_hazard
 
 EOS = 1
 

@@ -1,4 +1,4 @@
-"""What verification measures, against plain loops; and that no bytes whatever raise or pass."""
+"""What verification measures, compared with plain loops; and that no bytes raise or pass."""
 
 import struct
 from statistics import fmean, median
@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.toploc import ChunkResult, Fault, build_batch, build_proofs, decode_proofs, verify_batch, verify_proofs
-from shoal.toploc.build import commit_values
+from shoal.toploc.build import build_batch, build_proofs, commit_values
 from shoal.toploc.field import P
+from shoal.toploc.proof import Fault, decode_proofs
 from shoal.toploc.select import read_bits, select_top, split_chunks
-from shoal.toploc.verify import BAND, OUTSIDE, UNMEASURED
+from shoal.toploc.verify import BAND, OUTSIDE, UNMEASURED, ChunkResult, verify_batch, verify_proofs
 
 GOLDEN = {
     "ffd91b422b67ba4b756d": {35: 2.891, 63: 2.391, 70: -2.172, 79: -2.672},
@@ -133,7 +133,7 @@ def test_nan_agrees_with_nan_of_any_pattern() -> None:
 
 
 def test_a_nan_of_another_sign_in_a_proof_agrees_too() -> None:
-    """The published package commits to a NaN as it is; 0xFFC0 is what x86 makes of 0 / 0."""
+    """The published package commits to a NaN unchanged; 0xFFC0 is what x86 gives for 0 / 0."""
     hidden = torch.tensor([[float("nan"), 3.0, 2.0, 1.0]])
     (proof,) = commit_values(np.arange(4)[None], np.array([[0xFFC0, 0x4040, 0x4000, 0x3F80]], dtype=np.uint16))
     (result,) = verify_proofs(hidden, [proof])
@@ -193,7 +193,7 @@ def test_honest_proofs_look_like_top_values_elsewhere_only_by_chance() -> None:
 
 
 def test_a_constant_polynomial_is_a_top_value_everywhere() -> None:
-    """It passes the published thresholds on Gaussian states; here two things give it away."""
+    """It passes the published thresholds on Gaussian states; here two checks reveal it."""
     results = verify_proofs(draw_normal(320, 5120), [forge_constant(3.5)] * 10)
     for result in results:
         assert result.exp_mismatches <= 38
@@ -347,7 +347,7 @@ def test_a_hundred_thousand_random_byte_strings_neither_raise_nor_pass() -> None
     ends = np.cumsum(lengths)
     proofs = [raw[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
     words = rng.integers(0, P, (40_000, 129)).astype(">u2")
-    words[:, 0] = P  # the form is right, and every polynomial as likely as any other
+    words[:, 0] = P  # the form is right, and all polynomials are equally likely
     proofs += [row.tobytes() for row in words]
     hidden = draw_normal(1000, 160)
     results = []

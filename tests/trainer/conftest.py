@@ -1,9 +1,7 @@
-"""Runs of `shoal train` to compare with, and `fake_swarm` in the path of these tests and their processes."""
+"""Runs of `shoal train` to compare with, and `fake_swarm` on the path of these tests and their processes."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -12,14 +10,11 @@ pytest.register_assert_rewrite("fake_swarm")
 
 from fake_swarm import FakeSwarm, make_config, train_reference  # noqa: E402
 
-_MEMORY = Path("/dev/shm")
-
 
 @pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    """A folder in memory where there is one: every step forces files to disk, and a kill is no loss of power."""
-    with TemporaryDirectory(prefix="shoal-", dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
-        yield Path(folder)
+def tmp_path(quick_folder: Path) -> Path:
+    """A folder in memory if possible: every step syncs files, and these tests simulate kills, not power failures."""
+    return quick_folder
 
 
 @pytest.fixture(scope="session")

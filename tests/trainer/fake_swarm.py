@@ -1,7 +1,7 @@
-"""A swarm in a folder: batches of a run of `shoal train`, a ledger of versions, an origin; no sockets.
+"""A swarm in a folder: batches of a `shoal train` run, a ledger of versions, an origin; no sockets.
 
-What it serves for step n is what `shoal train` trained on in step n, through files of submissions. So a trainer that
-does right has the same weights and optimizer, bit for bit. All of it is on disk, and outlives a trainer's process.
+For step n it serves what `shoal train` trained on in step n, through submission files. So a correct trainer gets the
+same weights and optimizer, bit for bit. Everything is on disk, and outlives a trainer's process.
 """
 
 import asyncio
@@ -12,39 +12,37 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.config import RunConfig, load_config
-from shoal.console import Console
-from shoal.files import append_line, hash_dir, hash_file
-from shoal.keys import Key
+from shoal.config.run import RunConfig, load_config
+from shoal.identity.documents import Tag, sign_document
+from shoal.identity.keys import Key
 from shoal.learner.checkpoint import find_newest, list_checkpoints, read_state
-from shoal.node.spans import SpanLog
-from shoal.node.waits import RoleWaits
-from shoal.parquet import read_groups
-from shoal.report import read_metrics
-from shoal.resume import open_state
+from shoal.net.api_error import ApiError
+from shoal.net.retry import RefusedError
+from shoal.protocol.messages import Batch, BatchAnswer, BatchEntry, VersionAnswer, VersionStatement
+from shoal.protocol.params import RunParams, hash_batch
 from shoal.rollout import Group
-from shoal.rundir import RunDir
-from shoal.submission.bounds import Bounds, FormError
-from shoal.submission.claims import read_claims
+from shoal.shardcast.origin import SHARD_BYTES, compute_root
+from shoal.shardcast.origin_watch import PublishedVersion
+from shoal.submission.limits import FormError, SubmissionLimits
 from shoal.submission.parse import parse_submission
+from shoal.submission.read import read_claims
 from shoal.submission.write import write_submission
-from shoal.swarm.asking import RefusedError
-from shoal.swarm.messages import Batch, BatchAnswer, BatchEntry, VersionAnswer, VersionStatement
-from shoal.swarm.params import RunParams
-from shoal.swarm.refusal import AuthError
-from shoal.swarm.rules.batch import hash_batch
-from shoal.swarm.tags import Tag, sign_document
-from shoal.track import NullTracker
-from shoal.train import run_training
-from shoal.trainer.batch import BatchReader, RunTerms
-from shoal.trainer.evals import list_awaited
-from shoal.trainer.handover import Published
-from shoal.trainer.loop import Desk, Trainer
-from shoal.trainer.pick import UnreadableError
+from shoal.train.loop import run_training
+from shoal.train.report import read_metrics
+from shoal.train.resume import open_state
+from shoal.train.rollout_files import read_groups
+from shoal.train.rundir import RunDir
+from shoal.train.trackers import NullTracker
+from shoal.trainer.batch import BatchReader, RunTerms, UnreadableError, limit_files
+from shoal.trainer.evaluator import list_awaited
 from shoal.trainer.publish import Publisher
-from shoal.trainer.reading import make_bounds
 from shoal.trainer.run import describe_policy
+from shoal.trainer.trainer import Trainer, TrainerReporter
 from shoal.trainer.versions import Versions
+from shoal.util.console import Console
+from shoal.util.files import append_line, hash_file
+from shoal.util.spans import SpanLog
+from shoal.util.waits import RoleWaits
 
 TINY = Path(__file__).parents[1] / "tiny.toml"
 BEACON = "5a" * 32
@@ -66,10 +64,10 @@ def train_reference(config: RunConfig, secret: str = BEACON) -> Path:
     return Path(config.out) / f"{config.name}-seed{config.seed}"
 
 
-def lay_warmup(source: Path, target: Path) -> None:
-    """What another run has in its cache, so that not every test computes it; it counts for equal settings alone."""
-    if not (target / "warmup").exists():
-        shutil.copytree(source / "warmup", target / "warmup")
+def copy_sft(source: Path, target: Path) -> None:
+    """Copy the SFT cache of another run, so that not every test computes it; valid only for equal settings."""
+    if not (target / "sft").exists():
+        shutil.copytree(source / "sft", target / "sft")
 
 
 class FakeSwarm:
@@ -82,10 +80,10 @@ class FakeSwarm:
         self.key = key or _load_key(folder / "coordinator.key")
         self.crash = ""
         self.has_start = True
-        """whether its trainers find v0 in the cache, or compute the warm-up first"""
+        """whether its trainers find v0 in the cache, or compute SFT first"""
         self.served_keep = 2
         self.lost: dict[str, Exception] = {}
-        """submissions whose files cannot be had, and what is said of each"""
+        """submissions whose files are unavailable, and the error of each"""
         self.batches = {step: self._make_batch(step) for step in range(1, config.steps + 1)}
         self.params = RunParams(
             steps=config.steps,
@@ -109,13 +107,13 @@ class FakeSwarm:
         known = self.announced
         if version.version < len(known):
             if known[version.version] != version.model_dump():
-                raise _refuse("published", "published with other hashes")
+                raise _refuse("published", "published with different hashes")
         elif version.version > len(known):
             raise _refuse("version_order", f"the next version is v{len(known)}")
         else:
             expected = self.batches[version.version].hash if version.version else ""
             if version.batch != expected:
-                raise _refuse("other_batch", "not the batch that was cut")
+                raise _refuse("other_batch", "different batch than was cut")
             append_line(self.folder / "ledger.jsonl", version.model_dump_json())
         self.reach("after announcement")
         return VersionAnswer(version=version.version, open_steps=(), finished=version.version == self.params.steps)
@@ -134,12 +132,12 @@ class FakeSwarm:
 
     # The origin
 
-    async def hand_over(self, path: Path, version: int) -> Published:
+    async def hand_over(self, path: Path, version: int) -> PublishedVersion:
         self.reach("before hand-over")
-        root = hash_dir(path)
+        root = compute_root(path, SHARD_BYTES)
         (self.folder / f"served-{version}").touch()
         self.reach("after hand-over")
-        return Published(version, root, hashlib.sha256(f"{version} {root}".encode()).hexdigest())
+        return PublishedVersion(version, root, hashlib.sha256(f"{version} {root}".encode()).hexdigest(), SHARD_BYTES)
 
     def list_served(self) -> set[int]:
         served = sorted(int(path.name.removeprefix("served-")) for path in self.folder.glob("served-*"))
@@ -151,7 +149,7 @@ class FakeSwarm:
             raise CrashError(point)
 
     def _make_batch(self, step: int) -> Batch:
-        """The groups of the reference's step, two in a file where they are neighbours."""
+        """The groups of the reference's step, two per file if they are neighbours."""
         groups = read_groups(self.reference / "rollouts" / f"step-{step:06d}.parquet")
         (self.folder / "blobs").mkdir(exist_ok=True)
         entries = []
@@ -175,13 +173,13 @@ def _load_key(path: Path) -> Key:
 
 
 def _refuse(code: str, text: str) -> RefusedError:
-    return RefusedError(AuthError(409, code, text))
+    return RefusedError(ApiError(409, code, text))
 
 
 class PlainReader:
-    """Reads files in this process: the jail has tests of its own."""
+    """Reads files in this process: the sandbox has tests of its own."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: SubmissionLimits) -> None:
         self._bounds = bounds
 
     async def __call__(self, path: Path) -> Sequence[Group]:
@@ -192,21 +190,18 @@ class PlainReader:
 
 
 class Life:
-    """One life of a trainer: opened on a run directory, run, closed as a dead process leaves it."""
+    """One lifetime of a trainer: opened on a run directory, run, closed as a dead process leaves it."""
 
     def __init__(self, config: RunConfig, swarm: FakeSwarm) -> None:
         self.config, self.swarm = config, swarm
         self.run = RunDir.open(config)
         self.stopping = asyncio.Event()
-        self.notes: list[str] = []
-        self.waits = RoleWaits(
-            "trainer", spans=SpanLog(self.run.path / "spans.jsonl", "trainer"), note=self.notes.append
-        )
+        self.waits = RoleWaits("trainer", spans=SpanLog(self.run.path / "spans.jsonl", "trainer"))
         self.versions = Versions(self.run.path / "versions")
         if swarm.has_start:
-            lay_warmup(swarm.reference.parent, Path(config.out))
+            copy_sft(swarm.reference.parent, Path(config.out))
         checkpoint = find_newest(self.run.checkpoints_path)
-        state = open_state(config, checkpoint, self.notes.append)
+        state = open_state(config, checkpoint)
         self.run.truncate_after(state.step if checkpoint is not None else -1)
         expected = describe_policy(config, state.policy)
         terms = RunTerms(
@@ -215,7 +210,7 @@ class Life:
             async_level=swarm.async_level,
             expected=expected,
         )
-        read = PlainReader(make_bounds(swarm.params, expected))
+        read = PlainReader(limit_files(swarm.params, expected))
         self.batches = BatchReader(swarm, read, self.waits, self.run.path / "batches", terms)
         self.publisher = Publisher(
             self.versions,
@@ -223,11 +218,12 @@ class Life:
             swarm,
             self.waits,
             newest=len(swarm.announced) - 1,
-            note=self.notes.append,
             list_awaited=lambda: list_awaited(config, self.run.path),
         )
         self.console = Console(self.run.log_path)
-        desk = Desk(run=self.run, console=self.console, tracker=NullTracker(), spans=SpanLog(None, "trainer"))
+        desk = TrainerReporter(
+            run=self.run, console=self.console, tracker=NullTracker(), spans=SpanLog(None, "trainer")
+        )
         self.trainer = Trainer(
             config,
             desk,
@@ -249,7 +245,7 @@ class Life:
 
 
 def run_life(config: RunConfig, swarm: FakeSwarm) -> Life:
-    """A life from its beginning to its end."""
+    """One lifetime from start to end."""
 
     async def live() -> Life:
         life = Life(config, swarm)
@@ -260,12 +256,12 @@ def run_life(config: RunConfig, swarm: FakeSwarm) -> Life:
 
 
 def assert_whole(run: Path, swarm: FakeSwarm) -> None:
-    """The run has the reference's bits, and the ledger its versions, each once and in order."""
+    """Assert that the run has the reference's bits, and the ledger its versions, each once and in order."""
     assert hash_state(run) == hash_state(swarm.reference)
     assert list_lines(run) == list_lines(swarm.reference)
     assert [line["version"] for line in swarm.announced] == list(range(STEPS + 1))
     last = run / "versions" / f"v{STEPS:06d}"
-    assert swarm.announced[-1]["root"] == hash_dir(last)
+    assert swarm.announced[-1]["root"] == compute_root(last, SHARD_BYTES)
     weights = swarm.reference / "checkpoints" / f"step-{STEPS:06d}" / "policy" / "model.safetensors"
     assert hash_file(last / "model.safetensors") == hash_file(weights)
 

@@ -1,4 +1,4 @@
-"""What a trainer believes of a batch, and what it leaves out."""
+"""Which batches a trainer accepts, and which groups it leaves out."""
 
 import asyncio
 import json
@@ -10,21 +10,20 @@ import numpy as np
 import pytest
 from fake_swarm import FakeSwarm, Life, make_config, run_life
 
-from shoal.keys import Key
-from shoal.parquet import read_groups
-from shoal.report import read_metrics
-from shoal.rollout import Group, Score, VersionRange
+from shoal.identity.keys import Key
+from shoal.net.api_error import ApiError
+from shoal.net.retry import RefusedError
+from shoal.node.receipts import InvalidDocumentError
+from shoal.protocol.messages import Batch, BatchEntry
+from shoal.protocol.params import hash_batch
+from shoal.rollout import Group, VersionRange
 from shoal.submission.write import write_submission
-from shoal.swarm.asking import RefusedError
-from shoal.swarm.keepsakes import KeepError
-from shoal.swarm.messages import Batch, BatchEntry
-from shoal.swarm.refusal import AuthError
-from shoal.swarm.rules.batch import hash_batch
-from shoal.trainer.batch import TrainBatch
+from shoal.train.report import read_metrics
+from shoal.train.rollout_files import read_groups
+from shoal.trainer.batch import GroupSpec, TrainBatch, UnreadableError, pick_group
 from shoal.trainer.errors import TrainerError
-from shoal.trainer.pick import Expected, UnreadableError, pick_group
 
-EXPECTED = Expected(group_size=4, max_tokens=8, vocab_size=100, context=64, temperature=1.0)
+EXPECTED = GroupSpec(vocab_size=100, context=64, temperature=1.0)
 
 
 def change_batch(swarm: FakeSwarm, **changes: Any) -> None:
@@ -60,19 +59,19 @@ def test_a_batch_is_its_groups_in_order(tmp_path: Path, swarm: FakeSwarm) -> Non
 
 def test_a_batch_of_other_entries_than_its_hash_says_is_not_trained(tmp_path: Path, swarm: FakeSwarm) -> None:
     change_batch(swarm, groups=swarm.batches[1].groups[1:])
-    with pytest.raises(TrainerError, match="does not have the hash or the order"):
+    with pytest.raises(TrainerError, match="does not match its hash"):
         read_first(make_config(tmp_path), swarm)
 
 
 def test_a_batch_out_of_order_is_not_trained(tmp_path: Path, swarm: FakeSwarm) -> None:
     change_batch(swarm, groups=swarm.batches[1].groups[::-1])
-    with pytest.raises(TrainerError, match="does not have the hash or the order"):
+    with pytest.raises(TrainerError, match="does not match its hash"):
         read_first(make_config(tmp_path), swarm)
 
 
 def test_a_batch_of_another_step_is_not_trained(tmp_path: Path, swarm: FakeSwarm) -> None:
     swarm.batches[1] = swarm.batches[2]
-    with pytest.raises(TrainerError, match="another batch than that of step 1"):
+    with pytest.raises(TrainerError, match="different batch than that of step 1"):
         read_first(make_config(tmp_path), swarm)
 
 
@@ -82,14 +81,14 @@ def test_a_batch_with_a_version_outside_the_bound_is_not_trained(
 ) -> None:
     entries = [entry.model_copy(update={"version": version}) for entry in swarm.batches[1].groups]
     swarm.batches[1] = reseal(swarm.batches[1], entries)
-    with pytest.raises(TrainerError, match="outside the bound"):
+    with pytest.raises(TrainerError, match="outside the staleness bound"):
         read_first(make_config(tmp_path), swarm)
 
 
 def test_a_version_that_is_too_old_is_not_trained(tmp_path: Path, swarm: FakeSwarm) -> None:
     entries = [entry.model_copy(update={"version": 0}) for entry in swarm.batches[2].groups]
     swarm.batches[2] = reseal(swarm.batches[2], entries)
-    with pytest.raises(TrainerError, match="of step 2 are of a version outside the bound"):
+    with pytest.raises(TrainerError, match="of step 2 have versions outside the staleness bound"):
         run_life(make_config(tmp_path), swarm)
     assert len(swarm.announced) <= 2
 
@@ -105,7 +104,7 @@ def test_a_batch_that_another_key_signed_is_not_trained(tmp_path: Path, swarm: F
 
 
 def spoil_file(swarm: FakeSwarm, step: int) -> str:
-    """Make one file of a batch unreadable; its submission."""
+    """Make one file of a batch unreadable; returns its submission."""
     entry = swarm.batches[step].groups[0]
     (swarm.folder / "blobs" / entry.submission).write_bytes(b"nonsense")
     return entry.submission
@@ -120,7 +119,7 @@ def test_a_file_that_cannot_be_read_costs_its_own_groups(tmp_path: Path, swarm: 
     assert {group.index for group in batch.groups} == {entry.index for entry in swarm.batches[1].groups} - lost
 
 
-def test_what_was_left_out_is_told_and_a_repeated_step_leaves_out_the_same(tmp_path: Path, swarm: FakeSwarm) -> None:
+def test_groups_left_out_are_reported_and_a_repeated_step_leaves_out_the_same(tmp_path: Path, swarm: FakeSwarm) -> None:
     spoil_file(swarm, 4)
     run = run_life(make_config(tmp_path), swarm).run.path
     assert "is left out: not a Parquet file" in (run / "log.txt").read_text()
@@ -129,7 +128,7 @@ def test_what_was_left_out_is_told_and_a_repeated_step_leaves_out_the_same(tmp_p
     known = json.loads(record.read_text())
     assert len(known["left_out"]) == 2
     record.write_text(json.dumps(known | {"left_out": {}}))
-    with pytest.raises(TrainerError, match="groups of step 4 were read before and cannot be now"):
+    with pytest.raises(TrainerError, match="groups of step 4 that were readable before are not now"):
         asyncio.run(_read_again(run, swarm))
 
 
@@ -143,7 +142,10 @@ async def _read_again(run: Path, swarm: FakeSwarm, step: int = 4) -> TrainBatch:
 
 @pytest.mark.parametrize(
     "error",
-    [KeepError("other bytes than those of the submission"), RefusedError(AuthError(404, "not_found", "no such blob"))],
+    [
+        InvalidDocumentError("other bytes than those of the submission"),
+        RefusedError(ApiError(404, "not_found", "no such blob")),
+    ],
 )
 def test_a_file_that_is_lost_costs_its_own_groups_then_and_when_it_is_found(
     tmp_path: Path, swarm: FakeSwarm, error: Exception
@@ -160,7 +162,7 @@ def test_a_file_that_is_lost_costs_its_own_groups_then_and_when_it_is_found(
 
 
 def test_a_coordinator_that_will_not_give_files_ends_the_trainer(tmp_path: Path, swarm: FakeSwarm) -> None:
-    swarm.lost[swarm.batches[1].groups[0].submission] = RefusedError(AuthError(403, "scope", "not a trainer"))
+    swarm.lost[swarm.batches[1].groups[0].submission] = RefusedError(ApiError(403, "scope", "not a trainer"))
     with pytest.raises(RefusedError, match="not a trainer"):
         read_first(make_config(tmp_path), swarm)
 
@@ -176,7 +178,7 @@ def test_a_ledger_with_another_batch_than_before_ends_the_trainer(tmp_path: Path
     config = make_config(tmp_path)
     read_first(config, swarm)
     swarm.batches[1] = reseal(swarm.batches[1], list(swarm.batches[1].groups[:2]))
-    with pytest.raises(TrainerError, match="another batch for step 1 than it had before"):
+    with pytest.raises(TrainerError, match="different batch for step 1 than before"):
         read_first(config, swarm)
 
 
@@ -192,14 +194,11 @@ def make_long(group: Group, num: int) -> Group:
 
 SPOILERS: dict[str, Any] = {
     "group 999 where": lambda group: replace(group, index=999),
-    "3 rollouts instead of 4": lambda group: replace(group, rollouts=group.rollouts[:3], scores=group.scores[:3]),
-    "a reward outside 0 to 1": lambda group: replace(group, scores=(Score(float("nan"), ""), *group.scores[1:])),
     "rollouts of different prompts": lambda group: change_rollout(group, prompt_ids=np.array([1], dtype=np.int32)),
-    "another version than v0": lambda group: change_rollout(group, versions=(VersionRange(1, 0, 1),)),
-    "a rollout of 9 tokens": lambda group: make_long(group, 9),
-    "a rollout of 0 tokens": lambda group: make_long(group, 0),
-    "a token that is none": lambda group: change_rollout(group, token_ids=group.rollouts[0].token_ids + 100),
-    "a log-prob that is none": lambda group: change_rollout(group, logprobs=group.rollouts[0].logprobs + 50.0),
+    "different version than v0": lambda group: change_rollout(group, versions=(VersionRange(1, 0, 1),)),
+    "unknown target length": lambda group: replace(group, task_id=f"{group.task_id}@7"),
+    "prompt and completion of": lambda group: make_long(group, 64),
+    "invalid log-prob": lambda group: change_rollout(group, logprobs=group.rollouts[0].logprobs + 50.0),
     "sampled at temperature 0.5": lambda group: change_rollout(group, temperature=0.5),
 }
 
@@ -218,7 +217,7 @@ def test_a_place_beyond_the_file_and_a_prompt_beyond_the_context_are_not_picked(
     entry = BatchEntry(index=group.index, submission="s1", place=1, version=0, blob="0" * 64)
     with pytest.raises(UnreadableError, match="the file has 1 groups"):
         pick_group([group], entry, EXPECTED)
-    with pytest.raises(UnreadableError, match="a prompt of"):
+    with pytest.raises(UnreadableError, match="prompt and completion of"):
         pick_group([group], entry.model_copy(update={"place": 0}), replace(EXPECTED, context=2))
 
 

@@ -1,4 +1,4 @@
-"""A trainer that dies, at any point of its work, and the next one that goes on to the bits of `shoal train`."""
+"""A trainer that dies at any point, and its successor that resumes to the same bits as `shoal train`."""
 
 import asyncio
 from pathlib import Path
@@ -9,13 +9,13 @@ from fake_swarm import CrashError, FakeSwarm, Life, assert_whole, make_config, r
 
 POINTS = ("before hand-over", "after hand-over", "before announcement", "after announcement")
 VERSIONS = [(0, 1), (1, 1), (3, 1), (4, 1), (1, 3), (4, 3)]
-"""which version is published then, and how many steps there are between checkpoints: it has one, or an earlier one has
-(v0 always has one, as v3 in both)"""
+"""which version is being published, and the number of steps between checkpoints: either it has a checkpoint, or an
+earlier version has (v0 always has one, and v3 in both cases)"""
 
 
 @pytest.mark.parametrize(("number", "every"), VERSIONS)
 @pytest.mark.parametrize("point", POINTS)
-def test_a_trainer_that_dies_while_it_publishes_goes_on_as_if_nothing_had_been(
+def test_a_trainer_that_dies_while_publishing_resumes_as_if_nothing_had_happened(
     tmp_path: Path, swarm: FakeSwarm, point: str, number: int, every: int
 ) -> None:
     config = make_config(tmp_path, f"checkpoint.every={every}")

@@ -1,4 +1,4 @@
-"""kill -9 of a trainer at any of its writes, again and again, and the bits of `shoal train` in the end."""
+"""kill -9 of a trainer at any of its writes, repeatedly, with the bits of `shoal train` in the end."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ import itertools, os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from fake_swarm import FakeSwarm, make_config, run_life  # here, so that the children need not
-import shoal.warmup
+import shoal.train.sft
 
 def die_at(point):
     left = itertools.count(point, -1)
@@ -42,7 +42,7 @@ sys.exit(killed)
 
 
 def test_a_trainer_killed_at_every_kind_of_write_resumes_to_the_same_bits(tmp_path: Path, lagging: Path) -> None:
-    # each process dies at its n-th fsync or rename: warm-up, checkpoints, versions, batches, metrics, the ledger
+    # Each process dies at its n-th fsync or rename: SFT, checkpoints, versions, batches, metrics, the ledger.
     points = "3,40,9,22,35,17,28,13,38,31,25,11,19,33,27,1000000"
     here = str(Path(__file__).parent)
     command = [sys.executable, "-c", KILLER, points, here, str(tmp_path), str(lagging)]

@@ -1,4 +1,4 @@
-"""What a trainer refuses before it begins."""
+"""What a trainer rejects before it starts."""
 
 import asyncio
 from pathlib import Path
@@ -8,15 +8,15 @@ from fake_swarm import BEACON, FakeSwarm, hash_state, make_config, run_life, tra
 
 from shoal.errors import ConfigError
 from shoal.group import GroupShape, plan_group
-from shoal.parquet import read_groups
 from shoal.policy.tokenizer import build_tokenizer
+from shoal.protocol.beacon import BeaconChain, derive_group
+from shoal.protocol.params import RunParams
 from shoal.recipe import Recipe
-from shoal.sampler import open_beacons
-from shoal.swarm.beacon import BeaconChain, derive_group
-from shoal.swarm.params import RunParams
 from shoal.tasks.registry import load_family
-from shoal.train import run_training
-from shoal.trainer.run import TrainerPlace, check_config, check_params, check_recipe, run_trainer
+from shoal.train.loop import run_training
+from shoal.train.rollout_files import read_groups
+from shoal.train.sampler import open_beacons
+from shoal.trainer.run import TrainerPaths, check_config, check_params, check_recipe, run_trainer
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_setting_that_means_nothing_to_a_trainer_is_refused(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"^beacon: "):
         check_config(make_config(tmp_path, override))
     with pytest.raises(ConfigError, match=r"^beacon: "):
-        asyncio.run(run_trainer(make_config(tmp_path, override), TrainerPlace(coordinator="x", origin=tmp_path)))
+        asyncio.run(run_trainer(make_config(tmp_path, override), TrainerPaths(coordinator="x", origin=tmp_path)))
     assert not (tmp_path / "tiny-seed0").exists()
 
 
@@ -53,7 +53,7 @@ def test_a_setting_that_means_nothing_to_a_trainer_is_refused(tmp_path: Path) ->
     ("override", "sentence"),
     [
         ("batch.filter=false", "^batch.filter: false here and true in the run's recipe"),
-        ("length.mode=exact length.targets=[4]", "^length: the run's recipe has other target lengths"),
+        ("length.mode=exact length.targets=[4]", "^length: the run's recipe has different target lengths"),
     ],
 )
 def test_a_trainer_keeps_to_the_recipe(tmp_path: Path, recipe: Recipe, override: str, sentence: str) -> None:

@@ -10,28 +10,28 @@ from typing import Any
 import pytest
 from fake_swarm import hash_state, make_config, train_reference
 
-from shoal.config import RunConfig
+from shoal.config.run import RunConfig
+from shoal.coordinator.service import CoordinatorService, ServiceConfig, open_service
 from shoal.engine.torch import TorchEngine
 from shoal.group import GroupShape, generate_groups, plan_group
-from shoal.keys import Key
+from shoal.identity.keys import Key
 from shoal.learner.filter import has_signal
 from shoal.node.session import Role, Session, open_session
 from shoal.policy.model import open_policy
-from shoal.shardcast.client import Client
-from shoal.submission.bounds import Bounds
-from shoal.submission.claims import read_claims
+from shoal.protocol.beacon import number_beacon
+from shoal.protocol.messages import GroupFinding, Lease, Manifest, Verdict, VerdictStatement
+from shoal.protocol.params import RunParams
+from shoal.shardcast.client import ShardcastClient
+from shoal.shardcast.origin_service import open_origin
+from shoal.submission.limits import SubmissionLimits
 from shoal.submission.parse import parse_submission
+from shoal.submission.read import read_claims
 from shoal.submission.write import write_submission
-from shoal.swarm.beacon import number_beacon
-from shoal.swarm.messages import GroupFinding, Lease, Manifest, Verdict, VerdictStatement
-from shoal.swarm.params import RunParams
-from shoal.swarm.service import Service, ServiceConfig, open_service
 from shoal.tasks.registry import load_family
-from shoal.trainer.origin import run_origin
-from shoal.trainer.run import TrainerPlace, count_most, run_trainer
+from shoal.trainer.run import TrainerPaths, count_most, run_trainer
 
 OPERATOR, TRAINER, JUDGE, PUBLISHER = (Key.generate() for _ in range(4))
-BOUNDS = Bounds(max_rollouts=8, group_size=4, max_tokens=8, vocab_size=1 << 16)
+BOUNDS = SubmissionLimits(max_rollouts=8, group_size=4, max_tokens=8, vocab_size=1 << 16)
 
 
 def make_service(config: RunConfig) -> ServiceConfig:
@@ -52,20 +52,20 @@ def make_service(config: RunConfig) -> ServiceConfig:
 
 
 class Worker:
-    """Computes what it is leased with the newest version there is, and judges it itself under another key."""
+    """Generates its leases with the newest version, and judges them itself under another key."""
 
     def __init__(self, config: RunConfig, folder: Path, origin: str) -> None:
         self.config, self.folder, self.origin = config, folder, origin
         self.family = load_family(config.tasks.name, config.tasks.options)
         self.num_leases = 0
 
-    async def run(self, service: Service) -> None:
+    async def run(self, service: CoordinatorService) -> None:
         async with (
             open_session(service.url, self.folder / "worker", role=Role.WORKER) as worker,
             open_session(
                 service.url, self.folder / "judge", role=Role.VALIDATOR, owner=self.folder / "judge.key"
             ) as judge,
-            await Client.open(
+            await ShardcastClient.open(
                 self.folder / "pulled", [self.origin], run="demo", publisher=PUBLISHER.public, keep=4
             ) as puller,
         ):
@@ -131,7 +131,7 @@ class Core:
         self._origin: asyncio.Task[None] | None = None
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[Service]:
+    async def open(self) -> AsyncIterator[CoordinatorService]:
         TRAINER.save(self.folder / "trainer.key")
         JUDGE.save(self.folder / "judge.key")
         await self.start_origin()
@@ -147,12 +147,12 @@ class Core:
     async def start_origin(self) -> None:
         served: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-        def ready(_: Any, server: Any) -> None:
-            served.set_result(str(server.url))
+        async def serve(port: int) -> None:
+            async with open_origin(self.folder / "origin", run="demo", key=PUBLISHER, port=port) as service:
+                served.set_result(str(service.server.url))
+                await service.run()
 
-        port = int(self.url.rpartition(":")[2]) if self.url else 0
-        work = run_origin(self.folder / "origin", run="demo", key=PUBLISHER, port=port, ready=ready)
-        self._origin = asyncio.create_task(work)
+        self._origin = asyncio.create_task(serve(int(self.url.rpartition(":")[2]) if self.url else 0))
         self.url = await served
 
     async def stop_origin(self) -> None:
@@ -161,9 +161,9 @@ class Core:
             await asyncio.gather(self._origin, return_exceptions=True)
 
     @property
-    def place(self) -> TrainerPlace:
+    def place(self) -> TrainerPaths:
         descriptor = self.folder / "coordinator" / "descriptor.json"
-        return TrainerPlace(
+        return TrainerPaths(
             coordinator=str(descriptor), origin=self.folder / "origin", owner=self.folder / "trainer.key"
         )
 
@@ -201,9 +201,9 @@ def test_origin_and_trainer_may_end_at_any_time_and_the_run_goes_on(tmp_path: Pa
     config = make_run(tmp_path / "swarm", "checkpoint.every=2")
     core = Core(config, tmp_path)
 
-    async def trouble(service: Service) -> None:
-        """The origin is away while v1 is written; the trainer ends right after v2, before its next checkpoint."""
-        mirror = service.coordinator.mirror
+    async def trouble(service: CoordinatorService) -> None:
+        """The origin is down while v1 is written; the trainer ends right after v2, before its next checkpoint."""
+        cache = service.coordinator.cache
         training = asyncio.create_task(run_trainer(config, core.place))
         while not (tmp_path / "pulled" / "v0").exists():
             await asyncio.sleep(0.01)
@@ -211,7 +211,7 @@ def test_origin_and_trainer_may_end_at_any_time_and_the_run_goes_on(tmp_path: Pa
         while not (tmp_path / "swarm/tiny-seed0/versions/v000001").exists():
             await asyncio.sleep(0.01)
         await core.start_origin()
-        while mirror.newest_version < 1:
+        while cache.newest_version < 1:
             await asyncio.sleep(0.01)
         training.cancel()
         await asyncio.gather(training, return_exceptions=True)

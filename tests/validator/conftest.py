@@ -6,70 +6,61 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.fixtures.benches import load_bench
 
-from shoal.policy.model import Policy, open_policy
+from shoal.policy.model import Policy
+from shoal.protocol.messages import Job, Manifest
 from shoal.recipe import Recipe
-from shoal.redteam.offline import Scribe
 from shoal.rollout import Group
-from shoal.submission.jail import Jail
+from shoal.submission.read import ParserPool
 from shoal.submission.write import write_submission
-from shoal.swarm.messages import Job, Manifest
-from shoal.toploc.calibrate import Plan, calibrate_policy
 from shoal.toploc.calibration import Calibration
-from shoal.toploc.prompts import Source
-from shoal.toploc.variants import Way
+from shoal.validator.finding import Assessment
 from shoal.validator.judge import Judge
-from shoal.validator.opinion import Opinion
-from shoal.worker.author import Author, Work
-from shoal.worker.intake import WorkLimits, take_order
+from shoal.worker.behaviour import FinishedWork, WorkerBehaviour
+from shoal.worker.orders import WorkLimits, take_order
+
+OfflineGenerator = load_bench("offline_work").OfflineGenerator
 
 
 @pytest.fixture(scope="session")
-def policies(versions: dict[int, Path]) -> dict[int, Policy]:
-    """The trusted weights."""
-    return {version: open_policy(folder) for version, folder in versions.items()}
+def calibration(tiny_calibration: Calibration) -> Calibration:
+    return tiny_calibration
 
 
 @pytest.fixture(scope="session")
-def calibration(policies: dict[int, Policy]) -> Calibration:
-    ways = [Way(name="engine"), Way(name="transformers", source="plain", batch=64)]
-    plan = Plan(source=Source(tokens=40, temperature=1.0, seed=0), samples=400)
-    return calibrate_policy(policies[0], ways, plan, lambda line: None, name="tiny")
-
-
-@pytest.fixture(scope="session")
-def court(recipe: Recipe, calibration: Calibration) -> Iterator[tuple[asyncio.Runner, Judge]]:
-    """A judge with one reader for all tests: to start one takes longer than to judge."""
+def judge_runner(recipe: Recipe, calibration: Calibration) -> Iterator[tuple[asyncio.Runner, Judge]]:
+    """A judge with one parser for all tests: starting one takes longer than judging."""
     with asyncio.Runner() as runner:
-        jail = runner.run(Jail().__aenter__())
+        jail = runner.run(ParserPool().__aenter__())
         yield runner, Judge(recipe, calibration, jail)
         runner.run(jail.__aexit__(None, None, None))
 
 
 @pytest.fixture(scope="session")
-def run_judge(court: tuple[asyncio.Runner, Judge]) -> Callable[["Case"], Opinion]:
+def run_judge(judge_runner: tuple[asyncio.Runner, Judge]) -> Callable[["Case"], Assessment]:
     """Judges one case."""
-    runner, judge = court
+    runner, judge = judge_runner
     return lambda case: runner.run(judge.judge(case.job, case.path, case.policy))
 
 
 @pytest.fixture(scope="session")
-def judge_together(court: tuple[asyncio.Runner, Judge]) -> Callable[[Sequence["Case"]], list[Opinion]]:
+def judge_together(judge_runner: tuple[asyncio.Runner, Judge]) -> Callable[[Sequence["Case"]], list[Assessment]]:
     """Judges several cases of one version at once."""
-    runner, judge = court
+    runner, judge = judge_runner
     return lambda cases: runner.run(judge.judge_all([(case.job, case.path) for case in cases], cases[0].policy))
 
 
 @dataclass
 class Case:
-    """What was handed in, and what is asked about it."""
+    """A submission, and the job for it."""
 
     job: Job
     path: Path
     policy: Policy
-    judge: Callable[["Case"], Opinion]
+    judge: Callable[["Case"], Assessment]
 
-    def opinion(self) -> Opinion:
+    def opinion(self) -> Assessment:
         return self.judge(self)
 
 
@@ -77,10 +68,10 @@ class Case:
 def hand_in(
     tmp_path: Path, recipe: Recipe, versions: dict[int, Path], policies: dict[int, Policy], run_judge, make_lease
 ) -> Callable[..., Case]:
-    """Does the work of a lease with an author, and lets it be changed before it is packed."""
+    """Does the work of a lease with a behaviour, and lets it be changed before it is packed."""
 
     def make(
-        author: type[Author] = Author,
+        author: type[WorkerBehaviour] = WorkerBehaviour,
         *,
         version: int = 0,
         edit: Callable[[Sequence[Group]], Sequence[Group]] = lambda groups: groups,
@@ -120,9 +111,9 @@ def hand_in(
     return make
 
 
-def write_work(author: Author, versions: dict[int, Path], version: int, order) -> Work:
-    """What the worker's mill does, at one go."""
-    scribe = Scribe(author, slots=8)
+def write_work(author: WorkerBehaviour, versions: dict[int, Path], version: int, order) -> FinishedWork:
+    """Does what the worker's generator does, in one call."""
+    generator = OfflineGenerator(author, slots=8)
     for number in sorted({0, version}):
-        scribe.load(number, versions[number])
-    return scribe.write(order)
+        generator.load(number, versions[number])
+    return generator.write(order)

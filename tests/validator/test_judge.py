@@ -1,4 +1,4 @@
-"""What a validator says of honest work, and of work that is not."""
+"""Verdicts on honest work, and on work that is not."""
 
 import asyncio
 import importlib
@@ -11,18 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.redteam.attacks.int8 import Int8Author
-from shoal.redteam.attacks.stale import StaleAuthor
+from shoal.protocol.messages import RolloutEntry, Verdict
+from shoal.redteam.attacks.weights import Int8Behaviour, StaleBehaviour
 from shoal.rollout import Group, Rollout, Score
-from shoal.swarm.messages import RolloutEntry, Verdict
 from shoal.tasks.base import score_texts
 from shoal.tasks.verify.base import mark_near
-from shoal.validator import meaning
+from shoal.validator import consistency
+from shoal.validator.finding import Assessment
 from shoal.validator.judge import Judge
-from shoal.validator.opinion import Opinion
 
 
-def failed(opinion: Opinion) -> set[str]:
+def failed(opinion: Assessment) -> set[str]:
     return {finding.check for finding in opinion.findings if not finding.passed}
 
 
@@ -53,7 +52,7 @@ def test_the_same_file_gets_the_same_numbers(hand_in) -> None:
     assert case.opinion() == case.opinion()
 
 
-@pytest.mark.parametrize("author", [Int8Author, StaleAuthor])
+@pytest.mark.parametrize("author", [Int8Behaviour, StaleBehaviour])
 def test_other_weights_are_found_out(hand_in, author) -> None:
     opinion = hand_in(author, version=1).opinion()
     assert opinion.verdict is Verdict.HARD
@@ -74,13 +73,13 @@ def test_other_work_than_was_asked_for_is_not_paid(hand_in, changes, check: str)
     assert opinion.verdict is Verdict.SOFT and failed(opinion) == {check}
 
 
-def test_a_reward_that_our_verifier_cannot_be_sure_of_is_held_against_nobody(hand_in, monkeypatch) -> None:
+def test_a_reward_that_our_verifier_cannot_decide_is_inconclusive(hand_in, monkeypatch) -> None:
     def claim(groups: Sequence[Group]) -> Sequence[Group]:
         first, *rest = groups
         return (replace(first, scores=(Score(0.75, ""), *first.scores[1:])), *rest)
 
-    monkeypatch.setattr(meaning, "score_texts", lambda *words: list(map(mark_near, score_texts(*words))))
-    assert hand_in().opinion().verdict is Verdict.ACCEPTED, "two who agree on the number agree"
+    monkeypatch.setattr(consistency, "score_texts", lambda *words: list(map(mark_near, score_texts(*words))))
+    assert hand_in().opinion().verdict is Verdict.ACCEPTED, "equal numbers agree"
     opinion = hand_in(edit=claim).opinion()
     assert opinion.verdict is Verdict.INCONCLUSIVE and failed(opinion) == {"limit"}
 
@@ -126,7 +125,7 @@ def test_proofs_of_another_rollout_are_found_out(hand_in) -> None:
 
 
 def test_copies_that_the_coordinator_names_are_not_paid(hand_in, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meaning, "CHANCE_NATS", 5.0)  # answers this short are no copies otherwise
+    monkeypatch.setattr(consistency, "CHANCE_NATS", 5.0)  # answers this short would not count as copies
     opinion = hand_in(duplicates=(3,)).opinion()
     assert opinion.verdict is Verdict.SOFT and failed(opinion) == {"copy"}
 
@@ -144,7 +143,7 @@ def test_a_manifest_about_something_else_is_a_matter_of_form(hand_in) -> None:
     assert opinion.verdict is Verdict.FORM and failed(opinion) == {"manifest"}
 
 
-def test_a_file_that_is_none_is_a_matter_of_form(hand_in) -> None:
+def test_an_invalid_file_is_a_matter_of_form(hand_in) -> None:
     case = hand_in()
     case.path.write_bytes(b"PAR1" + b"\xff" * 100 + b"PAR1")
     opinion = case.opinion()
@@ -153,20 +152,20 @@ def test_a_file_that_is_none_is_a_matter_of_form(hand_in) -> None:
 
 
 def test_what_is_late_is_computed_to_its_end_before_anything_else_is(
-    hand_in, court: tuple[asyncio.Runner, Judge], monkeypatch: pytest.MonkeyPatch
+    hand_in, judge_runner: tuple[asyncio.Runner, Judge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread cannot be ended: two that replay at once would be late both."""
-    (runner, judge), case, ends = court, hand_in(), threading.Event()
+    """A thread cannot be stopped: two that replay at once would both be late."""
+    (runner, judge), case, ends = judge_runner, hand_in(), threading.Event()
     compute, begun = judge._judge_read, list[bool]()
 
-    def compute_slowly(*args: Any) -> list[Opinion]:
+    def compute_slowly(*args: Any) -> list[Assessment]:
         begun.append(ends.is_set())
         assert ends.wait(60.0)
         return compute(*args)
 
     monkeypatch.setattr(judge, "_judge_read", compute_slowly)
 
-    async def go() -> Opinion:
+    async def go() -> Assessment:
         late = asyncio.create_task(judge.judge(case.job, case.path, case.policy))
         while not begun:
             await asyncio.sleep(0.01)
@@ -183,10 +182,10 @@ def test_what_is_late_is_computed_to_its_end_before_anything_else_is(
 
 
 def test_a_file_may_be_as_large_as_the_run_took_it(hand_in, policies) -> None:
-    """The operator may raise the limit of files at any time; who wrote one of that size is not to blame."""
+    """The operator may raise the file limit at any time; the author of a file of that size is not to blame."""
     case = hand_in()
     large = case.job.model_copy(update={"manifest": case.job.manifest.model_copy(update={"size": 1 << 27})})
-    assert Judge(None, None, None).bound_file(large, policies[0]).file_bytes == 1 << 27  # type: ignore[arg-type]
+    assert Judge(None, None, None).limit_file(large, policies[0]).file_bytes == 1 << 27  # type: ignore[arg-type]
 
 
 def test_a_judge_computes_in_what_the_bench_of_the_loop_calls_prefill(hand_in, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,8 +204,8 @@ def test_a_judge_computes_in_what_the_bench_of_the_loop_calls_prefill(hand_in, m
     assert case.opinion().verdict is Verdict.ACCEPTED and seen == [len(case.job.manifest.rollouts)]
 
 
-def test_without_the_filter_every_accepted_group_counts(hand_in, court, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, (_, judge) = hand_in(), court
+def test_without_the_filter_every_accepted_group_counts(hand_in, judge_runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, (_, judge) = hand_in(), judge_runner
     assert not all(group.signal for group in case.opinion().groups)
     monkeypatch.setattr(judge, "_recipe", judge._recipe.model_copy(update={"filter": False}))
     assert all(group.signal for group in case.opinion().groups)

@@ -1,4 +1,4 @@
-"""A canary's own word on its work, held against the validator's verdict."""
+"""A canary's own claim about its work, compared with the validator's verdict."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,23 +6,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shoal.protocol.messages import Verdict
+from shoal.protocol.params import MILLION
 from shoal.recipe import Recipe
-from shoal.redteam.attacks.int8 import Int8Author
-from shoal.redteam.attacks.stale import StaleAuthor
-from shoal.redteam.bad_work import BadWork
-from shoal.redteam.planted import PlantedAuthor
-from shoal.swarm.messages import Verdict
-from shoal.swarm.params import MILLION
+from shoal.redteam.attacks.weights import Int8Behaviour, StaleBehaviour
+from shoal.redteam.behaviours.planted import PlantedBehaviour
+from shoal.redteam.canary import CanaryWork
 from shoal.toploc.calibration import Calibration
-from shoal.worker.author import Author, Work
+from shoal.worker.behaviour import FinishedWork, WorkerBehaviour
 
 
-class EditedAuthor(Author):
-    """Changes the log-probs of one rollout, by so much."""
+class EditedAuthor(WorkerBehaviour):
+    """Changes the log-probs of one rollout by a given amount."""
 
     shift = 1.0
 
-    def finish(self, work: Work) -> Work:
+    def finish(self, work: FinishedWork) -> FinishedWork:
         first, *rest = work.groups
         edited = replace(first.rollouts[0], logprobs=first.rollouts[0].logprobs - np.float32(self.shift))
         return replace(work, groups=(replace(first, rollouts=(edited, *first.rollouts[1:])), *rest))
@@ -30,13 +29,13 @@ class EditedAuthor(Author):
 
 @pytest.fixture
 def plant(hand_in, tmp_path: Path, calibration: Calibration):
-    """The validator's verdict on a canary's work, the leases it calls bad, and the job."""
+    """The validator's verdict on a canary's work, the leases that it declares bad, and the job."""
 
-    def make(author: type[Author], *, version: int = 0, check_ppm: int = MILLION):
-        bad = BadWork(tmp_path)
+    def make(author: type[WorkerBehaviour], *, version: int = 0, check_ppm: int = MILLION):
+        bad = CanaryWork(tmp_path)
 
-        def open_author(recipe: Recipe) -> Author:
-            return PlantedAuthor(author(recipe), calibration, bad, check_ppm=check_ppm)
+        def open_author(recipe: Recipe) -> WorkerBehaviour:
+            return PlantedBehaviour(author(recipe), calibration, bad, check_ppm=check_ppm)
 
         case = hand_in(open_author, version=version)
         return case.opinion().verdict, set(bad.list_leases()), case.job
@@ -44,14 +43,14 @@ def plant(hand_in, tmp_path: Path, calibration: Calibration):
     return make
 
 
-@pytest.mark.parametrize(("author", "version"), [(StaleAuthor, 1), (Int8Author, 0), (EditedAuthor, 0)])
+@pytest.mark.parametrize(("author", "version"), [(StaleBehaviour, 1), (Int8Behaviour, 0), (EditedAuthor, 0)])
 def test_what_a_canary_calls_bad_is_what_a_validator_rejects(plant, hand_in, author, version: int) -> None:
     verdict, bad, job = plant(author, version=version)
     assert (verdict, bad) == (Verdict.HARD, {"l1"})
-    assert job.manifest == hand_in(author, version=version).job.manifest, "it hands in what the cheat made"
+    assert job.manifest == hand_in(author, version=version).job.manifest, "it submits what the cheat made"
 
 
-@pytest.mark.parametrize(("author", "version"), [(Author, 1), (StaleAuthor, 0)])
+@pytest.mark.parametrize(("author", "version"), [(WorkerBehaviour, 1), (StaleBehaviour, 0)])
 def test_what_a_validator_accepts_a_canary_does_not_call_bad(plant, author, version: int) -> None:
     verdict, bad, _ = plant(author, version=version)
     assert (verdict, bad) == (Verdict.ACCEPTED, set())

@@ -1,8 +1,8 @@
-"""Which rollouts are looked at."""
+"""Which rollouts are checked."""
 
 import pytest
 
-from shoal.validator.opinion import spell_number
+from shoal.validator.finding import spell_number
 from shoal.validator.proof import draw_positions
 
 

@@ -1,9 +1,9 @@
-"""A verdict of the ledger beside what the same job gives here."""
+"""A verdict of the ledger, compared with the result for the same job here."""
 
 import pytest
 
-from shoal.swarm.messages import Finding, SubmissionState, Verdict, VerdictStatement
-from shoal.validator.opinion import note_breach, note_measure, reject
+from shoal.protocol.messages import Finding, SubmissionState, Verdict, VerdictStatement
+from shoal.validator.finding import measurement, rejected, violation
 from shoal.validator.review import Match, find_outcome, review_verdict
 
 
@@ -12,7 +12,7 @@ def state(verdict: Verdict, *findings: Finding, tokens: int = 0) -> VerdictState
 
 
 def measure(statistic: float, check: str = "sampling", where: str = "g0.1, token 3") -> Finding:
-    return note_measure(check, statistic, 0.5, where)
+    return measurement(check, statistic, 0.5, where)
 
 
 def test_the_accused_finds_the_numbers_of_its_verdict(hand_in) -> None:
@@ -25,7 +25,7 @@ def test_the_accused_finds_the_numbers_of_its_verdict(hand_in) -> None:
 
 def test_a_verdict_that_was_made_up_differs(hand_in) -> None:
     case = hand_in()
-    lie = reject(Verdict.HARD, [note_measure("sampling", 0.9, 1e-5, "g0.1, token 3")]).state(case.job)
+    lie = rejected(Verdict.HARD, [measurement("sampling", 0.9, 1e-5, "g0.1, token 3")]).state(case.job)
     review = review_verdict(lie, case.opinion().state(case.job))
     assert review.match is Match.DIFFERS
     assert find_outcome([review], SubmissionState.HARD) is Match.DIFFERS
@@ -61,8 +61,8 @@ def test_other_tokens_differ_whatever_the_findings_say() -> None:
 
 
 def test_a_validator_that_could_not_look_says_nothing_to_compare() -> None:
-    trouble = state(Verdict.INCONCLUSIVE, note_breach("weights", "v0 is gone"))
-    found = state(Verdict.SOFT, note_breach("reward", "g0.1: 1.0 claimed, 0.0 found"))
+    trouble = state(Verdict.INCONCLUSIVE, violation("weights", "v0 is gone"))
+    found = state(Verdict.SOFT, violation("reward", "g0.1: 1.0 claimed, 0.0 found"))
     blind, sees = review_verdict(trouble, found), review_verdict(found, found)
     assert blind.is_trouble and not sees.is_trouble
     assert find_outcome([blind], SubmissionState.INCONCLUSIVE) is None

@@ -1,4 +1,4 @@
-"""Several submissions judged at once: each gets the numbers that it gets alone, to the last bit."""
+"""Several submissions judged at once: each gets the same numbers as alone, to the last bit."""
 
 import shutil
 from dataclasses import replace
@@ -8,21 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.redteam.attacks.int8 import Int8Author
-from shoal.swarm.messages import Verdict
-from shoal.swarm.params import MILLION
-from shoal.toploc.check import Batch, Report, check_batches
+from shoal.protocol.messages import Verdict
+from shoal.protocol.params import MILLION
+from shoal.redteam.attacks.weights import Int8Behaviour
+from shoal.toploc.check import CheckBatch, RolloutReport, check_batches
 from shoal.toploc.chunks import ChunkStats
-from shoal.toploc.sequence import Stream
+from shoal.toploc.sequential_test import EvidenceStream
 from shoal.validator import proof
-from shoal.validator.meaning import Meaning
-from shoal.validator.proof import Case, check_proofs
-from shoal.worker.author import Author
+from shoal.validator.consistency import ConsistencyCheck
+from shoal.validator.proof import ProofCase, check_proofs
+from shoal.worker.behaviour import WorkerBehaviour
 
 
 @pytest.fixture
 def stack(hand_in, tmp_path: Path):
-    """Hands in work and keeps its file beside those of others."""
+    """Submits work and keeps its file next to those of others."""
 
     def keep(name: str, *args: object, **changes: object):
         case = hand_in(*args, **changes)
@@ -35,12 +35,12 @@ def stack(hand_in, tmp_path: Path):
 
 def test_opinions_are_the_same_together_and_alone(stack, judge_together) -> None:
     cases = [
-        stack("a", Author),
-        stack("bb", Int8Author),
-        stack("ccc", Author, check_ppm=MILLION // 2, check_seed="ef" * 32),
-        stack("dddd", Author),
-        stack("eeeee", Author, first=1),
-        stack("ffffff", Author, edit_proofs=lambda proofs: proofs | {"g0.0": []}),
+        stack("a", WorkerBehaviour),
+        stack("bb", Int8Behaviour),
+        stack("ccc", WorkerBehaviour, check_ppm=MILLION // 2, check_seed="ef" * 32),
+        stack("dddd", WorkerBehaviour),
+        stack("eeeee", WorkerBehaviour, first=1),
+        stack("ffffff", WorkerBehaviour, edit_proofs=lambda proofs: proofs | {"g0.0": []}),
     ]
     cases[3].path.write_bytes(b"PAR1 is not all that it takes PAR1")
     alone = [case.opinion() for case in cases]
@@ -52,12 +52,16 @@ def test_opinions_are_the_same_together_and_alone(stack, judge_together) -> None
 
 
 def test_a_bound_on_memory_changes_no_number(stack, judge_together, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [stack("a", Author), stack("bb", Int8Author), stack("ccc", Author, check_ppm=MILLION // 4)]
+    cases = [
+        stack("a", WorkerBehaviour),
+        stack("bb", Int8Behaviour),
+        stack("ccc", WorkerBehaviour, check_ppm=MILLION // 4),
+    ]
     whole = judge_together(cases)
     sizes: list[int] = []
     real = check_batches
 
-    def count(models, batches, *args, **changes) -> list[list[Report]]:
+    def count(models, batches, *args, **changes) -> list[list[RolloutReport]]:
         sizes.append(len(batches))
         return real(models, batches, *args, **changes)
 
@@ -67,15 +71,15 @@ def test_a_bound_on_memory_changes_no_number(stack, judge_together, monkeypatch:
     assert sizes == [1, 1, 1]
 
 
-def test_reports_are_the_same_to_the_bit(stack, court, policies, calibration, recipe) -> None:
+def test_reports_are_the_same_to_the_bit(stack, judge_runner, policies, calibration, recipe) -> None:
     """Not only in the six digits that a verdict shows."""
-    runner, judge = court
-    batches: list[Batch] = []
-    for name, author in (("a", Author), ("bb", Int8Author), ("ccc", Author)):
+    runner, judge = judge_runner
+    batches: list[CheckBatch] = []
+    for name, author in (("a", WorkerBehaviour), ("bb", Int8Behaviour), ("ccc", WorkerBehaviour)):
         case = stack(name, author, check_ppm=MILLION // len(name))
         contents = runner.run(judge._read(case.job, case.path, case.policy))
-        plans = Meaning(recipe, case.policy.tokenizer).plan(case.job)
-        batches.append(Case(job=case.job, plans=plans, contents=contents).draw())
+        plans = ConsistencyCheck(recipe, case.policy.tokenizer).plan(case.job)
+        batches.append(ProofCase(job=case.job, plans=plans, contents=contents).draw())
     policy = policies[0]
     values = {"eos_id": policy.eos_id, "seeded": recipe.seeded}
     together = check_batches({0: policy.model}, batches, calibration, **values)
@@ -92,17 +96,17 @@ def test_nothing_to_check_is_no_mistake(policies, calibration) -> None:
 def test_small_faults_in_every_rollout_are_found_though_each_alone_would_pass(
     hand_in, calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All rollouts of a submission are evidence together: who stays below every threshold everywhere is found by it."""
+    """All rollouts of a submission are combined evidence: it finds a worker that stays below every single threshold."""
     case, real = hand_in(), check_batches
     alone: list[bool] = []
 
-    def blur(models, batches, *args, **changes) -> list[list[Report]]:
+    def blur(models, batches, *args, **changes) -> list[list[RolloutReport]]:
         (reports,) = real(models, batches, *args, **changes)
         alone.extend(finding.failed for report in reports for finding in report.findings)
         return [[replace(report, chunks=tuple(map(raise_drift, report.chunks))) for report in 4 * reports]]
 
     def raise_drift(chunk: ChunkStats) -> ChunkStats:
-        levels = calibration.bets[chunk.is_full][Stream.LOGPROB].levels
+        levels = calibration.bets[chunk.is_full][EvidenceStream.LOGPROB].levels
         return replace(chunk, logprob_mean=2.0 * max(level.value for level in levels))
 
     monkeypatch.setattr(proof, "check_batches", blur)

@@ -1,1 +1,1 @@
-"""Commands of `shoal` beside those of a single run: flags and printing, the work is done elsewhere."""
+"""The commands of `shoal`: declaration, flags and printing. The work is done in the other packages."""

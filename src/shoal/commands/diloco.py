@@ -1,78 +1,196 @@
-"""`shoal diloco`: training across sites that average once in a while.
+"""`shoal diloco`: train on several sites that average their weights periodically.
 
     shoal diloco train      all peers in this process, on a text
-    shoal diloco reduce     average for peers elsewhere (see `diloco_http`)
-    shoal diloco join       train as one of them
+    shoal diloco reduce     run the reducer, which averages for remote peers
+    shoal diloco join       train as one of the peers
 
-What a command needs is imported when it runs, so that help and mistakes come at once.
+One run across sites, over HTTP:
+
+    shoal diloco reduce run.toml --start-peers 2
+    shoal diloco join http://HOST:8710 run.toml --reducer KEY
 """
 
 import argparse
-import sys
-from functools import partial
+import asyncio
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.commands.broadcast_flags import Commands
-from shoal.commands.diloco_http import add_http
-from shoal.errors import ConfigError
+from shoal.commands import common
+from shoal.commands.common import CliCommand, CommandParser, flag
+from shoal.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
+    from shoal.diloco.http.service import ReducerService
+    from shoal.diloco.http.settings import ReducerConfig
+    from shoal.diloco.outer import DilocoPlan
     from shoal.diloco.settings import DilocoConfig
+    from shoal.diloco.state import OuterState
+
+logger = logging.getLogger(__name__)
 
 
-def add_commands(commands: Commands) -> None:
-    """Add the parsers of these commands."""
-    text = "train one model on several sites that average once in a while (DiLoCo)"
-    diloco = commands.add_parser("diloco", help=text, description=text, allow_abbrev=False)
-    parts = diloco.add_subparsers(metavar="COMMAND", title="commands", required=True)
-    _add_train(parts)
-    add_http(parts)
+def _add_reduce(parser: CommandParser) -> None:
+    add = parser.add_argument
+    add("--data", type=Path, metavar="DIR", help="folder of the reducer (default: OUT/NAME-reducer)")
+    add("--listen", default="127.0.0.1:8710", metavar="HOST:PORT", help="address to listen on (default: %(default)s)")
+    add("--public", action="store_true", help="allow an address that other machines can reach")
+    count = "peers that must have joined before the first round"
+    add("--start-peers", type=int, default=1, metavar="N", help=f"{count} (default: %(default)s)")
+    whom = "public key of an allowed peer; repeatable (default: any peer that does the proof of work)"
+    add("--peer", action="append", default=[], metavar="KEY", help=whom)
+    lost = "the folder was lost: recover the state that most peers hold (copy reducer.key into the new folder first)"
+    add("--rebuild", action="store_true", help=lost)
+    add("--tls-cert", default="", metavar="FILE", help="certificate, PEM (default: plain HTTP)")
+    add("--tls-key", default="", metavar="FILE", help="private key of the certificate, PEM")
 
 
-def _add_train(parts: Commands) -> None:
-    text = "train with all peers in this process; the same command resumes an unfinished run"
-    train = parts.add_parser("train", help=text, description=text, allow_abbrev=False)
-    source = "a TOML file (default: the built-in settings)"
-    example = "key=value sets one setting over it, e.g. data.source=book.txt"
-    train.add_argument("inputs", nargs="*", metavar="CONFIG key=value", help=f"{source}; {example}")
-    train.add_argument("--dry-run", action="store_true", help="print the resolved settings, check them and stop")
-    train.describe_settings = describe_settings
-    train.set_defaults(command=run_train, goes_on="; a run goes on from its last checkpoint")
-
-
-def describe_settings() -> str:
-    """Every setting of a run."""
-    import shutil
-
-    from shoal.diloco.settings import DilocoConfig
-    from shoal.schema import describe_settings as describe
-
-    return describe(DilocoConfig, max(100, shutil.get_terminal_size((120, 24)).columns))
-
-
-def load_inputs(inputs: list[str]) -> "DilocoConfig":
-    """The settings that a command's arguments name: a file first, unless there is none, then overrides."""
-    from shoal.config import build_config
-    from shoal.diloco.settings import DilocoConfig
-    from shoal.toml import read_toml
-
-    has_file = bool(inputs) and "=" not in inputs[0]
-    data = read_toml(Path(inputs[0])) if has_file else {}
-    return build_config(DilocoConfig, data, inputs[1:] if has_file else inputs)
+def _add_join(parser: CommandParser) -> None:
+    add = parser.add_argument
+    add("--reducer", metavar="KEY", help="the reducer's public key (default: trust the key it presents)")
+    add("--also", action="append", default=[], metavar="URL", help="another address of the reducer; repeatable")
+    add("--authority", type=Path, metavar="FILE", help="CA certificates to trust instead of the system's")
+    add("--delay", type=int, default=0, metavar="N", help="inner steps during a transfer (default: 0)")
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Train with the local engine."""
-    config = load_inputs(args.inputs)
-    if not config.data.source:
-        raise ConfigError("data.source: name a text to train on, e.g. data.source=book.txt")
+    """Train with all peers in this process, or resume the run."""
+    config = _load_settings(args.inputs)
     if args.dry_run:
-        from shoal.config import dump_config
-
-        print(dump_config(config), end="")
-        return 0
+        return common.print_settings(config)
     from shoal.diloco.train import run_local
 
-    print(run_local(config, partial(print, file=sys.stderr, flush=True)))
+    print(run_local(config))
     return 0
+
+
+def run_reduce(args: argparse.Namespace) -> int:
+    """Run the reducer, which averages for remote peers, or resume it."""
+    from shoal.util.disk import guard_disk
+
+    config, settings = _load_settings(args.inputs), _build_settings(args)
+    data = args.data or Path(config.out).expanduser() / f"{config.name}-reducer"
+    if args.rebuild and not (data / "reducer.key").exists():
+        raise ConfigError(f"{data / 'reducer.key'}: missing; peers identify the reducer by this key")
+    data.mkdir(parents=True, exist_ok=True)
+    with guard_disk(data):
+        return common.run_until_stopped(_serve(config, settings, data, rebuild=args.rebuild))
+
+
+def run_join(args: argparse.Namespace) -> int:
+    """Train as one site of a run; continues while the reducer is away."""
+    from shoal.diloco.http.client import ReducerUnavailableError, fetch_card
+    from shoal.diloco.http.messages import MessageError
+    from shoal.diloco.http.service import settle_plan
+    from shoal.diloco.round import AveragerUnavailableError
+    from shoal.net.client import parse_endpoint
+
+    config = _load_settings(args.inputs)
+    if not 0 <= args.delay < config.rules.interval:
+        raise ConfigError(f"--delay: must be from 0 to {config.rules.interval - 1}, less than rules.interval")
+    places = [parse_endpoint(url, args.authority) for url in (args.url, *args.also)]
+    try:
+        reducer, plan = asyncio.run(fetch_card(places[0], args.reducer))
+    except MessageError as error:
+        raise ConfigError(f"{args.url}: not a reducer, or not the one in --reducer ({error})") from None
+    except ReducerUnavailableError as error:
+        raise UnavailableError(f"the reducer does not answer: {error}") from None
+    from shoal.diloco.outer import DilocoPlan
+    from shoal.diloco.site import ReducerAccess, run_site
+
+    if settle_plan(DilocoPlan(config.name, plan.sizes, config.rules, config.data.lanes)) != plan:
+        raise ConfigError("name, data.lanes or rules differ from those of the run; use the reducer's settings file")
+    if args.reducer is None:
+        logger.warning("trusting the reducer's key %s on first use; pass --reducer to pin it", reducer)
+    try:
+        print(run_site(config, plan, ReducerAccess(places, reducer, args.delay)))
+    except AveragerUnavailableError as error:
+        raise UnavailableError(f"the reducer does not answer: {error}") from None
+    return 0
+
+
+async def _serve(config: "DilocoConfig", settings: "ReducerConfig", data: Path, *, rebuild: bool) -> int:
+    from shoal.diloco.http.service import open_reducer
+
+    plan, initial = await asyncio.to_thread(_find_start, config, data)
+    async with open_reducer(settings, data, plan, initial=None if rebuild else initial) as service:
+        print(describe_service(service, data), flush=True)
+        await service.run()
+    return 0
+
+
+def _find_start(config: "DilocoConfig", data: Path) -> "tuple[DilocoPlan, OuterState | None]":
+    """The run's plan, and its initial state if the folder is new."""
+    from shoal.diloco.http.service import read_plan
+
+    if (known := read_plan(data)) is not None:
+        return known, None
+    from shoal.diloco.site import make_start
+
+    return make_start(config)
+
+
+def describe_service(service: "ReducerService", data: Path) -> str:
+    """Describe the state, the address, the folder and how to join."""
+    context = service.context
+    phase = "waiting for the peers' state" if context.is_recovering else f"state {context.reducer.state.hash[:16]}"
+    lines = [
+        f"reducer of run {context.plan.run}: {phase}",
+        f"  serving   {service.url}",
+        f"  folder    {data}",
+        f"  to join   shoal diloco join {service.url} CONFIG --reducer {service.public}",
+    ]
+    return "\n".join(lines)
+
+
+def _load_settings(inputs: list[str]) -> "DilocoConfig":
+    from shoal.config.run import build_config
+    from shoal.config.toml import read_toml
+    from shoal.diloco.settings import DilocoConfig
+
+    path, overrides = common.split_inputs(inputs)
+    config = build_config(DilocoConfig, {} if path is None else read_toml(path), overrides)
+    if not config.data.source:
+        raise ConfigError("data.source: missing; set the text to train on, e.g. data.source=book.txt")
+    return config
+
+
+def _build_settings(args: argparse.Namespace) -> "ReducerConfig":
+    from shoal.config.run import build_config
+    from shoal.diloco.http.settings import ReducerConfig
+    from shoal.identity.keys import check_public
+    from shoal.net.sockets import is_loopback
+
+    host, port = common.parse_address(args.listen)
+    if not args.public and not is_loopback(host):
+        raise ConfigError(f"{host}: reachable from other machines; add --public if that is intended")
+    if bool(args.tls_cert) != bool(args.tls_key):
+        raise ConfigError("--tls-cert and --tls-key: give both or neither")
+    named = {
+        "host": host,
+        "port": port,
+        "start_peers": args.start_peers,
+        "peers": tuple(check_public(text) for text in args.peer),
+        "tls_certificate": args.tls_cert,
+        "tls_key": args.tls_key,
+    }
+    return build_config(ReducerConfig, named, ())
+
+
+_SHARED = "a TOML file with the run's settings, and key=value overrides; the same for the reducer and all sites"
+_INPUTS = flag("inputs", nargs="*", metavar="CONFIG key=value", help=_SHARED)
+_URL = flag("url", metavar="URL", help="address of the reducer, http://HOST:PORT or https://HOST")
+_JOINED = "; the same command resumes from the run's newest state"
+_ACTIONS = (
+    CliCommand(
+        "train",
+        run_train,
+        (common.name_inputs(example="data.source=book.txt"), common.DRY_RUN),
+        settings="shoal.diloco.settings:DilocoConfig",
+        resumes="; the same command resumes from the last checkpoint",
+    ),
+    CliCommand("reduce", run_reduce, (_INPUTS, _add_reduce), resumes="; the same command resumes from its folder"),
+    CliCommand("join", run_join, (_URL, _INPUTS, _add_join), resumes=_JOINED),
+)
+_ABOUT = "train one model on several sites that average periodically (DiLoCo)"
+COMMANDS = (CliCommand("diloco", text=_ABOUT, actions=_ACTIONS),)

@@ -1,204 +1,227 @@
-"""`shoal ledger verify`, `show`, `prove` and `check`: read a ledger, from its database or over HTTP, and say what it
-holds.
+"""`shoal ledger verify`, `show`, `prove`, `check` and `tasks`: read a ledger, from its database or over HTTP.
 
-They only read, so they may run beside the coordinator. A proof is checked before it is handed out, and can be checked
-again with the coordinator's public key alone.
+All of them only read, so they can run next to the coordinator. Checking a proof again needs only the coordinator's
+public key.
 """
 
 import argparse
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import SQLAlchemyError
-
-from shoal.commands.swarm_call import Outcome, finish, read_descriptor, read_file, run_work
+from shoal.commands import common
+from shoal.commands.common import CliCommand, CommandParser, CommandResult, flag
 from shoal.errors import ConfigError
-from shoal.files import write_output
-from shoal.keys import check_public
-from shoal.runname import check_run
-from shoal.swarm.bundle import Bundle
-from shoal.swarm.clock import show_time
-from shoal.swarm.db import is_sqlite, open_engine, read_snapshot, show_url
-from shoal.swarm.event import Event, EventError
-from shoal.swarm.head import HeadError, SignedHead
-from shoal.swarm.merkle import prove_inclusion
-from shoal.swarm.migrate import check_schema
-from shoal.swarm.postings import MICRO
-from shoal.swarm.projection import Projection
-from shoal.swarm.rows import (
-    MAX_SEQ,
-    NodeReader,
-    RowError,
-    count_events,
-    find_event,
-    read_event,
-    read_events,
-    read_newest_head,
-)
-from shoal.swarm.state import PROJECTIONS
-from shoal.swarm.verify import Report, verify_ledger
+from shoal.util.clock import show_time
+from shoal.util.files import check_output, write_output
+from shoal.util.units import check_run
+
+if TYPE_CHECKING:
+    from shoal.audit.verify import AuditReport
+    from shoal.ledger.db import Projection
+    from shoal.ledger.event import Event
+    from shoal.ledger.head import InclusionProof, SignedHead
 
 EXIT_BROKEN = 1
-"""The ledger is not what it claims to be."""
+"""the ledger is invalid"""
 MAX_SHOWN = 10_000
 _BODY_CHARS = 100
+_EXAMPLES = 10
+"""number of tasks to print"""
+
+
+_PLACE = "a coordinator's folder, its database (a file or postgresql://...), or its address (http://..., https://...)"
+_LEDGER = (flag("where", type=common.parse_where, metavar="LEDGER", help=_PLACE), common.AUTHORITY)
+
+
+def _add_verify(parser: CommandParser) -> None:
+    add = parser.add_argument
+    add("--head", type=Path, metavar="FILE", help="a head that the ledger must extend, e.g. a node's DIR/head.json")
+    add("--coordinator", metavar="HEX", help="public key of the coordinator that must have signed it (default: any)")
+    add("--copy", type=Path, metavar="FILE", help="with an address: keep the copy, continue from it next time")
+
+
+def _add_show(parser: CommandParser) -> None:
+    add = parser.add_argument
+    add("event", nargs="?", metavar="EVENT", help="number of an event, or its hash in a database")
+    add("--from", dest="first", type=int, metavar="N", help="first event to list (default: the last ones)")
+    add("--count", type=int, default=20, metavar="N", help="number of events to list (%(default)s)")
+
+
+def _add_check(parser: CommandParser) -> None:
+    add = parser.add_argument
+    add("proof", type=Path, metavar="FILE", help="the proof")
+    add("--descriptor", type=Path, metavar="FILE", help="the run's descriptor")
+    add("--run", metavar="NAME", help="name of the run, if there is no descriptor")
+    add("--coordinator", metavar="HEX", help="the coordinator's public key, if there is no descriptor")
+
+
+def _add_tasks(parser: CommandParser) -> None:
+    add = parser.add_argument
+    add("--recipe", type=Path, required=True, metavar="FILE", help="the run's recipe")
+    add("--tasks", type=Path, metavar="FILE", help="its task set, if it has one; any format with the same content")
+    add("--out", type=Path, metavar="FILE", help="JSONL file to write, one line per group")
 
 
 def run_verify(args: argparse.Namespace) -> int:
+    """Recompute chain, signatures, sums, heads, tables and decisions."""
+    from shoal.audit.database import find_database
+    from shoal.identity.keys import check_public
+
     expected = None if args.coordinator is None else check_public(args.coordinator)
     held = None if args.head is None else load_head(args.head)
-    if is_address(args.where):
-        from shoal.commands.ledger_remote import verify_remote
-
-        return run_work(verify_remote(args.where, args.copy, held, expected, args.ca), as_json=args.json)
+    if common.is_address(args.where):
+        return common.run_query(_verify_remote(args, held, expected), as_json=args.json)
     if args.copy is not None:
-        raise ConfigError("--copy: is for the ledger at an address; this one is here already")
-    return finish(verify_database(find_database(args.where), held=held, expected=expected), as_json=args.json)
-
-
-def run_show(args: argparse.Namespace) -> int:
-    if not 1 <= args.count <= MAX_SHOWN:
-        raise ConfigError(f"--count: must be from 1 to {MAX_SHOWN}")
-    if args.first is not None and args.first < 0:
-        raise ConfigError("--from: must be 0 or more")
-    if is_address(args.where):
-        from shoal.commands.ledger_remote import show_remote
-
-        return run_work(show_remote(args.where, args.event, args.first, args.count, args.ca), as_json=args.json)
-    outcome = show_events(find_database(args.where), event=args.event, first=args.first, count=args.count)
-    return finish(outcome, as_json=args.json)
-
-
-def run_prove(args: argparse.Namespace) -> int:
-    if is_address(args.where):
-        from shoal.commands.ledger_remote import prove_remote
-
-        return run_work(prove_remote(args.where, args.event, args.out, args.ca))
-    return finish(write_proof(prove_event(find_database(args.where), args.event), args.out))
-
-
-def run_check(args: argparse.Namespace) -> int:
-    if args.descriptor is not None:
-        descriptor, _ = read_descriptor(args.descriptor)
-        run, coordinator = descriptor.run, descriptor.coordinator
-    elif args.run is None or args.coordinator is None:
-        raise ConfigError("give --descriptor, or --run and --coordinator: whose ledger the proof is about")
-    else:
-        run, coordinator = _check_name(args.run), check_public(args.coordinator)
-    return finish(check_proof(args.proof, run=run, coordinator=coordinator))
-
-
-def is_address(text: str) -> bool:
-    """Whether a ledger is to be asked for over HTTP."""
-    return text.startswith(("http://", "https://"))
-
-
-def find_database(text: str) -> str:
-    """The database that a user means: by its URL, as a file, or that in a coordinator's folder."""
-    if "://" not in text and Path(text).is_dir():
-        return str(Path(text) / "ledger.db")
-    return text
+        raise ConfigError("--copy: only for a ledger at an address; this one is local")
+    result = verify_database(find_database(args.where), held=held, expected=expected)
+    return common.print_result(result, as_json=args.json)
 
 
 def verify_database(
     url: str,
     *,
-    held: SignedHead | None = None,
+    held: "SignedHead | None" = None,
     expected: str | None = None,
-    projections: Sequence[Projection] = PROJECTIONS,
-) -> Outcome:
-    """Check everything that can be checked; `held` is a node's head, which the ledger must extend."""
+    projections: "Sequence[Projection] | None" = None,
+) -> CommandResult:
+    """Check everything that can be checked. `held` is a head stored by a node, which the ledger must extend."""
+    from shoal.audit.database import open_reader
+    from shoal.audit.verify import verify_ledger
+    from shoal.coordinator.state import PROJECTIONS
+
     with open_reader(url) as engine:
-        report = verify_ledger(engine, projections=projections, held=held)
+        report = verify_ledger(engine, projections=PROJECTIONS if projections is None else projections, held=held)
     return describe_report(report, expected)
 
 
-def show_events(url: str, *, event: str | None = None, first: int | None = None, count: int = 20) -> Outcome:
-    """One event in full, or `count` events, one per line: from `first` on, or the last ones."""
-    with open_reader(url) as engine, read_ledger(engine) as connection:
-        if event is not None:
-            return show_one(_choose_event(connection, event))
-        size = count_events(connection)
-        start = max(0, size - count) if first is None else min(max(0, first), MAX_SEQ - count)
-        events = list(read_events(connection, start, start + count))
-        for one in events:
-            _check_event(one)
-        return show_many(events, size)
+async def _verify_remote(args: argparse.Namespace, held: "SignedHead | None", expected: str | None) -> CommandResult:
+    from shoal.audit.remote import RemoteLedgerError, verify_remote
+
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+        path = args.copy or Path(folder) / "ledger.db"
+        async with common.open_client(args.where, args.ca) as client:
+            descriptor, _ = await common.fetch_descriptor(client)
+            try:
+                report = await verify_remote(client, descriptor, path, held)
+            except RemoteLedgerError as error:
+                text = f"ledger at {args.where}: BROKEN\n  {error}"
+                return CommandResult(EXIT_BROKEN, text, {"holds": False, "text": str(error)})
+    return describe_report(report, expected)
 
 
-def prove_event(url: str, event: str) -> Bundle:
-    """The proof that an event is in the ledger, checked."""
-    with open_reader(url) as engine, read_ledger(engine) as connection:
-        chosen = _choose_event(connection, event)
-        genesis = _choose_event(connection, "0").content
-        run = str(genesis.get("run"))
-        head = read_newest_head(connection, run)
-        if head is None or head.head.size <= chosen.seq:
-            raise ConfigError(f"event {chosen.seq}: no signed head covers it yet; the coordinator signs one soon")
-        path = prove_inclusion(NodeReader(connection), chosen.seq, head.head.size)
-    bundle = Bundle(chosen, head, tuple(path))
+def run_show(args: argparse.Namespace) -> int:
+    """Show one event in full, or list the last ones."""
+    if not 1 <= args.count <= MAX_SHOWN:
+        raise ConfigError(f"--count: must be from 1 to {MAX_SHOWN}")
+    if args.first is not None and args.first < 0:
+        raise ConfigError("--from: must be 0 or more")
+    if common.is_address(args.where):
+        return common.run_query(_show_remote(args), as_json=args.json)
+    from shoal.audit.database import find_database
+
+    result = show_events(find_database(args.where), event=args.event, first=args.first, count=args.count)
+    return common.print_result(result, as_json=args.json)
+
+
+def show_events(url: str, *, event: str | None = None, first: int | None = None, count: int = 20) -> CommandResult:
+    """Show one event in full, or list `count` events, one per line: starting at `first`, or the last ones."""
+    from shoal.audit.database import read_one, read_range
+
+    return _show_list(*read_range(url, first, count)) if event is None else _show_one(read_one(url, event))
+
+
+async def _show_remote(args: argparse.Namespace) -> CommandResult:
+    """Like `show_events`, but only for events that a signed head covers."""
+    from shoal.audit.remote import fetch_events, fetch_proof
+
+    async with common.open_client(args.where, args.ca) as client:
+        if args.event is None:
+            return _show_list(*await fetch_events(client, args.first, args.count))
+        descriptor, _ = await common.fetch_descriptor(client)
+        return _show_one((await fetch_proof(client, descriptor, args.event)).event)
+
+
+def run_prove(args: argparse.Namespace) -> int:
+    """Print a checked proof that an event is in the ledger."""
+    if common.is_address(args.where):
+        return common.run_query(_prove_remote(args))
+    from shoal.audit.database import find_database, prove_event
+
+    return common.print_result(_write_proof(prove_event(find_database(args.where), args.event), args.out))
+
+
+async def _prove_remote(args: argparse.Namespace) -> CommandResult:
+    from shoal.audit.remote import fetch_proof
+
+    async with common.open_client(args.where, args.ca) as client:
+        descriptor, _ = await common.fetch_descriptor(client)
+        return _write_proof(await fetch_proof(client, descriptor, args.event), args.out)
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Check a proof of `shoal ledger prove` with only a public key."""
+    from shoal.identity.keys import check_public
+
+    if args.descriptor is not None:
+        descriptor, _ = common.read_descriptor(args.descriptor)
+        run, coordinator = descriptor.run, descriptor.coordinator
+    elif args.run is None or args.coordinator is None:
+        raise ConfigError("give --descriptor, or both --run and --coordinator, to identify the ledger of the proof")
+    else:
+        run, coordinator = check_run(args.run), check_public(args.coordinator)
+    return common.print_result(check_proof(args.proof, run=run, coordinator=coordinator))
+
+
+def check_proof(path: Path, *, run: str, coordinator: str) -> CommandResult:
+    """Check a file written by `shoal ledger prove` with only the coordinator's public key."""
+    from shoal.ledger.event import EventError
+    from shoal.ledger.head import InclusionProof
+
     try:
-        bundle.check_proof(run, str(genesis.get("coordinator")))
+        proof = InclusionProof.from_bytes(common.read_file(path).rstrip(b"\n"))
+        proof.check_proof(run, coordinator)
     except EventError as error:
-        raise ConfigError(f"the ledger was damaged ({error}); `shoal ledger verify` says where") from None
-    return bundle
+        return CommandResult(EXIT_BROKEN, f"{path}: invalid proof: {error}")
+    signed = f"signed by {coordinator} over {proof.head.head.size} events"
+    return CommandResult(0, f"{_describe_event(proof.event)}\n\nin the ledger of run {run}, {signed}")
 
 
-def write_proof(bundle: Bundle, out: Path | None) -> Outcome:
-    """A proof on the screen, or in a file."""
-    if out is None:
-        return Outcome(0, bundle.to_bytes().decode())
-    write_output(out, bundle.to_bytes() + b"\n")
-    return Outcome(0, f"event {bundle.event.seq} is in the ledger of {bundle.head.head.size} events; proof in {out}")
+def load_head(path: Path) -> "SignedHead":
+    """Load a signed head from a node's file."""
+    from shoal.ledger.head import HeadError, SignedHead
 
-
-def check_proof(path: Path, *, run: str, coordinator: str) -> Outcome:
-    """Check a file that `shoal ledger prove` made, with nothing but the coordinator's public key."""
     try:
-        bundle = Bundle.from_bytes(read_file(path).rstrip(b"\n"))
-        bundle.check_proof(run, coordinator)
-    except EventError as error:
-        return Outcome(EXIT_BROKEN, f"{path}: proves nothing: {error}")
-    signed = f"signed by {coordinator} over {bundle.head.head.size} events"
-    return Outcome(0, f"{_describe_event(bundle.event)}\n\nin the ledger of run {run}, {signed}")
-
-
-def load_head(path: Path) -> SignedHead:
-    """A head as a node keeps it."""
-    try:
-        return SignedHead.from_bytes(read_file(path))
+        return SignedHead.from_bytes(common.read_file(path))
     except HeadError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
-@contextmanager
-def open_reader(url: str) -> Iterator[Engine]:
-    """A database to read a ledger from; whatever is wrong with it is one sentence."""
-    try:
-        engine = open_engine(url)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"PostgreSQL needs the package {error.name}: pip install shoal[postgres]") from None
-    name = show_url(engine)
-    if is_sqlite(engine) and not Path(name).is_file():
-        raise ConfigError(f"{name}: no such file")  # SQLite would make an empty one
-    try:
-        yield engine
-    except RowError as error:
-        raise ConfigError(f"{name}: the ledger was damaged ({error}); `shoal ledger verify` says where") from None
-    except SQLAlchemyError as error:
-        raise ConfigError(f"{name}: cannot be read ({str(error).splitlines()[0]})") from error
-    finally:
-        engine.dispose()
+def run_tasks(args: argparse.Namespace) -> int:
+    """List each task's accepted groups with mean reward and signal."""
+    if common.is_address(args.where):
+        raise ConfigError("a folder or a database is needed; `shoal ledger verify ADDRESS --copy FILE` creates one")
+    if args.out is not None:
+        check_output(args.out)
+    from shoal.audit.database import find_database, name_tasks, read_groups
+
+    groups, recipe_hash = read_groups(find_database(args.where))
+    recipe = common.read_file(args.recipe)
+    if recipe_hash and hashlib.sha256(recipe).hexdigest() != recipe_hash:
+        raise ConfigError(f"{args.recipe}: not the recipe of this ledger (SHA-256 differs)")
+    lines = list(name_tasks(groups, recipe, args.tasks))
+    if args.out is not None:
+        write_output(args.out, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    return common.print_result(_describe_tasks(lines), as_json=args.json)
 
 
-def describe_report(report: Report, expected: str | None) -> Outcome:
-    """What a verification found; `expected` is the key that the ledger's coordinator must have."""
+def describe_report(report: "AuditReport", expected: str | None) -> CommandResult:
+    """Describe a verification; `expected` is the public key that the coordinator must have."""
     if expected not in (None, report.coordinator):
-        report.add("coordinator", f"the ledger of {report.coordinator or 'nobody'}, not of {expected}")
+        report.add("coordinator", f"signed by {report.coordinator or 'no coordinator'}, expected {expected}")
     lines = [f"{finding.check}: {finding.text}" for finding in report.findings]
     counts = (
         f"{report.num_events} events, {report.num_postings} postings, {report.num_heads} signed heads, "
@@ -207,69 +230,49 @@ def describe_report(report: Report, expected: str | None) -> Outcome:
     verdict = "holds" if report.holds else f"BROKEN, {len(lines)} findings"
     lines += [f"ledger of run {report.run or '?'}: {verdict}", f"  {counts}"]
     lines += [f"  coordinator {report.coordinator or '?'}", f"  root        {report.root or '?'}"]
-    data = {
-        "holds": report.holds,
-        "run": report.run,
-        "coordinator": report.coordinator,
-        "events": report.num_events,
-        "postings": report.num_postings,
-        "heads": report.num_heads,
-        "tables": report.num_tables,
-        "root": report.root,
-        "findings": [{"check": finding.check, "text": finding.text} for finding in report.findings],
-    }
-    return Outcome(0 if report.holds else EXIT_BROKEN, "\n".join(lines), data)
+    sizes = {name: getattr(report, f"num_{name}") for name in ("events", "postings", "heads", "tables")}
+    data = {"holds": report.holds, "run": report.run, "coordinator": report.coordinator, **sizes, "root": report.root}
+    data["findings"] = [{"check": finding.check, "text": finding.text} for finding in report.findings]
+    return CommandResult(0 if report.holds else EXIT_BROKEN, "\n".join(lines), data)
 
 
-def show_one(event: Event) -> Outcome:
-    """An event in full."""
-    return Outcome(0, _describe_event(event), _dump_event(event))
+def _write_proof(proof: "InclusionProof", out: Path | None) -> CommandResult:
+    """Print a proof, or write it to a file."""
+    if out is None:
+        return CommandResult(0, proof.to_bytes().decode())
+    write_output(out, proof.to_bytes() + b"\n")
+    text = f"event {proof.event.seq} is in the ledger of {proof.head.head.size} events; proof written to {out}"
+    return CommandResult(0, text)
 
 
-def show_many(events: Sequence[Event], size: int) -> Outcome:
-    """Events, one per line, of a ledger of `size`."""
+def _show_one(event: "Event") -> CommandResult:
+    """Describe an event in full."""
+    return CommandResult(0, _describe_event(event), _dump_event(event))
+
+
+def _show_list(events: "Sequence[Event]", size: int) -> CommandResult:
+    """List events of a ledger of `size` events, one per line."""
     lines = [_summarise_event(event) for event in events]
     data = {"events": [_dump_event(event) for event in events], "size": size}
-    return Outcome(0, "\n".join([*lines, f"{size} events"]), data)
+    return CommandResult(0, "\n".join([*lines, f"{size} events"]), data)
 
 
-@contextmanager
-def read_ledger(engine: Engine) -> Iterator[Connection]:
-    """A connection to a ledger of this version's tables, at one moment of it."""
-    with read_snapshot(engine) as connection:
-        check_schema(connection)
-        yield connection
+def _describe_tasks(lines: list[dict[str, Any]]) -> CommandResult:
+    """Describe the number of groups and tasks, and the most frequent tasks."""
+    rewards: dict[str, list[float]] = {}
+    for line in lines:
+        rewards.setdefault(line["task"], []).append(line["reward"])
+    signal = sum(line["signal"] for line in lines)
+    text = [f"{len(lines)} accepted groups of {len(rewards)} tasks; {signal} of them have a signal"]
+    often = sorted(rewards, key=lambda task: (-len(rewards[task]), task))[:_EXAMPLES]
+    text += [f"  {len(rewards[task]):5d} x  {_mean(rewards[task]):.3f}  {task}" for task in often]
+    data = {task: {"groups": len(found), "reward": _mean(found)} for task, found in sorted(rewards.items())}
+    return CommandResult(0, "\n".join(text), {"groups": len(lines), "signal": signal, "tasks": data})
 
 
-def _choose_event(connection: Connection, text: str) -> Event:
-    """An event by its number or its hash."""
-    found = None
-    if text.isascii() and text.isdecimal() and len(text) < 19:
-        found = read_event(connection, int(text))
-    elif len(text) == 64 and set(text) <= set("0123456789abcdef"):
-        found = find_event(connection, bytes.fromhex(text))
-    if found is None:
-        raise ConfigError(f"{text[:80]!r}: no event with this number or hash")
-    return _check_event(found)
+def _summarise_event(event: "Event") -> str:
+    from shoal.ledger.event import MICRO
 
-
-def _check_event(event: Event) -> Event:
-    """Refuse what no shoal wrote: who edits a file can put anything into it."""
-    try:
-        event.check_form()
-    except EventError as error:
-        raise RowError(f"event {event.seq}: {error}") from None
-    return event
-
-
-def _check_name(run: str) -> str:
-    try:
-        return check_run(run)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _summarise_event(event: Event) -> str:
     body = _show_body(event)
     body = body if len(body) <= _BODY_CHARS else f"{body[: _BODY_CHARS - 3]}..."
     moved = sum(posting.amount for posting in event.postings if posting.amount > 0)
@@ -277,7 +280,9 @@ def _summarise_event(event: Event) -> str:
     return f"{event.seq:>8}  {_show_time(event)}  {event.kind:<16} {event.actor[:8]}  {event.subject}{credit}  {body}"
 
 
-def _describe_event(event: Event) -> str:
+def _describe_event(event: "Event") -> str:
+    from shoal.ledger.event import MICRO
+
     signed = "signed by its actor" if event.signature else "the coordinator's own"
     lines = [
         f"event      {event.seq}",
@@ -293,25 +298,33 @@ def _describe_event(event: Event) -> str:
     return "\n".join(lines)
 
 
-def _dump_event(event: Event) -> dict[str, Any]:
-    return {
-        "seq": event.seq,
-        "time_ms": event.time_ms,
-        "kind": event.kind,
-        "actor": event.actor,
-        "subject": event.subject,
-        "body": event.content,
-        "signature": event.signature.hex(),
-        "prev_hash": event.prev_hash.hex(),
-        "hash": event.hash.hex(),
-        "postings": [{"account": account, "amount": amount} for account, amount in event.postings],
-    }
+def _dump_event(event: "Event") -> dict[str, Any]:
+    plain = {name: getattr(event, name) for name in ("seq", "time_ms", "kind", "actor", "subject")}
+    hashes = {name: getattr(event, name).hex() for name in ("signature", "prev_hash", "hash")}
+    postings = [{"account": account, "amount": amount} for account, amount in event.postings]
+    return {**plain, "body": event.content, **hashes, "postings": postings}
 
 
-def _show_body(event: Event) -> str:
-    """In ASCII: a body holds what strangers wrote, and a terminal obeys more characters than JSON escapes."""
+def _show_body(event: "Event") -> str:
+    """As ASCII JSON: a body contains text from strangers, and JSON does not escape every terminal control code."""
     return json.dumps(event.content)
 
 
-def _show_time(event: Event) -> str:
+def _show_time(event: "Event") -> str:
     return show_time(event.time_ms, "%Y-%m-%d %H:%M:%S")
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+_EVENT = flag("event", metavar="EVENT", help="number of an event, or its hash in a database")
+_OUT = flag("--out", type=Path, metavar="FILE", help="file to write (default: stdout)")
+_ACTIONS = (
+    CliCommand("verify", run_verify, (*_LEDGER, common.JSON, _add_verify)),
+    CliCommand("show", run_show, (*_LEDGER, common.JSON, _add_show)),
+    CliCommand("prove", run_prove, (*_LEDGER, _EVENT, _OUT)),
+    CliCommand("check", run_check, (_add_check,)),
+    CliCommand("tasks", run_tasks, (*_LEDGER, common.JSON, _add_tasks)),
+)
+COMMANDS = (CliCommand("ledger", text="verify, read and prove a run's ledger", actions=_ACTIONS),)

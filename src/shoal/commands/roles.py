@@ -1,178 +1,247 @@
-"""`shoal trainer`, `shoal evaluator` and `shoal origin`: the trusted core of a swarm, beside its coordinator.
+"""`shoal worker`, `validator`, `trainer`, `evaluator` and `origin`: the roles of a swarm other than the coordinator.
 
-What a command needs is imported when it runs, so that help and mistakes come at once.
+Exit codes in addition to the common ones: 3, the run has excluded this node, and restarting it would not help.
 """
 
 import argparse
 import asyncio
+import logging
 import sys
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, closing
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shoal.commands.broadcast_flags import Commands
-from shoal.commands.serving import Ending, build_limits, check_least, open_tickets, parse_address, run_loop
-from shoal.disk import spare_words
-from shoal.errors import EXIT_UNWANTED
-from shoal.units import parse_bytes
+from shoal.commands import common
+from shoal.commands.common import CliCommand, CommandParser
+from shoal.commands.weights import add_origin, serve_origin
+from shoal.errors import EXIT_UNWANTED, ConfigError
+from shoal.node.disk_full import outlast_disk
+from shoal.trainer.errors import TrainerError
+from shoal.util.console import LiveLine
+from shoal.util.disk import guard_disk
+from shoal.util.spans import SpanLog
+from shoal.util.waits import RoleWaits
 
 if TYPE_CHECKING:
-    from shoal.config import RunConfig
-    from shoal.eval import EvalResult
+    from shoal.node.session import Role, Session
+    from shoal.recipe import Recipe
+    from shoal.submission.read import ParserPool
+    from shoal.toploc.calibration import Calibration
+    from shoal.train.eval import EvalResult
+    from shoal.validator.judge import Judge
+    from shoal.worker.behaviour import WorkerBehaviour
+
+MakeBehaviour = Callable[["Session", "Recipe"], Awaitable["WorkerBehaviour"]]
+logger = logging.getLogger(__name__)
+MakeJudge = Callable[["Session", "Recipe", "Calibration", "ParserPool"], "Judge"]
 
 
-def add_commands(commands: Commands) -> None:
-    """Add the parsers of these commands."""
-    _add_trainer(commands)
-    _add_evaluator(commands)
-    _add_origin(commands)
-
-
-def _add_parser(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-    return parser
-
-
-def _add_trainer(commands: Commands) -> None:
-    text = "train a swarm's policy on the batches of its coordinator; the same command resumes it"
-    parser = _add_parser(commands, "trainer", text)
+def _add_trainer(parser: CommandParser) -> None:
     add = parser.add_argument
-    _add_inputs(parser, "CONFIG is a TOML file")
-    add("--coordinator", required=True, metavar="URL", help="its address, or the file of the run's descriptor")
+    text = "coordinator's address, or path of the run's descriptor"
+    add("--coordinator", required=True, type=common.parse_where, metavar="URL", help=text)
     add("--origin", type=Path, required=True, metavar="DIR", help="folder that `shoal origin` serves on this machine")
-    add("--folder", type=Path, metavar="DIR", help="the node's keys and receipts (default: `node` in the run's folder)")
-    add("--owner", type=Path, metavar="FILE", help="the owner's key (default: one is made in the node's folder)")
-    add("--ca", type=Path, metavar="FILE", help="certificates to trust (default: the system's)")
-    add("--fresh", action="store_true", help="move an existing run directory to DIR.old-N first")
-    parser.set_defaults(command=run_trainer)
+    text = "folder for the node's keys and receipts (default: `node` in the run's folder)"
+    add("--folder", type=Path, metavar="DIR", help=text)
+    add("--owner", type=Path, metavar="FILE", help="the owner's key (default: created in the node's folder)")
 
 
-def _add_evaluator(commands: Commands) -> None:
-    text = "evaluate versions on held-out tasks as a trainer writes them, until the last one is"
-    parser = _add_parser(commands, "evaluator", text)
-    _add_inputs(parser, "CONFIG is a TOML file or a run directory")
-    parser.set_defaults(command=run_evaluator)
-
-
-def _add_origin(commands: Commands) -> None:
-    text = "serve a run's versions to relays, and take new ones from the trainer of this machine"
-    parser = _add_parser(commands, "origin", text)
+def add_node(parser: CommandParser, folder: str) -> None:
+    """Flags of a command that runs a node."""
     add = parser.add_argument
-    add("--data", type=Path, required=True, metavar="DIR", help="folder of its own for what is served")
-    add("--run", required=True, metavar="NAME", help="name of the run")
-    add("--key", type=Path, required=True, metavar="FILE", help="the publisher's key, see `shoal keygen`")
-    add("--listen", default="127.0.0.1:8600", metavar="HOST:PORT", help="where to serve (%(default)s); port 0: any")
-    add("--keep", type=int, default=5, metavar="N", help="versions to keep (%(default)s)")
-    add("--shard-size", default="8MiB", metavar="BYTES", help="size of the pieces (%(default)s)")
-    add("--anchor-every", type=int, default=8, metavar="N", help="versions between two full ones (%(default)s)")
-    add("--rate", metavar="RATE", help="most that is sent, e.g. 200Mbit or 25MB a second (default: no limit)")
-    add("--peer-rate", metavar="RATE", help="most that is sent to one address (default: no limit)")
-    add("--tickets", action="store_true", help="serve only who shows a ticket signed by the publisher or a signer")
-    add("--signer", action="append", default=[], metavar="HEX", help="public key whose tickets are good; repeatable")
-    add("--behind-proxy", action="store_true", help="this machine's own address stands for others' and is not trusted")
-    parser.set_defaults(command=run_origin)
+    common.WHERE(parser)
+    text = "folder for keys, weights and receipts (%(default)s)"
+    add("--folder", type=Path, default=Path(folder), metavar="DIR", help=text)
+    add("--owner", type=Path, metavar="FILE", help="the owner's key (default: created in DIR)")
+    add("--coordinator", metavar="HEX", help="expected public key of the coordinator (default: trust the first one)")
+    common.AUTHORITY(parser)
+    add("--tasks", type=Path, metavar="FILE", help="the run's task set, if it has one (default: from the coordinator)")
+    add("--threads", type=int, default=0, metavar="N", help="torch threads (default: all cores)")
 
 
-def _add_inputs(parser: argparse.ArgumentParser, source: str) -> None:
-    text = f"{source} (default: the built-in settings); key=value sets one setting over it, e.g. learner.lr=1e-4"
-    parser.add_argument("inputs", nargs="*", metavar="CONFIG key=value", help=text)
+def add_engine(parser: CommandParser) -> None:
+    """Flags of a command that generates rollouts."""
+    add = parser.add_argument
+    add("--slots", type=int, default=256, metavar="N", help="maximum number of concurrent rollouts (%(default)s)")
+    add("--memory", type=int, default=4096, metavar="MB", help="maximum memory for rollouts in progress (%(default)s)")
 
 
 def run_trainer(args: argparse.Namespace) -> int:
-    """Train until the last step or a signal."""
-    config = _load_inputs(args.inputs)
+    """Train a swarm's policy on its batches, or resume."""
+    config = common.load_inputs(args.inputs)
+    from shoal.net.retry import RefusedError
     from shoal.node.session import SessionError
-    from shoal.swarm.asking import RefusedError
-    from shoal.trainer.errors import TrainerError
-    from shoal.trainer.run import TrainerPlace, start_trainer
+    from shoal.trainer.run import TrainerPaths, start_trainer
 
-    place = TrainerPlace(
-        coordinator=args.coordinator, origin=args.origin, folder=args.folder, owner=args.owner, authority=args.ca
-    )
+    place = TrainerPaths(authority=args.ca, **common.pick_flags(args, "coordinator", "origin", "folder", "owner"))
     try:
-        return start_trainer(config, place, fresh=args.fresh, note=_note)
+        return start_trainer(config, place, fresh=args.fresh)
     except (SessionError, TrainerError, RefusedError) as error:
         print(f"shoal: {error}", file=sys.stderr)
         return EXIT_UNWANTED
 
 
 def run_evaluator(args: argparse.Namespace) -> int:
-    """Evaluate until the last version or a signal."""
-    run, config = _find_run(args.inputs)
-    from shoal.node.room import outlast_disk
-    from shoal.node.waits import RoleWaits
+    """Evaluate each new version of a trainer on held-out tasks."""
+    named, config = common.load_run(args.inputs)
+    from shoal.train.rundir import run_path
     from shoal.trainer.evaluator import run_evaluator as evaluate
 
+    run = named or run_path(config)
+
     def report(version: int, result: "EvalResult") -> None:
-        with spare_words():
-            print(f"v{version}  pass@1 {result.pass_1}  greedy {result.greedy}", flush=True)
+        logger.info("v%d  pass@1 %s  greedy %s", version, result.pass_1, result.greedy)
 
-    def work() -> "Coroutine[None, None, int]":
-        return evaluate(config, run, note=_note, report=report)
-
-    return asyncio.run(outlast_disk(work, run, RoleWaits("evaluator", note=_note)))
+    return asyncio.run(outlast_disk(lambda: evaluate(config, run, report=report), run, RoleWaits("evaluator")))
 
 
 def run_origin(args: argparse.Namespace) -> int:
-    """Serve until a signal."""
-    check_least("--keep", args.keep, 1)
-    check_least("--anchor-every", args.anchor_every, 1)
-    from shoal.node.room import outlast_disk
-    from shoal.node.waits import RoleWaits
+    """Serve a run's versions to relays; the local trainer adds them."""
+    common.check_least("--keep", args.keep, 1)
+    common.check_least("--anchor-every", args.anchor_every, 1)
 
-    return run_loop(outlast_disk(lambda: _serve(args), args.data, RoleWaits("origin", note=_note)), Ending(0))
+    return common.run_until_stopped(outlast_disk(lambda: _serve(args), args.data, RoleWaits("origin")))
 
 
 async def _serve(args: argparse.Namespace) -> int:
-    from shoal.keys import Key
-    from shoal.node.spans import SpanLog
-    from shoal.trainer.origin import run_origin as serve
 
-    key = Key.load(args.key)
-    host, port = parse_address(args.listen)
     args.data.mkdir(parents=True, exist_ok=True)
-    spans, tickets = SpanLog(args.data / "spans.jsonl", "origin"), open_tickets(args, key.public)
-    try:
-        await serve(
-            args.data,
-            run=args.run,
-            key=key,
-            host=host,
-            port=port,
-            keep=args.keep,
-            shard_size=parse_bytes(args.shard_size),
-            anchor_every=args.anchor_every,
-            limits=build_limits(args),
-            tickets=tickets,
-            spans=spans,
-            note=_note,
-        )
-    finally:
-        spans.close()
-        if tickets is not None:
-            tickets.close()
+    with closing(SpanLog(args.data / "spans.jsonl", "origin")) as spans:
+        async with serve_origin(args, common.load_key(args.key), spans) as service:
+            await service.run()
     return 0
 
 
-def _load_inputs(inputs: list[str]) -> "RunConfig":
-    """The settings of the file that comes first, if one does, with the others laid over it."""
-    from shoal.config import load_config
-
-    if inputs and "=" not in inputs[0]:
-        return load_config(Path(inputs[0]), inputs[1:])
-    return load_config(None, inputs)
+def run_worker(args: argparse.Namespace) -> int:
+    """Lend this machine to a run: generate rollouts and earn credit."""
+    check_engine(args)
+    return run_node(args, lambda: write_work(args, _make_behaviour))
 
 
-def _find_run(inputs: list[str]) -> "tuple[Path, RunConfig]":
-    """The run directory of the settings, or the one that is named, with its own."""
-    from shoal.rundir import run_path
-
-    if inputs and Path(inputs[0]).is_dir():
-        return Path(inputs[0]), _load_inputs([str(Path(inputs[0]) / "config.toml"), *inputs[1:]])
-    config = _load_inputs(inputs)
-    return run_path(config), config
+def run_validator(args: argparse.Namespace) -> int:
+    """Judge submissions; the run's parameters list who may."""
+    common.check_least("--threads", args.threads, 0)
+    return run_node(args, lambda: judge_work(args, _make_judge))
 
 
-def _note(text: str) -> None:
-    with spare_words():
-        print(text, file=sys.stderr, flush=True)
+def check_engine(args: argparse.Namespace) -> None:
+    """Check the flags of `add_engine`."""
+    common.check_least("--threads", args.threads, 0)
+    common.check_least("--slots", args.slots, 1)
+    common.check_least("--memory", args.memory, 1)
+
+
+def run_node(args: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, None]]) -> int:
+    """Run a node to its end; while the disk is full, work that needs it waits."""
+    logger.info(f"connecting to {args.where}; loading libraries first")
+    from shoal.identity.keys import check_public
+    from shoal.node.session import SessionError
+    from shoal.train.rundir import hold_dir
+    from shoal.util.process import tune_process
+
+    tune_process(args.threads)
+    try:
+        if args.coordinator is not None:
+            check_public(args.coordinator)
+        with guard_disk(args.folder), hold_dir(args.folder):  # two processes would use each other's leases
+            asyncio.run(outlast_disk(work, args.folder, RoleWaits("node")))
+    except SessionError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        return EXIT_UNWANTED
+    return 0
+
+
+async def write_work(args: argparse.Namespace, make_behaviour: MakeBehaviour) -> None:
+    """Work until the run is finished, a signal arrives, or the run excludes this node."""
+    from shoal.node.recipe import fetch_recipe
+    from shoal.node.session import Role
+    from shoal.node.weights import open_weights
+    from shoal.worker.orders import WorkLimits
+    from shoal.worker.worker import Worker
+
+    line, limits = LiveLine(), WorkLimits(memory_mb=args.memory)
+    async with _open_session(args, Role.WORKER) as session:
+        behaviour = await make_behaviour(session, await fetch_recipe(session, args.folder, tasks=args.tasks))
+        keep = session.params.async_level + 2
+
+        async def write_rollouts() -> None:
+            async with open_weights(session, args.folder / "weights", keep=keep) as weights:
+                worker = Worker(session, weights, behaviour, args.folder, limits=limits, slots=args.slots)
+                async with line.show(worker.describe):
+                    await worker.run()
+                logger.info("%s", worker.describe())
+
+        await session.run(outlast_disk(write_rollouts, args.folder, session.waits, stopping=session.stopping))
+
+
+def _open_session(args: argparse.Namespace, role: "Role") -> AbstractAsyncContextManager["Session"]:
+    """Open a session according to the flags."""
+    from shoal.node.session import open_session
+
+    own = common.pick_flags(args, "owner", "coordinator")
+    return open_session(args.where, args.folder, role=role, authority=args.ca, **own)
+
+
+async def _make_behaviour(session: "Session", recipe: "Recipe") -> "WorkerBehaviour":
+    from shoal.worker.behaviour import WorkerBehaviour
+
+    return WorkerBehaviour(recipe)
+
+
+def _make_judge(session: "Session", recipe: "Recipe", calibration: "Calibration", parser_pool: "ParserPool") -> "Judge":
+    from shoal.validator.judge import Judge
+
+    return Judge(recipe, calibration, parser_pool)
+
+
+async def judge_work(args: argparse.Namespace, make_judge: MakeJudge) -> None:
+    """Judge until the run is finished, a signal arrives, or the run excludes this node."""
+    from shoal.node.recipe import fetch_recipe
+    from shoal.node.session import Role
+    from shoal.node.weights import PolicyCache, open_weights
+    from shoal.submission.read import ParserPool
+    from shoal.validator.validator import Validator
+
+    line = LiveLine()
+    async with _open_session(args, Role.VALIDATOR) as session:
+        recipe = await fetch_recipe(session, args.folder, tasks=args.tasks)
+        calibration = await fetch_calibration(session, recipe, args.folder / "calibration.json")
+        keep = session.params.async_level + 3
+
+        async def give_verdicts() -> None:
+            async with (
+                open_weights(session, args.folder / "weights", keep=keep) as weights,
+                ParserPool() as parser_pool,
+            ):
+                policies = PolicyCache(session, weights, recipe)
+                judge = make_judge(session, recipe, calibration, parser_pool)
+                validator = Validator(session, judge, policies, args.folder)
+                async with line.show(validator.describe):
+                    await validator.run()
+                logger.info("%s", validator.describe())
+
+        await session.run(outlast_disk(give_verdicts, args.folder, session.waits, stopping=session.stopping))
+
+
+async def fetch_calibration(session: "Session", recipe: "Recipe", path: Path) -> "Calibration":
+    """The calibration named by the recipe, from the folder or from the coordinator."""
+    from shoal.node.recipe import fetch_by_hash
+    from shoal.toploc.calibration import load_calibration
+
+    read, otherwise = session.client.read_calibration, "a calibration other than the one in the run's recipe"
+    await fetch_by_hash(session, path, recipe.calibration, "calibration", read, otherwise=otherwise)
+    calibration = load_calibration(path)
+    if calibration.model_hash != recipe.model or calibration.dtype != recipe.dtype:
+        raise ConfigError("the run's calibration and recipe are for different models")
+    return calibration
+
+
+COMMANDS = (
+    CliCommand("trainer", run_trainer, (common.name_inputs(), _add_trainer, common.AUTHORITY, common.FRESH)),
+    CliCommand("evaluator", run_evaluator, (common.name_inputs("CONFIG is a TOML file or a run directory"),)),
+    CliCommand("origin", run_origin, (add_origin,)),
+    CliCommand("worker", run_worker, (partial(add_node, folder="worker"), add_engine)),
+    CliCommand("validator", run_validator, (partial(add_node, folder="validator"),)),
+)

@@ -1,54 +1,61 @@
-"""`shoal verify`: the accused checks again what its submission was judged by.
+"""`shoal verify`: an accused owner repeats the checks by which its submission was judged.
 
-    evidence (from the coordinator, or kept) -> file -> weights -> the validator's own check -> beside the verdicts
+    evidence (from the coordinator, or saved) -> file -> weights -> the validator's checks -> compare with the verdicts
 
-Exit codes beside those of all commands: 4, what is found here is not what the ledger says.
+Exit codes in addition to the common ones: 4, the result here differs from the ledger.
 """
 
 import argparse
 import asyncio
 import hashlib
-import sys
 import tempfile
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shoal.commands.serving import check_least
-from shoal.commands.swarm_call import QUICK, Outcome, fetch_descriptor, find_place, open_client, run_work
+from shoal.commands import common
+from shoal.commands.common import CliCommand, CommandParser, CommandResult
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
     from shoal.policy.model import Policy
+    from shoal.protocol.descriptor import Descriptor
+    from shoal.protocol.messages import Evidence, EvidenceAnswer
     from shoal.recipe import Recipe
-    from shoal.swarm.descriptor import Descriptor
-    from shoal.swarm.messages import Evidence, EvidenceAnswer
     from shoal.toploc.calibration import Calibration
-    from shoal.validator.review import Review
+    from shoal.validator.review import CheckComparison, Match, Review
 
+EXIT_DIFFERS = 4
 _PULL_S = 600.0
-_SUBMISSION = "no id of a submission, which is s and a number"
+_HEAD = ("check", "ledger", "here", "threshold", "where")
+_WIDTHS = (18, 12, 12, 12, 34)
 
 
-def run_verify(args: argparse.Namespace) -> int:
-    """Check again, print both, and say whether they agree."""
-    if not (args.submission[:1] == "s" and args.submission[1:].isdecimal() and len(args.submission) < 20):
-        raise ConfigError(f"{args.submission[:40]!r}: {_SUBMISSION}")
+def _add_verify(parser: CommandParser) -> None:
+    add = parser.add_argument
+    who = parser.add_mutually_exclusive_group(required=True)
+    who.add_argument("--owner", type=Path, metavar="FILE", help="the key of the submission's owner")
+    who.add_argument("--folder", type=Path, metavar="DIR", help="folder of one of the owner's nodes")
+    who.add_argument("--case", type=Path, metavar="FILE", help="evidence saved by the owner, for third parties")
+    add("--save", type=Path, metavar="FILE", help="write the evidence to a file (default: not written)")
+    add("--file", type=Path, metavar="FILE", help="the submission's file (default: from the coordinator, if kept)")
+    add("--weights", type=Path, metavar="DIR", help="the version's weights (default: from the relays, if kept)")
+    add("--threads", type=int, default=1, metavar="N", help="torch threads (%(default)s)")
+
+
+async def _verify(args: argparse.Namespace) -> CommandResult:
+    """Check a decided submission again and compare with the ledger."""
+    common.check_submission(args.submission)
     if args.case is not None and args.file is None:
-        raise ConfigError("--case: the submission's file is needed too, for the coordinator gives it to its owner only")
-    check_least("--threads", args.threads, 1)
-    from shoal.runtime import tune_process
+        raise ConfigError("--case: --file is required too, because the coordinator serves the file only to its owner")
+    common.check_least("--threads", args.threads, 1)
+    from shoal.node.owner_client import save_evidence
+    from shoal.util.process import tune_process
 
     tune_process(args.threads)
-    return run_work(_verify(args), as_json=args.json)
-
-
-async def _verify(args: argparse.Namespace) -> Outcome:
-    from shoal.commands.verify_words import conclude_review
-    from shoal.swarm.accused import save_evidence
-
-    async with open_client(args.where, args.ca) as client:
-        descriptor, _ = await fetch_descriptor(client)
+    async with common.open_client(args.where, args.ca) as client:
+        descriptor, _ = await common.fetch_descriptor(client)
         recipe_bytes, calibration_bytes = await client.read_recipe(), await client.read_calibration()
         recipe = _read_recipe(recipe_bytes, descriptor)
         if recipe.set.hash:
@@ -67,41 +74,36 @@ async def _verify(args: argparse.Namespace) -> Outcome:
 async def _find_evidence(
     args: argparse.Namespace, descriptor: "Descriptor", folder: Path
 ) -> "tuple[EvidenceAnswer, Path]":
-    """The evidence, and a file that has the bytes it is about."""
-    from shoal.keys import Key
-    from shoal.swarm.accused import AccusedClient, load_evidence
-    from shoal.swarm.asking import Asker
+    """The evidence, and the path of the submission's file."""
+    from shoal.net.retry import RetryingClient
+    from shoal.node.owner_client import OwnerClient, load_evidence
 
     run, coordinator = descriptor.run, descriptor.coordinator
     if args.case is not None:
         answer = load_evidence(args.case, args.submission, run=run, coordinator=coordinator)
         return answer, _check_file(args.file, answer.evidence)
-    key = Key.load(args.owner if args.owner is not None else args.folder / "node.key")
-    place = find_place(args.where, args.ca)
-    client = AccusedClient(place, key, run=run, coordinator=coordinator, asker=Asker(QUICK))
-    try:
+    key = common.load_key(args.owner if args.owner is not None else args.folder / "node.key")
+    place = common.find_endpoint(args.where, args.ca)
+    asker = RetryingClient(common.quick_retries())
+    with closing(OwnerClient(place, key, run=run, coordinator=coordinator, asker=asker)) as client:
         answer = await client.read_evidence(args.submission)
         if args.file is not None:
             return answer, _check_file(args.file, answer.evidence)
         manifest, path = answer.evidence.job.manifest, folder / "submission"
         await client.fetch_file(args.submission, manifest.blob, manifest.size, path)
         return answer, path
-    finally:
-        client.close()
 
 
 def _check_file(path: Path, evidence: "Evidence") -> Path:
-    from shoal.files import hash_file
+    from shoal.util.files import hash_file
 
     try:
         found = hash_file(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     if found != evidence.job.manifest.blob:
-        raise ConfigError(
-            f"{path}: another file than {evidence.job.submission}: its SHA-256 is {found}, and "
-            f"{evidence.job.manifest.blob} was handed in"
-        )
+        given, name = evidence.job.manifest.blob, evidence.job.submission
+        raise ConfigError(f"{path}: not the file of {name}: SHA-256 is {found}, expected {given}")
     return path
 
 
@@ -109,18 +111,18 @@ def _read_recipe(data: bytes, descriptor: "Descriptor") -> "Recipe":
     from shoal.recipe import RecipeError, load_recipe
 
     if hashlib.sha256(data).hexdigest() != descriptor.tasks:
-        raise ConfigError("the coordinator has another recipe than the run's descriptor says")
+        raise ConfigError("the coordinator's recipe does not match the run's descriptor")
     try:
         return load_recipe(data)
     except RecipeError as error:
-        raise ConfigError(f"run {descriptor.run}: {error}; another version of shoal may know it") from None
+        raise ConfigError(f"run {descriptor.run}: {error}; a different version of shoal may support it") from None
 
 
 def _read_calibration(data: bytes, recipe: "Recipe", folder: Path) -> "Calibration":
     from shoal.toploc.calibration import load_calibration
 
     if hashlib.sha256(data).hexdigest() != recipe.calibration:
-        raise ConfigError("the coordinator has another calibration than the run's recipe says")
+        raise ConfigError("the coordinator's calibration does not match the run's recipe")
     path = folder / "calibration.json"
     path.write_bytes(data)
     return load_calibration(path)
@@ -129,8 +131,8 @@ def _read_calibration(data: bytes, recipe: "Recipe", folder: Path) -> "Calibrati
 async def _find_policy(
     args: argparse.Namespace, descriptor: "Descriptor", evidence: "Evidence", recipe: "Recipe", folder: Path
 ) -> "Policy":
-    """The weights that the work is said to be of: those that the ledger has under that version."""
-    from shoal.launch.start import find_root
+    """The weights of the claimed version, checked against the root in the ledger."""
+    from shoal.launch.prepare import find_root
     from shoal.node.weights import open_version
 
     version = evidence.job.version
@@ -139,40 +141,143 @@ async def _find_policy(
     else:
         place = args.weights
         if (root := await asyncio.to_thread(find_root, place)) != evidence.weights:
-            raise ConfigError(f"{place}: not v{version}, whose root is {evidence.weights}: its own is {root}")
+            raise ConfigError(f"{place}: not v{version}: root is {root}, expected {evidence.weights}")
     return await asyncio.to_thread(open_version, version, place, recipe)
 
 
 async def _pull_weights(descriptor: "Descriptor", version: int, folder: Path) -> Path:
-    from shoal.shardcast.client import Client
-    from shoal.shardcast.crew import GoneError
+    from shoal.shardcast.client import ShardcastClient
+    from shoal.shardcast.fetch.upstreams import GoneError
 
-    note = partial(print, file=sys.stderr, flush=True)
     if not descriptor.publisher or not descriptor.relays:
-        raise ConfigError("the run's descriptor names no relays of weights; say where they are with --weights")
-    client = await Client.open(folder, descriptor.relays, run=descriptor.run, publisher=descriptor.publisher, note=note)
+        raise ConfigError("the run's descriptor lists no relays; give the version's weights with --weights")
+    client = await ShardcastClient.open(folder, descriptor.relays, run=descriptor.run, publisher=descriptor.publisher)
     async with client:
         try:
             async with asyncio.timeout(_PULL_S):
                 return await client.pull(version)
         except (GoneError, TimeoutError):
-            raise ConfigError(
-                f"v{version} is not to be had from the run's relays any more; say where it is with --weights"
-            ) from None
+            text = "is no longer available from the run's relays; give its weights with --weights"
+            raise ConfigError(f"v{version} {text}") from None
 
 
 async def _judge_again(
     answer: "EvidenceAnswer", path: Path, policy: "Policy", recipe: "Recipe", calibration: "Calibration"
 ) -> "list[Review]":
-    """Each verdict beside what the same job gives here."""
-    from shoal.submission.jail import Jail
+    """Each verdict, compared with the result of the same job here."""
+    from shoal.submission.read import ParserPool
     from shoal.validator.judge import Judge
     from shoal.validator.review import review_verdict
 
-    async with Jail() as jail:
-        judge = Judge(recipe, calibration, jail)
+    async with ParserPool() as parsers:
+        judge = Judge(recipe, calibration, parsers)
         reviews = []
         for job, signed in zip(answer.evidence.list_jobs(), answer.verdicts, strict=True):
             opinion = await judge.judge(job, path, policy)
             reviews.append(review_verdict(signed.verdict, opinion.state(job)))
         return reviews
+
+
+def conclude_review(where: str, evidence: "Evidence", reviews: "Sequence[Review]") -> CommandResult:
+    """Conclude the review; exit code 0 if it agrees with the ledger."""
+    from shoal.validator.review import Match, find_outcome
+
+    match = find_outcome(reviews, evidence.state)
+    job = evidence.job
+    lines = [
+        f"{job.submission} is {evidence.state}. It was checked again here, with v{job.version} and the same file: "
+        f"{job.manifest.size} bytes, SHA-256 {job.manifest.blob}."
+    ]
+    for sitting, review in zip(evidence.sittings, reviews, strict=True):
+        lines += _describe_review(review, sitting.validator, sitting.check_ppm)
+    lines.append(_describe_match(match, where, evidence, reviews))
+    data = {
+        "submission": job.submission,
+        "state": evidence.state.value,
+        "match": None if match is None else match.value,
+        "rounds": [_list_review(review, own.validator) for own, review in zip(evidence.sittings, reviews, strict=True)],
+    }
+    return CommandResult(EXIT_DIFFERS if match is Match.DIFFERS else 0, "\n".join(lines), data)
+
+
+def _describe_review(review: "Review", validator: str, check_ppm: int) -> Iterator[str]:
+    from shoal.protocol.params import MILLION
+
+    said, found = review.said, review.found
+    share = f"{100 * check_ppm / MILLION:g} % of the rollouts replayed"
+    yield f"Round {said.round}, validator {validator[:16]}, {share}: {said.verdict} there, {found.verdict} here."
+    if review.is_trouble:
+        yield f"  The validator failed to check it: {said.findings[0].where}. A local failure is not compared."
+        return
+    if (said.tokens, len(said.groups)) != (found.tokens, len(found.groups)):
+        yield f"  {said.tokens} tokens in {len(said.groups)} groups there, {found.tokens} in {len(found.groups)} here."
+    yield "  " + _align(_HEAD)
+    yield from map(_describe_line, review.lines)
+
+
+def _describe_line(line: "CheckComparison") -> str:
+    from shoal.validator.review import Match
+
+    findings = [finding for finding in (line.said, line.found) if finding is not None]  # at least one of them
+    numbers = ["none" if finding is None else finding.statistic for finding in (line.said, line.found)]
+    places = " / ".join(dict.fromkeys(finding.where for finding in findings))
+    passed = "passed" if findings[0].passed else "FAILED"
+    gap = f"{line.match}, {line.gap:.2g} thresholds apart" if line.match is Match.CLOSE else line.match.value
+    return f"  {_align((line.check, *numbers, findings[-1].threshold, places))}{passed:8} {gap}"
+
+
+def _align(cells: tuple[str, ...]) -> str:
+    return "".join(f"{cell:{width}} " for cell, width in zip(cells, _WIDTHS, strict=True))
+
+
+def _describe_match(match: "Match | None", where: str, evidence: "Evidence", reviews: "Sequence[Review]") -> str:
+    from shoal.validator.review import Match
+
+    if match is None:
+        return "No validator could check it, so there is nothing to compare."
+    if match is Match.EQUAL:
+        return "This agrees with the ledger, in every number."
+    if match is Match.CLOSE:
+        gap = max(line.gap for review in reviews for line in review.lines if line.match is Match.CLOSE)
+        return (
+            "This agrees with the ledger. Some numbers differ, as expected between machines, by at most "
+            f"{gap:.2g} thresholds, and none crosses its threshold."
+        )
+    return f"This DIFFERS from the ledger. {_advise(where, evidence, reviews)}"
+
+
+def _advise(where: str, evidence: "Evidence", reviews: "Sequence[Review]") -> str:
+    from shoal.protocol.messages import SubmissionState, Verdict
+    from shoal.protocol.outcome import REJECTIONS
+
+    name = evidence.job.submission
+    if evidence.state.value in REJECTIONS:
+        return (
+            f"Its owner can appeal: shoal owner appeal {where} {name} --owner KEY. Deadline and findings: "
+            f"shoal explain {where} {name}"
+        )
+    is_accepted_here = all(review.found.verdict is Verdict.ACCEPTED for review in reviews)
+    if evidence.state is SubmissionState.ACCEPTED and not is_accepted_here:
+        return "It was accepted, but fails here: tell the run's operator, with the file and what --save writes."
+    return f"For the outcome, see: shoal explain {where} {name}"
+
+
+def _list_review(review: "Review", validator: str) -> dict[str, Any]:
+    return {
+        "round": review.said.round,
+        "validator": validator,
+        "compared": not review.is_trouble,
+        "ledger": review.said.verdict.value,
+        "here": review.found.verdict.value,
+        "match": review.match.value,
+        "findings": [_list_line(line) for line in review.lines],
+    }
+
+
+def _list_line(line: "CheckComparison") -> dict[str, Any]:
+    both = {"ledger": line.said, "here": line.found}
+    shown = {name: None if own is None else own.model_dump(mode="json") for name, own in both.items()}
+    return {"check": line.check, "match": line.match.value, **shown}
+
+
+COMMANDS = (CliCommand("verify", _verify, (*common.QUERY, common.SUBMISSION, _add_verify)),)

@@ -1,36 +1,38 @@
-"""The mean of a round's updates that no single bad one can spoil, and that comes out alike wherever it is computed.
+"""The mean of a round's updates: robust against a single bad update, and bitwise identical wherever it is computed.
 
-    decode -> refuse what is not whole and finite -> clip norms -> cap weights -> (trimmed) mean -> encode
+    decode -> refuse what is incomplete or not finite -> clip norms -> cap weights -> (trimmed) mean -> encode
 
-- Peers are taken in order of their ids and summed in fp64, element by element, so the order of arrival, the number of
-  threads and the machine do not show in the result.
-- Norms above `clip` times the median norm are scaled down to it, and token weights capped likewise, from three peers on
-  (of two nobody knows which is the bad one).
+- Peers are taken in order of their ids and summed in fp64, element by element. The order of arrival, the number of
+  threads and the machine do not affect the result.
+- Norms above `clip` times the median norm are scaled down to it, and token weights are capped likewise, from three
+  peers on (with two, nobody knows which one is bad). For an even number the lower of the two middle values counts: the
+  honest majority holds it.
 - The trimmed mean leaves out the lowest and the highest floor(k / 4) values of every coordinate, from four peers on
   (Yin et al., arXiv 1803.01498), and weights the rest by tokens.
-- Vectors are decoded a piece at a time, twice: memory does not grow with the number of peers.
+- Vectors are decoded piece by piece, twice, so memory does not grow with the number of peers.
 - One bad peer of four can then move a coordinate no further than its honest neighbours lie apart.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 import numpy as np
 
+from shoal.diloco.background import PIECE, run_pieces
 from shoal.diloco.codecs import Codec, CodecError, encode_feedback, find_codec
 from shoal.diloco.codecs.base import FLOAT, ReadPiece
-from shoal.diloco.pieces import PIECE, run_pieces
-from shoal.diloco.plan import Guard
+from shoal.diloco.outer import UpdateGuard
 from shoal.diloco.round import MAX_TOKENS, RoundKey, Update
 
 CLIP_FROM = 3
 TRIM_SHARE = 4
-"""One of so many values is left out at each end. Changing breaks: agreement between peers of different releases."""
+"""One of this many values is left out at each end. Changing breaks: agreement between peers of different releases."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RejectionReason:
     """Why an update is not in the mean."""
 
     peer: str
@@ -39,22 +41,22 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """The mean of a round, as everyone gets it."""
+    """The mean of a round, identical for everyone."""
 
     payload: bytes
-    """empty if nobody's update could be used"""
+    """empty if no update could be used"""
     peers: tuple[str, ...]
-    """whose whole vector is in it, in order of id"""
-    refused: tuple[Refusal, ...] = ()
+    """peers whose whole vector is in it, in order of id"""
+    refused: tuple[RejectionReason, ...] = ()
     clipped: tuple[str, ...] = ()
-    """of `peers`, whose norm was scaled down"""
+    """those of `peers` whose norm was scaled down"""
     residual: np.ndarray | None = None
-    """what the codec lost, for the fragment's next aggregate"""
+    """what the codec lost, to be added to the fragment's next aggregate"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sound:
-    """An update that is whole and finite."""
+    """An update that is complete and finite."""
 
     peer: str
     tokens: int
@@ -67,19 +69,19 @@ def aggregate_updates(
     updates: Sequence[Update],
     size: int,
     codec_name: str,
-    guard: Guard,
+    guard: UpdateGuard,
     residual: np.ndarray | None = None,
 ) -> Aggregate:
-    """The encoded mean of these updates of `size` elements, and who was refused and why."""
+    """The encoded mean of these updates of `size` elements, with the refused peers and the reasons."""
     codec = find_codec(codec_name)
-    refused: list[Refusal] = []
+    refused: list[RejectionReason] = []
     sound: list[_Sound] = []
     seen: set[str] = set()
     for update in sorted(updates, key=lambda update: (update.peer, update.payload)):
         try:
             sound.append(_open_update(key, update, size, codec, seen))
         except CodecError as error:
-            refused.append(Refusal(update.peer, str(error)))
+            refused.append(RejectionReason(update.peer, str(error)))
     if not sound:
         return Aggregate(b"", (), tuple(refused), residual=residual)
     factors = _clip_norms([found.norm for found in sound], guard.clip)
@@ -91,17 +93,17 @@ def aggregate_updates(
 
 
 def measure_payload(codec: Codec, payload: bytes, size: int) -> float:
-    """The norm of a payload's vector; `CodecError` if any of it is no number. A piece at a time is in memory."""
+    """The norm of a payload's vector, decoded piece by piece; `CodecError` if an element is not finite."""
     read = codec.open_payload(payload, size)
     return math.sqrt(sum_squares(read, size))
 
 
 def _encode_mean(codec: Codec, mean: np.ndarray, residual: np.ndarray | None) -> tuple[bytes, np.ndarray | None]:
-    """As `encode_feedback`; what was lost before is given up where the codec's limit leaves no room for it."""
+    """Like `encode_feedback`, but drops the previous residual if the codec's limit leaves no room for it."""
     try:
         return encode_feedback(codec, mean, residual)
     except CodecError:
-        return encode_feedback(codec, mean, None)  # a mean of what was decoded can always be encoded
+        return encode_feedback(codec, mean, None)  # a mean of decoded values can always be encoded
 
 
 def _open_update(key: RoundKey, update: Update, size: int, codec: Codec, seen: set[str]) -> _Sound:
@@ -119,10 +121,10 @@ def _open_update(key: RoundKey, update: Update, size: int, codec: Codec, seen: s
 
 
 def _clip_norms(norms: list[float], clip: float) -> list[float]:
-    """What to multiply each vector with."""
+    """The factor for each vector."""
     if len(norms) < CLIP_FROM:
         return [1.0] * len(norms)
-    limit = clip * _find_median(norms)
+    limit = clip * median_low(norms)
     return [limit / norm if norm > limit else 1.0 for norm in norms]
 
 
@@ -135,7 +137,7 @@ def _scale_reader(read: ReadPiece, factor: float) -> ReadPiece:
 def _cap_weights(tokens: list[int], clip: float) -> list[float]:
     if len(tokens) < CLIP_FROM:
         return [float(count) for count in tokens]
-    limit = clip * _find_median([float(count) for count in tokens])
+    limit = clip * median_low(tokens)
     return [min(float(count), limit) for count in tokens]
 
 
@@ -152,13 +154,13 @@ def _average_readers(readers: list[ReadPiece], size: int, weights: list[float], 
 
 
 def _average_rows(rows: np.ndarray, weights: np.ndarray, mode: str) -> np.ndarray:
-    """One value per column of (peers, elements); sums run over the peers one after the other."""
+    """Reduce (peers, elements) to one value per column; sums run over the peers in order."""
     num_peers = len(rows)
     trim = {"mean": 0, "trimmed": num_peers // TRIM_SHARE, "median": (num_peers - 1) // 2}[mode]
     ranks = _rank_rows(rows) if trim else None
     total, weight = np.zeros(rows.shape[1]), np.zeros(rows.shape[1])
     for index, row in enumerate(rows):
-        # What is left out adds zero, so trimming nothing changes nothing.
+        # Values left out add zero, so trimming nothing changes nothing.
         kept = 1.0 if ranks is None else ((ranks[index] >= trim) & (ranks[index] < num_peers - trim))
         share = weights[index] * kept
         total += row * share
@@ -168,7 +170,7 @@ def _average_rows(rows: np.ndarray, weights: np.ndarray, mode: str) -> np.ndarra
 
 
 def _rank_rows(rows: np.ndarray) -> np.ndarray:
-    """How many values of its column come before each, equal ones in order of peers. Counting beats sorting here."""
+    """Rank of each value in its column, equal ones in order of peers. Counting is faster than sorting here."""
     ranks = np.zeros(rows.shape, dtype=np.int16)
     for low in range(len(rows)):
         for high in range(low + 1, len(rows)):
@@ -178,13 +180,8 @@ def _rank_rows(rows: np.ndarray) -> np.ndarray:
     return ranks
 
 
-def _find_median(values: list[float]) -> float:
-    """The lower of the two in the middle, where there are two: the honest majority holds it."""
-    return sorted(values)[(len(values) - 1) // 2]
-
-
 def sum_squares(read: ReadPiece, size: int) -> float:
-    """Sum of squares by pieces and halving: additions of whole vectors only, whose order nothing changes."""
+    """Sum of squares by pieces and pairwise halving: only whole-vector additions, in a fixed order."""
     sums = np.zeros(-(-size // PIECE))
 
     def sum_piece(piece: slice) -> None:

@@ -1,14 +1,14 @@
-"""Checkpoints of a peer, and of the group of a local run: what is resumed computes the same bits.
+"""Checkpoints of a peer, and of the group of a local run. A resumed run computes the same bits.
 
     checkpoints/step-000100/
-      outer.bin                     outer state, as it goes to a newcomer
+      outer.bin                     outer state, as sent to a new peer
       reducer.safetensors           what the codec of the aggregate lost so far, by fragment
       peers/NAME/weights.safetensors      a peer's weights between rounds and what its codec lost, by fragment
       peers/NAME/optimizer.safetensors    its inner optimizer, by parameter name
       state.json                    counters, and the hash of every other file; written last
 
-Whole comes back only a settled peer: nothing on its way, no step since the last round. Of another one the inner
-optimizer does; its steps that are in no round are made again.
+Only a settled peer is restored completely: nothing in flight, no step since the last round. For any other peer only the
+inner optimizer is restored; its steps that are in no round are repeated.
 """
 
 import json
@@ -22,47 +22,57 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
 
-from shoal.diloco.peer import Peer, Tally
+from shoal.diloco.peer import FragmentCounts, Peer
 from shoal.diloco.state import OuterState, StateError, decode_state, encode_state
 from shoal.errors import ConfigError
-from shoal.files import atomic_dir, hash_file
-from shoal.learner.checkpoint import load_optimizer, save_optimizer
+from shoal.learner.checkpoint import (
+    check_files,
+    hash_files,
+    load_optimizer,
+    prune_checkpoints,
+    refuse_checkpoint,
+    save_optimizer,
+)
+from shoal.util.files import atomic_dir
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _STATE = "state.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class PeerModel:
     """A peer with the model that it trains."""
 
     peer: Peer
     model: torch.nn.Module
 
 
-def save_crew(
-    folder: Path, state: OuterState, residuals: Mapping[int, np.ndarray | None], crew: Mapping[str, Member]
-) -> Path:
-    """Write a checkpoint of all peers right after a round."""
-    path = folder / f"step-{state.step:06d}"
-    with atomic_dir(path) as target:
+def save_peers(
+    run: Path,
+    state: OuterState,
+    residuals: Mapping[int, np.ndarray | None],
+    members: Mapping[str, PeerModel],
+    *,
+    keep: int,
+) -> None:
+    """Write a checkpoint of all peers right after a round, and remove all but the newest `keep` of the run."""
+    with atomic_dir(run / "checkpoints" / f"step-{state.step:06d}") as target:
         (target / "outer.bin").write_bytes(encode_state(state))
         save_file(_name_arrays("residual", dict(residuals)), target / "reducer.safetensors")
-        tallies = {}
-        for name, member in crew.items():
-            assert _NAME.fullmatch(name), "a name fit for a folder"
+        counts = {}
+        for name, member in members.items():
+            assert _NAME.fullmatch(name), "invalid name for a folder"
             _save_member(target / "peers" / name, member)
-            tallies[name] = [[tally.tokens, tally.steps] for tally in member.peer.tallies]
-        hashes = {p.relative_to(target).as_posix(): hash_file(p) for p in sorted(target.rglob("*")) if p.is_file()}
-        settled = sorted(name for name, member in crew.items() if member.peer.is_settled)
-        counters = {"step": state.step, "tallies": tallies, "settled": settled, "sha256": hashes}
+            counts[name] = [[count.tokens, count.steps] for count in member.peer.counts]
+        settled = sorted(name for name, member in members.items() if member.peer.is_settled)
+        counters = {"step": state.step, "tallies": counts, "settled": settled, "sha256": hash_files(target)}
         text = json.dumps(counters, indent=2)
         (target / _STATE).write_text(f"{text}\n")
-    return path
+    prune_checkpoints(run / "checkpoints", keep)
 
 
 def load_outer(checkpoint: Path, sizes: tuple[int, ...]) -> tuple[OuterState, dict[int, np.ndarray | None]]:
-    """The outer state and the aggregate's residuals, after checking every file of the checkpoint."""
+    """Load the outer state and the aggregate's residuals, after checking every file of the checkpoint."""
     _read_counters(checkpoint)
     try:
         state = decode_state((checkpoint / "outer.bin").read_bytes(), sizes)
@@ -73,26 +83,26 @@ def load_outer(checkpoint: Path, sizes: tuple[int, ...]) -> tuple[OuterState, di
 
 
 def was_settled(checkpoint: Path, name: str) -> bool:
-    """Whether a peer had nothing on its way when it was saved."""
+    """Whether a peer had nothing in flight when it was saved."""
     return name in _read_counters(checkpoint)["settled"]
 
 
-def restore_member(checkpoint: Path, member: Member) -> None:
-    """Give a new peer its weights, residuals, counters and inner optimizer back."""
+def restore_member(checkpoint: Path, member: PeerModel) -> None:
+    """Restore the weights, residuals, counters and inner optimizer of a new peer."""
     peer, folder = member.peer, checkpoint / "peers" / member.peer.name
-    tallies = _read_counters(checkpoint)["tallies"][peer.name]
+    counts = _read_counters(checkpoint)["tallies"][peer.name]
     arrays = load_file(folder / "weights.safetensors")
-    for index, (tokens, steps) in enumerate(tallies):
+    for index, (tokens, steps) in enumerate(counts):
         peer.fragments.write(index, arrays[f"weights.{index}"])
-        peer.tallies[index] = Tally(tokens, steps, residual=arrays.get(f"residual.{index}"))
+        peer.counts[index] = FragmentCounts(tokens, steps, residual=arrays.get(f"residual.{index}"))
     load_optimizer(member.model, peer.inner, folder / "optimizer.safetensors")
 
 
-def _save_member(folder: Path, member: Member) -> None:
+def _save_member(folder: Path, member: PeerModel) -> None:
     folder.mkdir(parents=True)
     peer = member.peer
-    weights = {index: peer.fragments.read(index) for index in range(len(peer.tallies))}
-    residuals = {index: tally.residual for index, tally in enumerate(peer.tallies)}
+    weights = {index: peer.fragments.read(index) for index in range(len(peer.counts))}
+    residuals = {index: count.residual for index, count in enumerate(peer.counts)}
     arrays = _name_arrays("weights", weights) | _name_arrays("residual", residuals)
     save_file(arrays, folder / "weights.safetensors")
     save_optimizer(member.model, peer.inner, folder / "optimizer.safetensors")
@@ -103,14 +113,10 @@ def _name_arrays(kind: str, arrays: Mapping[int, np.ndarray | None]) -> dict[str
 
 
 def _read_counters(checkpoint: Path) -> dict[str, Any]:
-    way_out = f"remove {checkpoint} to resume from an earlier checkpoint"
     try:
         counters: dict[str, Any] = json.loads((checkpoint / _STATE).read_text())
         hashes = dict(counters["sha256"])
     except (OSError, ValueError, TypeError, KeyError):
-        raise ConfigError(f"{checkpoint / _STATE}: is missing or damaged; {way_out}") from None
-    for name, digest in hashes.items():
-        path = checkpoint / name
-        if not path.is_file() or hash_file(path) != digest:
-            raise ConfigError(f"{path}: is missing or not what was written; {way_out}")
+        raise refuse_checkpoint(checkpoint, _STATE, "is missing or damaged") from None
+    check_files(checkpoint, hashes)
     return counters

@@ -1,4 +1,4 @@
-"""Text to sequences of tokens, and which peer reads which of them.
+"""Text to token sequences, and which peer reads which of them.
 
 Symbols: n sequences, L lanes, c_l how many sequences of lane l have been read so far.
 
@@ -6,11 +6,13 @@ Symbols: n sequences, L lanes, c_l how many sequences of lane l have been read s
     its place in the epoch's order          p = l + L (c_l mod n_l)
     the sequence                            order_e[p]             a permutation from (seed, e)
 
-- Lanes partition every epoch's order, so an epoch reads every sequence once, whoever reads the lanes.
-- Lane l belongs to member l mod k of the k members, in order of id. When members change, lanes change hands with their
-  counts: nothing is lost or read twice. What a peer read and never handed in counts as not read, and is read again.
-- Where inner steps overlap with a round, a lane that changes hands in that moment may have been read ahead by as many
-  sequences as the overlap holds. A guest, who joined during a round, draws at random until the round is over.
+- Lanes partition every epoch's order, so an epoch reads every sequence once, independent of which peer reads which
+  lane.
+- Lane l belongs to member l mod k of the k members, in order of id. When members change, lanes are reassigned with
+  their counts: nothing is lost or read twice. Data that a peer read but never submitted counts as unread and is read
+  again.
+- If inner steps overlap with a round, a lane that is reassigned at that moment may have been read ahead by as many
+  sequences as the overlap covers. A peer that joined during a round draws at random until the round is over.
 """
 
 import json
@@ -32,7 +34,7 @@ MAX_ALPHABET = 4096
 
 
 def read_texts(source: str, field: str = "text") -> Iterator[str]:
-    """The documents of a source: a file, a folder of files, or `hf:NAME` or `hf:NAME:SPLIT` of Hugging Face datasets.
+    """The documents of a source: a file, a folder of files, or `hf:NAME` or `hf:NAME:SPLIT` from Hugging Face datasets.
 
     A .jsonl line or a .parquet row is a document, its text in `field`; any other file is one document.
     """
@@ -41,16 +43,16 @@ def read_texts(source: str, field: str = "text") -> Iterator[str]:
         return
     path = Path(source).expanduser()
     if not path.exists():
-        raise ConfigError(f"data.source: there is no file or folder {source!r}")
+        raise ConfigError(f"data.source: no such file or folder: {source!r}")
     files = sorted(entry for entry in path.rglob("*") if entry.is_file()) if path.is_dir() else [path]
     for file in files:
         yield from _read_file(file, field)
 
 
 def pack_sequences(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) -> np.ndarray:
-    """Documents end to end, each with its end token, cut into rows of `length` + 1 tokens.
+    """Concatenate documents, each with its end token, and cut them into rows of `length` + 1 tokens.
 
-    The last token of a row is only ever a target; a short last row is left out.
+    The last token of a row is used only as a target; a short last row is left out.
     """
     parts = [np.array(encode_completion(tokenizer, text), dtype=np.int32) for text in texts if text]
     tokens = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
@@ -69,7 +71,7 @@ def find_alphabet(texts: Iterable[str]) -> str:
 
 
 class LaneReader:
-    """One peer's way through the sequences of a run."""
+    """One peer's position in the sequences of a run."""
 
     def __init__(self, num_sequences: int, num_lanes: int, seed: int, peer: str) -> None:
         if num_sequences < num_lanes:
@@ -80,13 +82,13 @@ class LaneReader:
         self._num_guest = 0
 
     def assign(self, state: OuterState) -> None:
-        """Read the lanes that this state gives the peer, from where the run has read them."""
+        """Read the lanes that this state assigns to the peer, from where the run has read them."""
         kept = self._counts
         # A lane that stays may have been read further than any round has counted yet.
         self._counts = {lane: max(state.lanes[lane], kept.get(lane, 0)) for lane in find_lanes(state, self.peer)}
 
     def rewind(self, state: OuterState) -> None:
-        """Forget what was read and never handed in: after a restart, or when the peer's steps were dropped."""
+        """Forget what was read but never submitted: after a restart, or when the peer's steps were dropped."""
         self._counts = {}
         self.assign(state)
 
@@ -110,7 +112,7 @@ class LaneReader:
 
     def _find_order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:
-            # Lanes of unlike length end their epochs at unlike times, so the order before is kept too.
+            # Lanes of different length end their epochs at different times, so the previous order is kept too.
             self._orders = {number: order for number, order in self._orders.items() if number >= epoch - 1}
             generator = np.random.default_rng(derive_seed("diloco-data", self.seed, epoch))
             self._orders[epoch] = generator.permutation(self.num_sequences)
@@ -133,20 +135,20 @@ def _read_file(path: Path, field: str) -> Iterator[str]:
         try:
             yield path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            raise ConfigError(f"{path}: is not UTF-8 text") from None
+            raise ConfigError(f"{path}: not UTF-8 text") from None
 
 
 def _parse_line(line: str, path: Path, number: int) -> Any:
     try:
         return json.loads(line)
     except ValueError:
-        raise ConfigError(f"{path}:{number}: is not JSON") from None
+        raise ConfigError(f"{path}:{number}: invalid JSON") from None
 
 
 def _pick_text(row: Any, field: str, where: str) -> str:
     text = row.get(field) if isinstance(row, dict) else None
     if not isinstance(text, str):
-        raise ConfigError(f"{where}: has no text in the field {field!r}; data.field names another")
+        raise ConfigError(f"{where}: no text in field {field!r}; set data.field to the field with the text")
     return text
 
 
@@ -157,12 +159,12 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
     try:
         with pq.ParquetFile(path) as file:
             if field not in file.schema_arrow.names:
-                raise ConfigError(f"{path}: has no column {field!r}; data.field names another")
+                raise ConfigError(f"{path}: no column {field!r}; set data.field to the column with the text")
             for batch in file.iter_batches(columns=[field]):
                 for row in batch.to_pylist():
                     yield _pick_text(row, field, str(path))
     except pa.ArrowInvalid as error:
-        raise ConfigError(f"{path}: is not a Parquet file ({str(error).splitlines()[0]})") from None
+        raise ConfigError(f"{path}: cannot read Parquet file ({str(error).splitlines()[0]})") from None
 
 
 def _read_hub(name: str, field: str) -> Iterator[str]:
@@ -175,6 +177,6 @@ def _read_hub(name: str, field: str) -> Iterator[str]:
         rows = datasets.load_dataset(path, split=split or "train")
     except (OSError, ValueError) as error:
         reason = (str(error).splitlines() or ["no reason given"])[0]
-        raise ConfigError(f"data.source: {HUB}{name} cannot be loaded: {reason}") from None
+        raise ConfigError(f"data.source: {HUB}{name} cannot load the dataset: {reason}") from None
     for number, row in enumerate(rows):
         yield _pick_text(row, field, f"{HUB}{name} row {number}")

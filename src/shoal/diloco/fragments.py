@@ -1,8 +1,8 @@
 """A model's parameters as flat fp32 vectors, one per fragment, that are averaged in turn.
 
-Fragments are made of whole layers, strided: of F fragments, number f holds layers f, f + F, f + 2F ..., so that each
-has early and late ones (Streaming DiLoCo, Douillard et al., arXiv 2501.18512). What is before the layers goes with the
-first fragment, what is after them with the last. All together hold every trainable parameter once.
+Fragments consist of whole layers, strided: of F fragments, number f holds layers f, f + F, f + 2F ..., so that each has
+early and late ones (Streaming DiLoCo, Douillard et al., arXiv 2501.18512). Parameters before the layers belong to the
+first fragment, those after them to the last. Together the fragments hold every trainable parameter once.
 """
 
 import re
@@ -18,16 +18,16 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
 class FragmentMap:
-    """Where each element of a fragment's vector lives in the model."""
+    """Maps each element of a fragment's vector to its place in the model."""
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], num_fragments: int = 1) -> None:
         named = [(name, tensor) for name, tensor in parameters if tensor.requires_grad]
         if any(tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16) for _, tensor in named):
-            raise ConfigError("DiLoCo averages parameters of float32, bfloat16 or float16 only")
+            raise ConfigError("DiLoCo supports only float32, bfloat16 and float16 parameters")
         self.parts = _deal_layers(named, num_fragments)
         empty = [index for index, part in enumerate(self.parts) if not part]
         if empty:
-            raise ConfigError(f"fragments={num_fragments}: the model has too few layers for so many")
+            raise ConfigError(f"fragments={num_fragments}: the model has fewer layers than that")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -39,6 +39,10 @@ class FragmentMap:
         flat = [tensor.detach().to("cpu", torch.float32).reshape(-1) for _, tensor in self.parts[fragment]]
         return torch.cat(flat).numpy()
 
+    def read_all(self) -> tuple[np.ndarray, ...]:
+        """Copies of all fragments' weights."""
+        return tuple(self.read(index) for index in range(len(self.parts)))
+
     @torch.no_grad()
     def write(self, fragment: int, values: np.ndarray) -> None:
         """Set a fragment's weights."""
@@ -46,7 +50,7 @@ class FragmentMap:
         for _, tensor in self.parts[fragment]:
             tensor.copy_(source[start : start + tensor.numel()].view_as(tensor))
             start += tensor.numel()
-        assert start == values.size, "a vector of the fragment's size"
+        assert start == values.size, "the vector must have the fragment's size"
 
 
 def map_model(model: nn.Module, num_fragments: int = 1) -> FragmentMap:

@@ -3,14 +3,14 @@
     >>> import numpy as np, torch
     >>> from shoal.diloco.fragments import map_model
     >>> from shoal.diloco.local import LocalGroup
-    >>> from shoal.diloco.plan import Plan, Rules
+    >>> from shoal.diloco.outer import DilocoPlan, Rules
     >>> from shoal.diloco.state import start_state
     >>> model = torch.nn.Linear(4, 1)
     >>> fragments = map_model(model)
-    >>> plan = Plan("example", fragments.sizes, Rules(interval=5))
+    >>> plan = DilocoPlan("example", fragments.sizes, Rules(interval=5))
     >>> group = LocalGroup(plan, start_state((fragments.read(0),)))
     >>> inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    >>> peer = Peer("alone", plan, fragments, inner, group.seat("alone"))
+    >>> peer = Peer("alone", plan, fragments, inner, group.join("alone"))
     >>> for _ in range(10):
     ...     model(torch.randn(8, 4)).square().mean().backward()
     ...     report = peer.step(tokens=8)
@@ -19,9 +19,9 @@
 
 Invariants:
 - the inner optimizer's state is this site's own and kept across rounds; its schedule runs on the step all peers share;
-- an update is kept until an outcome names this peer, and steps taken meanwhile stay in the weights: whatever becomes of
-  a round, no inner step is lost but those of a peer that fell more than one round behind;
-- after a round the outer state has the hash that the outcome names, or it is fetched anew;
+- an update is kept until an outcome names this peer, and steps taken meanwhile stay in the weights. Whatever happens to
+  a round, only a peer that falls more than one round behind loses inner steps;
+- after a round the outer state has the hash that the outcome names, or it is fetched again;
 - no wait is longer than `wait_s`.
 
     inner steps -> encode -> submit -> (delay inner steps) -> collect -> next outer weights -> apply -> inner steps
@@ -35,59 +35,65 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from shoal.diloco.aside import Aside
-from shoal.diloco.averager import Averager, AveragerAwayError, RefusedUpdateError, StaleRoundError
+from shoal.diloco.background import BackgroundThread
 from shoal.diloco.codecs import CodecError, encode_feedback, find_codec
 from shoal.diloco.fragments import FragmentMap
-from shoal.diloco.outer import pseudo_gradient
-from shoal.diloco.plan import Plan
+from shoal.diloco.outer import DilocoPlan, pseudo_gradient
 from shoal.diloco.reduce import StateMismatchError, move_part, settle_part
-from shoal.diloco.round import Outcome, RoundKey, Update
+from shoal.diloco.round import (
+    Averager,
+    AveragerUnavailableError,
+    RefusedUpdateError,
+    RoundKey,
+    RoundOutcome,
+    StaleRoundError,
+    Update,
+)
 from shoal.diloco.state import FragmentState, OuterState
 
 CLIP_NORM = 1.0
 MAX_LAG = 1
-"""rounds a peer may be behind and still bring its steps along"""
+"""rounds a peer may be behind and still keep its steps"""
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
-    """How a peer goes about its rounds; no two peers need to agree on it."""
+class PeerOptions:
+    """Options of a peer; they may differ between peers."""
 
     delay: int = 0
-    """tau: inner steps between handing in and applying; 0 waits for the outcome"""
+    """tau: inner steps between submitting and applying; 0 waits for the outcome"""
     alpha: float = 1.0
-    """share of the steps taken meanwhile that is kept: w <- theta + alpha (w - w at hand-in)"""
+    """share of the steps taken meanwhile that is kept: w <- theta + alpha (w - w when submitted)"""
     wait_s: float = 60.0
-    """longest wait for one outcome"""
+    """maximum wait for one outcome"""
     clip_norm: float = CLIP_NORM
-    """of inner gradients; 0: none"""
-    aside: bool = False
-    """whether a thread encodes updates and makes the next outer weights during the `delay` steps"""
+    """maximum norm of inner gradients; 0: no limit"""
+    threaded: bool = False
+    """whether a thread encodes updates and computes the next outer weights during the `delay` steps"""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """A round that this peer has behind it."""
+    """A round that this peer has completed."""
 
     fragment: int
     round: int
     peers: tuple[str, ...]
-    """whose vectors were averaged; empty if the state was fetched instead"""
+    """peers whose vectors were averaged; empty if the state was fetched instead"""
     state: str
-    """hash of the fragment after it"""
+    """hash of the fragment after the round"""
     bytes_up: int
     bytes_down: int
     waited_s: float
     note: str = ""
-    """why this peer's own update was not in it"""
+    """why this peer's own update was not included"""
     is_dropped: bool = False
-    """whether all steps that were in no round are given up: what they read is to be read again"""
+    """whether all steps that were in no round are dropped, so that their data must be read again"""
 
 
 @dataclass(slots=True)
-class Tally:
-    """What a fragment's next update will say."""
+class FragmentCounts:
+    """The counters of a fragment's next update."""
 
     tokens: int = 0
     steps: int = 0
@@ -99,35 +105,35 @@ class Tally:
         """Count further steps."""
         self.tokens, self.steps, self.compute_s = self.tokens + tokens, self.steps + steps, self.compute_s + compute_s
 
-    def merge(self, other: "Tally") -> None:
-        """Count steps that were handed in and are not in any round."""
+    def merge(self, other: "FragmentCounts") -> None:
+        """Add back steps that were submitted but are in no round."""
         self.add(other.tokens, other.steps, other.compute_s)
 
 
 @dataclass(slots=True)
-class _Pending:
-    """An update on its way, and what is needed once its outcome comes."""
+class _SentUpdate:
+    """An update in flight, and what is needed when its outcome arrives."""
 
     key: RoundKey
     made: "Future[tuple[Update, np.ndarray | None]]"
-    """the update, and the residual of the codec if it counts"""
+    """the update, and the codec's residual if the update counts"""
     arrived: np.ndarray
-    """weights when it was made"""
-    tally: Tally
-    """as it was"""
-    outcome: Outcome | None = None
+    """weights when the update was made"""
+    count: FragmentCounts
+    """counters when the update was made"""
+    outcome: RoundOutcome | None = None
     moved: "Future[FragmentState] | None" = None
-    """the fragment that the outcome leads to"""
+    """the fragment after the outcome"""
     steps_since: int = 0
     waited_s: float = 0.0
     is_sent: bool = False
     """whether it may be in a round"""
     is_held: bool = False
-    """whether the averager has it in hand"""
+    """whether the averager has accepted it"""
 
     @property
     def update(self) -> Update:
-        """What is handed in; raises `CodecError` if the weights cannot be brought to anybody."""
+        """The encoded update; raises `CodecError` if the weights cannot be encoded."""
         return self.made.result()[0]
 
     @property
@@ -138,16 +144,16 @@ class _Pending:
 
 @dataclass
 class Peer:
-    """A model in training as one of many."""
+    """One model in training, as one of many peers."""
 
     name: str
-    plan: Plan
+    plan: DilocoPlan
     fragments: FragmentMap
     inner: torch.optim.Optimizer
     averager: Averager
     schedule: Callable[[int], float] | None = None
-    """learning rate at a step of the shared schedule; None leaves the optimizer's as it is"""
-    habits: Habits = field(default_factory=Habits)
+    """learning rate at a step of the shared schedule; None leaves the optimizer's unchanged"""
+    options: PeerOptions = field(default_factory=PeerOptions)
     report_lanes: Callable[[], tuple[tuple[int, int], ...]] = tuple
     """how far this peer has read its data lanes"""
     state: OuterState = field(init=False)
@@ -155,13 +161,13 @@ class Peer:
     waited_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        assert self.plan.sizes == self.fragments.sizes, "the plan was made for this model"
-        self.tallies = [Tally() for _ in self.plan.sizes]
-        self._pending: dict[int, _Pending] = {}
-        self._aside = Aside(is_threaded=self.habits.aside)
+        assert self.plan.sizes == self.fragments.sizes, "the plan does not match this model"
+        self.counts = [FragmentCounts() for _ in self.plan.sizes]
+        self._pending: dict[int, _SentUpdate] = {}
+        self._background = BackgroundThread(is_threaded=self.options.threaded)
         self._pace = 1.0
         self._mark = time.perf_counter()
-        self.adopt_state(self.averager.fetch_state(self.habits.wait_s))
+        self.adopt_state(self.averager.fetch_state(self.options.wait_s))
 
     @property
     def position(self) -> int:
@@ -169,32 +175,35 @@ class Peer:
         return min(self._due, self._begun + (self._due - self._begun) * self._taken // self._span)
 
     @property
+    def _span(self) -> int:
+        """Inner steps from one turn to the next, at this peer's pace."""
+        return max(1, round((self._due - self._begun) * self._pace))
+
+    @property
     def is_settled(self) -> bool:
-        """Whether nothing is on its way and no step was taken since: the moment for a checkpoint."""
+        """Whether nothing is in flight and no step was taken since: the moment for a checkpoint."""
         return not self._pending and self._taken == 0
 
     def step(self, tokens: int) -> RoundReport | None:
-        """One inner step on the gradients at hand, and what is due of a round; the report if one ended."""
+        """Take one inner step on the current gradients and advance the rounds; returns the report if a round ended."""
         self._step_inner()
         spent_s = time.perf_counter() - self._mark
         self.compute_s += spent_s
         self._taken += 1
-        for tally in self.tallies:
-            tally.add(tokens, 1, spent_s)
+        for count in self.counts:
+            count.add(tokens, 1, spent_s)
         for pending in self._pending.values():
             pending.steps_since += 1
-        report = self._advance_rounds()
-        self._mark = time.perf_counter()
-        return report
+        return self.poll()
 
     def poll(self) -> RoundReport | None:
-        """Look for outcomes without an inner step: for a loop that drives several peers in turn."""
+        """Check for outcomes without an inner step: for a loop that drives several peers in turn."""
         report = self._advance_rounds()
         self._mark = time.perf_counter()
         return report
 
     def adopt_state(self, state: OuterState) -> None:
-        """Take over an outer state whole: weights, momentum, schedule and data position."""
+        """Replace the whole outer state: weights, momentum, schedule and data position."""
         self.state = state
         for fragment, part in enumerate(state.fragments):
             self.fragments.write(fragment, part.theta)
@@ -203,13 +212,13 @@ class Peer:
 
     def close(self) -> None:
         """Leave the run."""
-        self._aside.close()
+        self._background.close()
         self.averager.close()
 
     def _step_inner(self) -> None:
-        if self.habits.clip_norm:
+        if self.options.clip_norm:
             parameters = [tensor for part in self.fragments.parts for _, tensor in part]
-            torch.nn.utils.clip_grad_norm_(parameters, self.habits.clip_norm)
+            torch.nn.utils.clip_grad_norm_(parameters, self.options.clip_norm)
         if self.schedule is not None:
             for group in self.inner.param_groups:
                 group["lr"] = self.schedule(self.position)
@@ -221,134 +230,137 @@ class Peer:
         self._begun, self._turn, self._taken = begun, turn, 0
         number = self.state.fragments[turn].round + (turn in self._pending)
         self._due = self.plan.find_step(number, turn)
-        self._span = max(1, round((self._due - begun) * self._pace))
 
     def _advance_rounds(self) -> RoundReport | None:
-        # Where the fragment's last round is still open its next one cannot begin, and inner steps go on.
+        # While the fragment's last round is still open, its next one cannot begin, and inner steps continue.
         if self._taken >= self._span and self._turn not in self._pending:
             self._hand_in(self._turn)
         report = None
         for fragment, pending in list(self._pending.items()):
-            if pending is self._pending.get(fragment):  # or else all were given up with the one before
+            if pending is self._pending.get(fragment):  # otherwise all were dropped with the previous one
                 report = self._follow_up(fragment, pending) or report
         return report
 
     def _hand_in(self, fragment: int) -> None:
-        tally, arrived = self.tallies[fragment], self.fragments.read(fragment)
+        count, arrived = self.counts[fragment], self.fragments.read(fragment)
         key, lanes = self.plan.name_round(self.state, fragment), self.report_lanes()
         theta = self.state.fragments[fragment].theta
-        made = self._aside.start(self._make_update, key, theta, arrived, tally, lanes)
-        self._pending[fragment] = _Pending(key, made, arrived, tally)
-        self.tallies[fragment] = Tally(residual=tally.residual)
+        made = self._background.start(self._make_update, key, theta, arrived, count, lanes)
+        self._pending[fragment] = _SentUpdate(key, made, arrived, count)
+        self.counts[fragment] = FragmentCounts(residual=count.residual)
         self._begin_span(self._due, (fragment + 1) % len(self.plan.sizes))
 
     def _make_update(
-        self, key: RoundKey, theta: np.ndarray, arrived: np.ndarray, tally: Tally, lanes: tuple[tuple[int, int], ...]
+        self,
+        key: RoundKey,
+        theta: np.ndarray,
+        arrived: np.ndarray,
+        count: FragmentCounts,
+        lanes: tuple[tuple[int, int], ...],
     ) -> tuple[Update, np.ndarray | None]:
         codec = find_codec(self.plan.rules.codec)
-        payload, residual = encode_feedback(codec, pseudo_gradient(theta, arrived), tally.residual)
+        payload, residual = encode_feedback(codec, pseudo_gradient(theta, arrived), count.residual)
         update = Update(
             key=key,
             peer=self.name,
-            tokens=tally.tokens,
-            steps=tally.steps,
+            tokens=count.tokens,
+            steps=count.steps,
             payload=payload,
             codec=codec.name,
             lanes=lanes,
-            compute_ms=max(1, round(1000 * tally.compute_s)),
+            compute_ms=max(1, round(1000 * count.compute_s)),
         )
         return update, residual
 
     def _start_over(self, fragment: int, reason: str) -> RoundReport:
-        """Back to the outer weights with an empty inner optimizer: what this peer has cannot be brought to anybody."""
+        """Return to the outer weights with an empty inner optimizer: this peer's weights cannot be encoded."""
         part = self.state.fragments[fragment]
         self.adopt_state(self.state)
         self.inner.state.clear()
-        self.tallies = [Tally() for _ in self.plan.sizes]
-        note = f"started over from the outer weights: {reason}"
+        self.counts = [FragmentCounts() for _ in self.plan.sizes]
+        note = f"restarted from the outer weights: {reason}"
         return RoundReport(fragment, part.round, (), part.hash, 0, 0, 0.0, note, is_dropped=True)
 
-    def _follow_up(self, fragment: int, pending: _Pending) -> RoundReport | None:
-        """Send, look for the outcome, apply it. An averager that is away is asked again after the next step."""
+    def _follow_up(self, fragment: int, pending: _SentUpdate) -> RoundReport | None:
+        """Send, check for the outcome, apply it. If the averager is unavailable, ask again after the next step."""
         start = time.perf_counter()
         try:
             outcome = self._exchange(fragment, pending)
-            part = None if outcome is None or pending.moved is None else pending.moved.result()
-            state = None if outcome is None or part is None else settle_part(self.state, part, outcome)
-        except AveragerAwayError:
+            if outcome is None or pending.moved is None:
+                return None
+            state = settle_part(self.state, pending.moved.result(), outcome)
+        except AveragerUnavailableError:
             pending.is_held = False
             return None
         except CodecError as error:
             return self._start_over(fragment, str(error))
         except (StaleRoundError, RefusedUpdateError, StateMismatchError) as error:
-            # Told once, it is over for the averager; should the state not be at hand now, it is submitted anew.
+            # The averager reports an outcome once. If the state is not available now, the update is submitted again.
             pending.is_held = False
             return self._catch_up(fragment, pending, error)
         finally:
             pending.waited_s += time.perf_counter() - start
             self.waited_s += time.perf_counter() - start
-        if outcome is None or state is None:
-            return None
         self._apply(fragment, pending, outcome, state)
         note = "" if self.name in outcome.peers else "the round closed without this peer's update"
         return self._report(fragment, pending, outcome.peers, len(outcome.payload), note)
 
-    def _exchange(self, fragment: int, pending: _Pending) -> Outcome | None:
-        """The outcome once it is to be applied."""
-        is_due = pending.steps_since >= self.habits.delay
+    def _exchange(self, fragment: int, pending: _SentUpdate) -> RoundOutcome | None:
+        """Return the outcome once it is to be applied."""
+        is_due = pending.steps_since >= self.options.delay
         if not is_due and not pending.made.done():
             return None
         if not pending.is_held:
             self.averager.submit(pending.update)
             pending.is_sent = pending.is_held = True
-        if pending.outcome is None and (is_due or self.habits.aside):
-            # The one planned wait; who is later than that is looked for after every step and never waited for.
-            is_planned = pending.steps_since == self.habits.delay
-            pending.outcome = self.averager.collect(pending.key, self.habits.wait_s if is_planned else 0.0)
+        if pending.outcome is None and (is_due or self.options.threaded):
+            # The only planned wait. A later outcome is checked for after every step and never waited for.
+            is_planned = pending.steps_since == self.options.delay
+            pending.outcome = self.averager.collect(pending.key, self.options.wait_s if is_planned else 0.0)
             if pending.outcome is not None:
-                pending.moved = self._aside.start(move_part, self.plan, self.state.fragments[fragment], pending.outcome)
+                pending.moved = self._background.start(
+                    move_part, self.plan, self.state.fragments[fragment], pending.outcome
+                )
         return pending.outcome if is_due else None
 
-    def _apply(self, fragment: int, pending: _Pending, outcome: Outcome, state: OuterState) -> None:
-        """New outer weights, with the inner steps that are not in them on top."""
+    def _apply(self, fragment: int, pending: _SentUpdate, outcome: RoundOutcome, state: OuterState) -> None:
+        """Apply new outer weights and add the inner steps that they do not include."""
         weights, old = self.fragments.read(fragment), self.state.fragments[fragment].theta
         del self._pending[fragment]
         self.state = state
         if self.name in outcome.peers:
-            carried = (weights - pending.arrived) * np.float32(self.habits.alpha)
-            self.tallies[fragment].residual = pending.residual
+            carried = (weights - pending.arrived) * np.float32(self.options.alpha)
+            self.counts[fragment].residual = pending.residual
             self._set_pace(outcome)
         else:
             carried = weights - old
-            self.tallies[fragment].merge(pending.tally)
+            self.counts[fragment].merge(pending.count)
             self._slow_down()
         self.fragments.write(fragment, state.fragments[fragment].theta + carried)
 
-    def _set_pace(self, outcome: Outcome) -> None:
+    def _set_pace(self, outcome: RoundOutcome) -> None:
         if len(outcome.steps) != len(outcome.peers):
             return
         span = self.plan.span_steps(outcome.key.round, outcome.key.fragment)
         self._pace = min(1.0, max(1, outcome.steps[outcome.peers.index(self.name)]) / span)
-        self._span = max(1, round((self._due - self._begun) * self._pace))
 
     def _slow_down(self) -> None:
-        """Take a quarter of the steps: all that a round without this peer says of its speed is that it was too late.
+        """Take a quarter of the steps: a round without this peer only shows that it was too late, not its speed.
 
-        Once an outcome names it, the measured pace is set.
+        Once an outcome names this peer, its measured pace is set.
         """
         if self.plan.rules.dynamic:
             self._pace = max(self._pace / 4, 1 / self.plan.rules.interval)
-            self._span = max(1, round((self._due - self._begun) * self._pace))
 
-    def _catch_up(self, fragment: int, pending: _Pending, error: Exception) -> RoundReport | None:
-        """Go on from the newest state; steps of a peer that is only late, and not by much, come along."""
+    def _catch_up(self, fragment: int, pending: _SentUpdate, error: Exception) -> RoundReport | None:
+        """Continue from the newest state; a peer that is only slightly late keeps its steps."""
         try:
-            state = self.averager.fetch_state(self.habits.wait_s)
-        except AveragerAwayError:
+            state = self.averager.fetch_state(self.options.wait_s)
+        except AveragerUnavailableError:
             return None
         is_late = isinstance(error, StaleRoundError)
         if is_late and state.fragments[fragment].hash == self.state.fragments[fragment].hash:
-            return None  # whoever answered knows less than the fetched state: ask again
+            return None  # the server that answered knows less than the fetched state: ask again
         kept = 0
         for index, part in enumerate(state.fragments):
             is_same = part.hash == self.state.fragments[index].hash and index != fragment
@@ -361,23 +373,23 @@ class Peer:
         return replace(report, is_dropped=not kept)
 
     def _move_fragment(self, index: int, part: FragmentState, *, keep: bool) -> bool:
-        """Go over to a fetched fragment; whether this peer's steps came along."""
+        """Switch to a fetched fragment; returns whether this peer's steps were kept."""
         old, waiting = self.state.fragments[index], self._pending.pop(index, None)
         if not (keep and 0 <= part.round - old.round <= MAX_LAG):
-            self.tallies[index] = Tally()
+            self.counts[index] = FragmentCounts()
             self.fragments.write(index, part.theta)
             return False
-        # What was sent may be in the new weights, and is not brought a second time.
+        # What was sent may be included in the new weights, and must not be added twice.
         base = old.theta
         if waiting is not None and waiting.is_sent:
-            base, self.tallies[index].residual = waiting.arrived, waiting.residual
+            base, self.counts[index].residual = waiting.arrived, waiting.residual
         elif waiting is not None:
-            self.tallies[index].merge(waiting.tally)
+            self.counts[index].merge(waiting.count)
         self.fragments.write(index, part.theta + (self.fragments.read(index) - base))
         return True
 
     def _report(
-        self, fragment: int, pending: _Pending, peers: tuple[str, ...], bytes_down: int, note: str
+        self, fragment: int, pending: _SentUpdate, peers: tuple[str, ...], bytes_down: int, note: str
     ) -> RoundReport:
         return RoundReport(
             fragment=fragment,

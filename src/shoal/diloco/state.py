@@ -1,7 +1,7 @@
-"""The outer state: what all peers of a run hold alike, and what a newcomer has to be given.
+"""The outer state: what all peers of a run share, and what a new peer must be given.
 
 Invariants:
-- a fragment's hash covers its index, round, weights and momentum, so two peers with one hash go on alike;
+- a fragment's hash covers its index, round, weights and momentum, so two peers with the same hash continue identically;
 - arrays are flat, fp32, little-endian and never written to: a new state is a new object;
 - as bytes, a state is a header in canonical JSON and the arrays one after the other. Their sizes come from the plan of
   the run and never from the bytes.
@@ -11,11 +11,12 @@ import hashlib
 import struct
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shoal.canonical import CanonicalError, decode_canonical, encode_canonical
+from shoal.util.canonical import CanonicalError, decode_canonical, encode_canonical
 
 STATE_VERSION = 1
 """Changing breaks: every checkpoint and every join between releases."""
@@ -24,8 +25,11 @@ _LENGTH = struct.Struct("<I")
 _FLOAT = np.dtype("<f4")
 
 
+Count = Annotated[int, Field(ge=0)]
+
+
 class StateError(ValueError):
-    """Bytes that are no outer state of this plan."""
+    """The bytes are not an outer state of this plan."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +38,13 @@ class FragmentState:
 
     index: int
     round: int
-    """rounds it has behind it"""
+    """number of completed rounds"""
     theta: np.ndarray
     momentum: np.ndarray
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 in hex over everything in it."""
+        """SHA-256 in hex over all fields."""
         digest = hashlib.sha256(b"shoal-diloco-fragment-v1\0")
         digest.update(struct.pack("<QQQ", self.index, self.round, self.theta.size))
         for array in (self.theta, self.momentum):
@@ -50,17 +54,17 @@ class FragmentState:
 
 @dataclass(frozen=True)
 class OuterState:
-    """All fragments, the position of the inner schedule and that of the data."""
+    """All fragments, and the positions of the inner schedule and the data."""
 
     fragments: tuple[FragmentState, ...]
     step: int = 0
     """position of the inner schedule"""
     members: tuple[str, ...] = ()
-    """who reads the data, in order of id"""
+    """peers that read the data, in order of id"""
     lanes: tuple[int, ...] = ()
     """sequences read so far of every data lane"""
     number: int = 0
-    """of the outcome that the positions are from (`Outcome.number`); not in the hash, for it says nothing new"""
+    """number of the outcome that the positions are from (`Outcome.number`); redundant, therefore not in the hash"""
 
     @cached_property
     def hash(self) -> str:
@@ -71,6 +75,11 @@ class OuterState:
     def sizes(self) -> tuple[int, ...]:
         """Elements per fragment."""
         return tuple(fragment.theta.size for fragment in self.fragments)
+
+    @property
+    def rounds(self) -> tuple[int, ...]:
+        """Completed rounds of every fragment."""
+        return tuple(fragment.round for fragment in self.fragments)
 
     def _header(self) -> dict[str, Any]:
         return {
@@ -92,61 +101,52 @@ def start_state(thetas: tuple[np.ndarray, ...], lanes: int = 0) -> OuterState:
 
 
 def encode_state(state: OuterState) -> bytes:
-    """Header length, header, then theta and momentum of every fragment."""
+    """Encode as header length, header, then theta and momentum of every fragment."""
     header = encode_canonical(state._header())
     arrays = [array.astype(_FLOAT, copy=False).tobytes() for p in state.fragments for array in (p.theta, p.momentum)]
     return b"".join([_LENGTH.pack(len(header)), header, *arrays])
 
 
 def decode_state(data: bytes, sizes: tuple[int, ...]) -> OuterState:
-    """The state these bytes spell, if it has fragments of these sizes and every hash is right."""
+    """Decode a state; it must have fragments of these sizes, and every hash must match."""
     if len(data) < _LENGTH.size:
         raise StateError("shorter than its length field")
     (length,) = _LENGTH.unpack_from(data)
     start = _LENGTH.size + length
     if length > MAX_HEADER_BYTES or len(data) != start + 8 * sum(sizes):
-        raise StateError(f"{len(data)} bytes, which is not a header and {sum(sizes)} weights with momentum")
-    step, members, lanes, rounds = _read_header(data[_LENGTH.size : start], len(sizes))
+        raise StateError(f"wrong length {len(data)} for a header and {sum(sizes)} weights with momentum")
+    header = _read_header(data[_LENGTH.size : start])
+    if len(header.fragments) != len(sizes):
+        raise StateError(f"header: {len(header.fragments)} fragments instead of {len(sizes)}")
     fragments = []
-    for index, (size, (number, digest)) in enumerate(zip(sizes, rounds, strict=True)):
+    for index, (size, (number, digest)) in enumerate(zip(sizes, header.fragments, strict=True)):
         theta, momentum = np.frombuffer(data, dtype=_FLOAT, count=2 * size, offset=start).reshape(2, size)
         part = FragmentState(index, number, theta, momentum)
         if part.hash != digest:
-            raise StateError(f"fragment {index} is not what its hash says")
+            raise StateError(f"fragment {index} does not match its hash")
         fragments.append(part)
         start += 8 * size
-    return OuterState(tuple(fragments), step, members, lanes)
+    return OuterState(tuple(fragments), header.step, header.members, header.lanes)
 
 
-def _read_header(
-    data: bytes, num_fragments: int
-) -> tuple[int, tuple[str, ...], tuple[int, ...], list[tuple[int, str]]]:
+class _StateHeader(BaseModel):
+    """The header before the arrays."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    version: Literal[1]
+    step: Count
+    members: tuple[str, ...]
+    lanes: tuple[Count, ...]
+    fragments: tuple[tuple[Count, str], ...]
+    """round and hash of each fragment"""
+
+
+def _read_header(data: bytes) -> _StateHeader:
     try:
-        header = decode_canonical(data, max_bytes=MAX_HEADER_BYTES)
+        decode_canonical(data, max_bytes=MAX_HEADER_BYTES)  # a state has exactly one encoding
+        return _StateHeader.model_validate_json(data)
     except CanonicalError as error:
         raise StateError(f"header: {error}") from None
-    match header:
-        case {
-            "version": 1,
-            "step": int(step),
-            "members": [*members],
-            "lanes": [*lanes],
-            "fragments": [*rounds],
-        } if len(header) == 5:
-            pass
-        case _:
-            raise StateError("header: not that of an outer state of version 1")
-    pairs = [(r[0], r[1]) for r in rounds if isinstance(r, list) and len(r) == 2]
-    is_sound = (
-        len(pairs) == len(rounds) == num_fragments
-        and all(_is_count(number) and isinstance(digest, str) for number, digest in pairs)
-        and all(isinstance(name, str) for name in members)
-        and all(_is_count(value) for value in (step, *lanes))
-    )
-    if not is_sound:
-        raise StateError("header: a field of the wrong type")
-    return step, tuple(members), tuple(lanes), pairs
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    except ValidationError:
+        raise StateError("header: not an outer state of version 1") from None

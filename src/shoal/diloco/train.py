@@ -2,14 +2,15 @@
 
     RUN/config.toml  metrics.jsonl  checkpoints/step-N/  policy/ (at the end)
 
-Peers are driven in turn in one thread, so the same settings give the same bits every time. A run that was stopped
-goes on from its last checkpoint with the same command.
+Peers are driven in turn in one thread, so the same settings give the same bits every time. The same command resumes a
+stopped run from its last checkpoint.
 """
 
 import copy
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,45 +20,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.config import build_config, dump_config, flatten_config
-from shoal.diloco.checkpoint import Member, load_outer, restore_member, save_crew
+from shoal.config.run import build_config, dump_config, flatten_config
+from shoal.config.toml import read_toml
+from shoal.diloco.checkpoint import PeerModel, load_outer, restore_member, save_peers
 from shoal.diloco.data import LaneReader, find_alphabet, pack_sequences, read_texts
-from shoal.diloco.fragments import map_model
+from shoal.diloco.fragments import FragmentMap, map_model
 from shoal.diloco.local import LocalGroup
-from shoal.diloco.outer import warn_rounds
-from shoal.diloco.peer import Habits, Peer, RoundReport
-from shoal.diloco.plan import Plan
+from shoal.diloco.outer import DilocoPlan, warn_rounds
+from shoal.diloco.peer import Peer, PeerOptions, RoundReport
+from shoal.diloco.round import Averager
 from shoal.diloco.settings import DilocoConfig, InnerConfig
 from shoal.diloco.state import OuterState, start_state
 from shoal.errors import ConfigError
-from shoal.files import atomic_dir, repair_jsonl, sweep_leftovers, write_atomic
-from shoal.learner.checkpoint import find_newest, list_checkpoints, prune_checkpoints
+from shoal.learner.checkpoint import find_newest, list_checkpoints
 from shoal.policy.model import Policy, load_policy, save_policy
-from shoal.rundir import append_metrics, lock_dir
-from shoal.toml import read_toml
+from shoal.train.rundir import append_metrics, cut_metrics, lock_dir
+from shoal.util.files import atomic_dir, repair_jsonl, sweep_leftovers, write_atomic
 
-Note = Callable[[str], None]
+logger = logging.getLogger(__name__)
+
 RESUMABLE = {"out", "save_every", "keep"}
 """Keys that may differ when a run is resumed: none of them changes what a step computes."""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Packed text, and which rows of it are for what."""
+    """Packed text, and the rows for training and evaluation."""
 
     train: np.ndarray
     held_out: np.ndarray
 
 
-def run_local(config: DilocoConfig, note: Note) -> Path:
-    """Train to the end, or go on from where the last call stopped; the folder of the trained model."""
+def run_local(config: DilocoConfig) -> Path:
+    """Train to the end, resuming where the last call stopped; returns the folder of the trained model."""
     if config.threads:
         torch.set_num_threads(config.threads)
     folder = Path(config.out).expanduser() / f"{config.name}-seed{config.seed}"
     with open_folder(folder, config):
-        run = LocalRun(config, folder, note)
+        run = LocalRun(config, folder)
         if warning := warn_rounds(config.rules.outer, config.num_rounds, from_random=not config.policy.path):
-            note(f"warning: {warning}")
+            logger.warning(warning)
         run.train()
         with atomic_dir(folder / "policy") as target:
             save_policy(run.policy, target)
@@ -67,22 +69,20 @@ def run_local(config: DilocoConfig, note: Note) -> Path:
 class LocalRun:
     """Peers, data and outer state of one run in this process."""
 
-    def __init__(self, config: DilocoConfig, folder: Path, note: Note) -> None:
-        self.config, self.folder, self.note = config, folder, note
-        texts = list(read_texts(config.data.source, config.data.field))
-        self.policy = load_policy(config.policy, alphabet=find_alphabet(texts), seed=config.seed)
-        self.data = split_sequences(pack_sequences(self.policy.tokenizer, texts, config.data.length), config)
-        fragments = map_model(self.policy.model, config.fragments)
-        plan = Plan(config.name, fragments.sizes, config.rules, config.data.lanes)
+    def __init__(self, config: DilocoConfig, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        self.policy, self.data = load_inputs(config)
+        self.fragments = map_model(self.policy.model, config.fragments)
+        plan = DilocoPlan(config.name, self.fragments.sizes, config.rules, config.data.lanes)
         checkpoint = find_newest(folder / "checkpoints")
-        self.group = LocalGroup(plan, start_state(_read_all(self.policy, config.fragments), config.data.lanes))
+        self.group = LocalGroup(plan, start_state(self.fragments.read_all(), config.data.lanes))
         if checkpoint is not None:
             self.group.state, self.group.residuals = load_outer(checkpoint, plan.sizes)
             cut_metrics(folder / "metrics.jsonl", self.group.state.step)
-            note(f"going on from step {self.group.state.step}")
+            logger.info(f"resuming at step {self.group.state.step}")
         self.readers: dict[str, LaneReader] = {}
-        self.crew = {name: self._seat_peer(name) for name in _name_peers(config.peers)}
-        for name, member in self.crew.items():
+        self.members = {name: self._add_peer(name) for name in _name_peers(config.peers)}
+        for name, member in self.members.items():
             self.readers[name].rewind(self.group.state)
             if checkpoint is None:
                 member.peer.adopt_state(self.group.state)
@@ -95,36 +95,29 @@ class LocalRun:
         return self.group.state
 
     def train(self) -> None:
-        """Inner steps and rounds up to the last."""
+        """Run inner steps and rounds to the end."""
         losses: list[float] = []
         while self.state.step < self.config.steps:
             reports: list[RoundReport | None] = []
-            for name in self.crew:
-                loss, report = self._step_peer(name)
+            for name in self.members:
+                rows = self.data.train[self.readers[name].draw(self.config.data.batch)]
+                loss, report = step_peer(self.members[name], rows)
                 losses.append(loss)
                 reports.append(report)
-            # The last to hand in closes the round; the others learn of it here.
-            reports += [member.peer.poll() for member in self.crew.values()]
+            # The last peer to submit closes the round; the others learn of it here.
+            reports += [member.peer.poll() for member in self.members.values()]
             ended = [report for report in reports if report is not None]
             if ended:
                 self._end_round(ended, losses)
                 losses = []
-        self._load_outer_weights()
-
-    def _step_peer(self, name: str) -> tuple[float, RoundReport | None]:
-        member = self.crew[name]
-        rows = self.data.train[self.readers[name].draw(self.config.data.batch)]
-        loss = measure_loss(member.model, rows)
-        loss.backward()  # type: ignore[no-untyped-call]
-        report = member.peer.step(tokens=rows.size - len(rows))
-        return float(loss.detach()), report
+        load_weights(self.fragments, self.state)
 
     def _end_round(self, reports: list[RoundReport], losses: list[float]) -> None:
         hashes = {report.state for report in reports}
-        assert len(reports) == len(self.crew) and len(hashes) == 1, "every peer ends a round in the same state"
+        assert len(reports) == len(self.members) and len(hashes) == 1, "every peer must end a round in the same state"
         for reader in self.readers.values():
             reader.assign(self.state)
-        self._load_outer_weights()
+        load_weights(self.fragments, self.state)
         with torch.no_grad():
             held_out = float(measure_loss(self.policy.model, self.data.held_out))
         metrics = {
@@ -134,38 +127,21 @@ class LocalRun:
             "peers": float(len(reports[0].peers)),
         }
         append_metrics(self.folder / "metrics.jsonl", self.state.step, metrics)
-        self.note(f"step {self.state.step}: train {metrics['train_loss']:.4f}, held out {held_out:.4f}")
-        number = sum(part.round for part in self.state.fragments)
-        if number % self.config.save_every == 0 or self.state.step >= self.config.steps:
-            save_crew(self.folder / "checkpoints", self.state, self.group.residuals, self.crew)
-            prune_checkpoints(self.folder / "checkpoints", self.config.keep)
+        logger.info(f"step {self.state.step}: train {metrics['train_loss']:.4f}, held out {held_out:.4f}")
+        if sum(self.state.rounds) % self.config.save_every == 0 or self.state.step >= self.config.steps:
+            save_peers(self.folder, self.state, self.group.residuals, self.members, keep=self.config.keep)
 
-    def _seat_peer(self, name: str) -> Member:
-        config = self.config
+    def _add_peer(self, name: str) -> PeerModel:
         model = copy.deepcopy(self.policy.model)
-        fragments = map_model(model, config.fragments)
-        self.readers[name] = LaneReader(len(self.data.train), config.data.lanes, config.seed, name)
-        peer = Peer(
-            name,
-            self.group.plan,
-            fragments,
-            build_inner(model, config.inner),
-            self.group.seat(name),
-            schedule=lambda step: config.inner.rate_at(step, config.steps),
-            habits=Habits(wait_s=0.0, clip_norm=config.inner.clip_norm),
-            report_lanes=self.readers[name].report,
-        )
-        return Member(peer, model)
-
-    def _load_outer_weights(self) -> None:
-        fragments = map_model(self.policy.model, self.config.fragments)
-        for part in self.state.fragments:
-            fragments.write(part.index, part.theta)
+        self.readers[name] = LaneReader(len(self.data.train), self.config.data.lanes, self.config.seed, name)
+        options = PeerOptions(wait_s=0.0, clip_norm=self.config.inner.clip_norm)
+        plan, averager = self.group.plan, self.group.join(name)
+        return build_peer(name, plan, model, self.config, averager, self.readers[name], options)
 
 
 @contextmanager
 def open_folder(folder: Path, config: DilocoConfig) -> Iterator[None]:
-    """Make the run's folder or open it to go on, for this process alone."""
+    """Create or reopen the run's folder, locked for this process."""
     lock = lock_dir(folder)
     try:
         if (conflict := find_conflict(folder, config)) is not None:
@@ -182,7 +158,7 @@ def open_folder(folder: Path, config: DilocoConfig) -> Iterator[None]:
 
 
 def find_conflict(folder: Path, config: DilocoConfig) -> str | None:
-    """Why a run folder cannot go on with these settings; None if it can or nothing began."""
+    """Why these settings cannot resume the run in a folder; None if they can, or if it is empty."""
     if not (folder / "checkpoints").is_dir() or not list_checkpoints(folder / "checkpoints"):
         return None
     old = flatten_config(build_config(DilocoConfig, read_toml(folder / "config.toml"), ()))
@@ -191,19 +167,47 @@ def find_conflict(folder: Path, config: DilocoConfig) -> str | None:
     if not changed:
         return None
     shown = ", ".join(f"{key} = {json.dumps(old.get(key))}" for key in changed[:3])
-    return f"{folder}: holds a run with other settings ({shown}); set them so to go on, or use another name or seed"
+    return f"{folder}: the run there has different settings ({shown}); use these to resume, or another name or seed"
 
 
-def cut_metrics(path: Path, step: int) -> None:
-    """Drop the lines of later steps, which a resumed run will write again."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if int(json.loads(line)["step"]) <= step]
-    if len(kept) < len(lines):
-        write_atomic(path, b"".join(kept))
+def load_inputs(config: DilocoConfig) -> tuple[Policy, Sequences]:
+    """Load the model before the first step, and the data."""
+    texts = list(read_texts(config.data.source, config.data.field))
+    policy = load_policy(config.policy, alphabet=find_alphabet(texts), seed=config.seed)
+    return policy, split_sequences(pack_sequences(policy.tokenizer, texts, config.data.length), config)
+
+
+def build_peer(
+    name: str,
+    plan: DilocoPlan,
+    model: nn.Module,
+    config: DilocoConfig,
+    averager: Averager,
+    reader: LaneReader,
+    options: PeerOptions,
+) -> PeerModel:
+    """Build a peer that trains this model."""
+    peer = Peer(
+        name,
+        plan,
+        map_model(model, config.fragments),
+        build_inner(model, config.inner),
+        averager,
+        schedule=lambda step: config.inner.rate_at(step, config.steps),
+        options=options,
+        report_lanes=reader.report,
+    )
+    return PeerModel(peer, model)
+
+
+def load_weights(fragments: FragmentMap, state: OuterState) -> None:
+    """Copy the outer weights into a model."""
+    for part in state.fragments:
+        fragments.write(part.index, part.theta)
 
 
 def split_sequences(rows: np.ndarray, config: DilocoConfig) -> Sequences:
-    """Rows to train on, and every so many-th to evaluate on."""
+    """Split rows into training and evaluation rows, the latter evenly spaced."""
     held_out = config.data.held_out
     if len(rows) < 2 * held_out + config.data.lanes:
         raise ConfigError(
@@ -217,21 +221,23 @@ def split_sequences(rows: np.ndarray, config: DilocoConfig) -> Sequences:
 
 
 def build_inner(model: nn.Module, inner: InnerConfig) -> torch.optim.AdamW:
-    """The inner optimizer; one group, as checkpoints expect it."""
+    """Build the inner optimizer; one parameter group, as checkpoints expect."""
     betas = (inner.beta1, inner.beta2)
     return torch.optim.AdamW(model.parameters(), lr=inner.lr, betas=betas, weight_decay=inner.weight_decay)
 
 
+def step_peer(member: PeerModel, rows: np.ndarray) -> tuple[float, RoundReport | None]:
+    """Take one inner step of a peer on these rows; returns its loss, and the report if a round ended."""
+    loss = measure_loss(member.model, rows)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return float(loss.detach()), member.peer.step(tokens=rows.size - len(rows))
+
+
 def measure_loss(model: nn.Module, rows: np.ndarray) -> Tensor:
-    """Mean cross-entropy of every token but the first of each row."""
+    """Mean cross-entropy over all tokens except the first of each row."""
     tokens = torch.from_numpy(rows.astype(np.int64))
     logits = model(tokens[:, :-1]).logits
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), tokens[:, 1:].reshape(-1))
-
-
-def _read_all(policy: Policy, num_fragments: int) -> tuple[np.ndarray, ...]:
-    fragments = map_model(policy.model, num_fragments)
-    return tuple(fragments.read(index) for index in range(num_fragments))
 
 
 def _name_peers(count: int) -> list[str]:

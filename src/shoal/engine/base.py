@@ -1,12 +1,12 @@
 """The interface of a rollout engine: requests with seeds in, rollouts out.
 
 - Row t of a rollout's hidden states is the post-norm state from which token t was sampled, so there are as many rows as
-  tokens. The sink gets them in order, in chunks of `CHUNK` rows, the last chunk shorter, keyed by rollout id.
-- Swapping weights is allowed at any time: what is under way goes on with the new ones, nothing computed with the old
-  ones is reused, and `Rollout.versions` says which tokens came from which version.
+  tokens. The sink gets them in order, keyed by rollout id, in chunks of `CHUNK` rows; the last chunk may be shorter.
+- Weights may be swapped at any time: active rollouts continue with the new weights, nothing computed with the old ones
+  is reused, and `Rollout.versions` records which tokens came from which version.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -24,7 +24,15 @@ class HiddenSink(Protocol):
 
 
 class Engine(Protocol):
-    """What every engine offers."""
+    """The interface of every engine."""
+
+    @property
+    def version(self) -> int:
+        """Version of the loaded weights."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is queued or active."""
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests. Rollouts of equal prompts submitted together share the prompt's computation."""
@@ -33,10 +41,10 @@ class Engine(Protocol):
         """Advance every active rollout by one token and return those that finished."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
-        """Submit and step until these are done, in order of finishing."""
+        """Submit and step until all are done; yields rollouts in order of finishing."""
 
     def cancel(self, ids: Iterable[str]) -> None:
-        """Forget these requests, wherever they are; those that finished already are no error."""
+        """Drop these requests, queued or active; ids of finished requests are ignored."""
 
-    def swap_weights(self, version: int, weights: dict[str, torch.Tensor]) -> None:
+    def swap_weights(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace the weights in place; every tensor must be given, with its shape."""

@@ -1,9 +1,9 @@
-"""Keys and values of the rollouts under way, one row per slot, and decode attention over them.
+"""Keys and values of the active rollouts, one row per slot, and decode attention over them.
 
 Shapes: R rows in use, K key/value heads, T positions, D head size; storage is (layers, 2, rows, K, T, D).
 - Rows 0 .. R - 1 are in use, without holes: the engine moves rows when one finishes.
-- T is read in multiples of a tile, and what lies beyond a row's length has weight exactly 0. On the CPU libraries
-  tested, a row's result then has the same bits whatever the other rows are; tests/engine/test_invariance.py holds that.
+- T is read in multiples of a tile, and positions beyond a row's length have weight exactly 0. With the CPU libraries
+  tested, a row's result then has the same bits whatever the other rows are (tests/engine/test_invariance.py).
 """
 
 from collections.abc import Sequence
@@ -11,25 +11,22 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-
-from shoal.policy.decoder import attention_shape
 
 _STEP = 16
 _SMALL = 400
-"""torch multiplies matrices of fewer scalar products by a loop of its own, which sums otherwise than BLAS."""
+"""torch multiplies matrices with fewer scalar products in its own loop, which sums in a different order than BLAS."""
 _LONG = 128
-"""BLAS libraries cut longer sums into parts whose size depends on the length."""
+"""BLAS libraries split longer sums into parts whose size depends on the length."""
 _BLOCK = 64
-"""Rows that share one T: a long rollout makes its block read as far, not the whole batch."""
+"""Rows that share one T: a long rollout makes only its block read that far, not the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How positions are read: `tile` at a time, and summed over `chunk`, a multiple of it, at a time.
 
-    A product over a tile is large enough for BLAS, and one over a chunk short enough to be summed in one go: the order
-    of summation is the same however far a neighbour makes a row read.
+    A product over a tile is large enough for BLAS, and one over a chunk short enough to be summed in one part: the
+    order of summation is the same however far a neighbour makes a row read.
     """
 
     tile: int
@@ -46,31 +43,23 @@ class Tiling:
 
 
 class SlotCache:
-    """Preallocated storage; `lengths` is the number of positions that each row holds."""
+    """Preallocated storage; `lengths` is the number of positions in each row."""
 
     def __init__(
-        self, *, layers: int, heads: int, kv_heads: int, dim: int, slots: int, capacity: int, dtype: torch.dtype
+        self, *, layers: int, heads: int, kv_heads: int, dim: int, slots: int, dtype: torch.dtype, capacity: int = 64
     ) -> None:
-        self._shape = (layers, 2, slots + 1, kv_heads, dim)  # one row to spare, see DecodeAttention
+        self._shape = (layers, 2, slots + 1, kv_heads, dim)  # one spare row, see DecodeAttention
         self._tiling = Tiling.for_heads(heads // kv_heads, dim)
         self._dtype = dtype
         self.lengths = torch.zeros(slots, dtype=torch.long)
         self._allocate(capacity)
-
-    @classmethod
-    def for_model(cls, model: PreTrainedModel, *, slots: int, capacity: int = 64) -> "SlotCache":
-        """Storage with the shapes of a model's attention."""
-        layers, heads, kv_heads, dim = attention_shape(model.config)
-        return cls(
-            layers=layers, heads=heads, kv_heads=kv_heads, dim=dim, slots=slots, capacity=capacity, dtype=model.dtype
-        )
 
     @property
     def capacity(self) -> int:
         return self._store.shape[4]
 
     def reserve(self, capacity: int) -> None:
-        """Make room for longer sequences, keeping what is held."""
+        """Make room for longer sequences; the contents are kept."""
         if capacity <= self.capacity:
             return
         before, seen = self._store, self._bias
@@ -79,11 +68,11 @@ class SlotCache:
         self._bias[:, : seen.shape[1]] = seen
 
     def clear(self) -> None:
-        """Forget everything: not even a masked value of other weights stays (0 x inf is not 0)."""
+        """Zero everything: not even masked values of other weights may stay (0 x inf is not 0)."""
         self._store.zero_()
 
     def open_rows(self, start: int, prefixes: Sequence[Tensor | None]) -> None:
-        """Start rows from `start` on, each with keys and values (layers, 2, K, T, D) of its prompt, or with none."""
+        """Start rows from `start` on, each with the keys and values (layers, 2, K, T, D) of its prompt, or empty."""
         for row, prefix in enumerate(prefixes, start=start):
             if prefix is not None:
                 self._store[:, :, row, :, : prefix.shape[3]] = prefix
@@ -93,14 +82,14 @@ class SlotCache:
         self._bias[rows] = torch.zeros(unseen.shape, dtype=self._dtype).masked_fill_(unseen, float("-inf"))
 
     def move_rows(self, source: Tensor, target: Tensor) -> None:
-        """Copy rows over others that are free."""
+        """Copy rows over free ones."""
         top = self._tiling.round_up(int(self.lengths[source].max()))
         self._store[:, :, target, :, :top] = self._store[:, :, source, :, :top]
         self._bias[target] = self._bias[source]
         self.lengths[target] = self.lengths[source]
 
     def begin_step(self, rows: int) -> "DecodeAttention":
-        """One more position for rows 0 .. rows - 1; the result is the attention of this step."""
+        """Add one position to rows 0 .. rows - 1; returns the attention of this step."""
         at = self.lengths[:rows].clone()
         self._bias[torch.arange(rows), at] = 0.0
         self.lengths[:rows] += 1
@@ -111,21 +100,21 @@ class SlotCache:
         length = self._tiling.round_up(capacity)
         self._store = torch.zeros(layers, two, rows, kv_heads, length, dim, dtype=self._dtype)
         self._bias = torch.full((rows, length), float("-inf"), dtype=self._dtype)
-        self._bias[:, 0] = 0.0  # a row must see something
+        self._bias[:, 0] = 0.0  # a row must attend to at least one position
 
 
 class DecodeAttention:
-    """Attention of one new token per row: writes its key and value, then looks back; an `Attend`."""
+    """Attention of one new token per row: writes its key and value, then attends to all before; an `Attend`."""
 
     def __init__(self, store: Tensor, bias: Tensor, at: Tensor, tiling: Tiling) -> None:
         _, _, _, kv_heads, capacity, _ = store.shape
         self._store, self._rows, self._chunk = store, len(at), tiling.chunk
-        # where (row, head, position) lies when those three axes are one
+        # Flat index of (row, head, position).
         heads = torch.arange(len(at) * kv_heads).view(-1, kv_heads)
         self._flat = (heads * capacity + at[:, None]).flatten()
         spans = _block_spans(at, tiling)
         if kv_heads == 1:
-            # a batch of one product is summed otherwise than a batch of many: a single row takes the next one along
+            # A batch of one product is summed in a different order than larger ones: a single row adds the next.
             spans = [(slice(span.start, max(span.stop, span.start + 2)), top) for span, top in spans]
         self._spans = [(span, bias[span, None, None, :top], top) for span, top in spans]
 
@@ -135,7 +124,7 @@ class DecodeAttention:
         for store, fresh in ((keys, k), (values, v)):
             store.view(-1, dim).index_copy_(0, self._flat, fresh[: self._rows].reshape(-1, dim))
         grouped = q.reshape(q.shape[0], k.shape[1], -1, dim) * dim**-0.5
-        mixed = torch.zeros_like(grouped)  # rows beyond R pad the matrix products and mean nothing
+        mixed = torch.zeros_like(grouped)  # rows beyond R are padding of the matrix products
         for span, bias, top in self._spans:
             scores = torch.matmul(grouped[span], keys[span, :, :top].transpose(2, 3)).add_(bias)
             mixed[span] = self._mix_values(torch.softmax(scores, -1), values[span, :, :top])
@@ -150,7 +139,7 @@ class DecodeAttention:
 
 
 def _block_spans(at: Tensor, tiling: Tiling) -> list[tuple[slice, int]]:
-    """Runs of row blocks that read equally far, with how far that is."""
+    """Runs of row blocks that read equally far, and how far."""
     spans: list[tuple[slice, int]] = []
     end = 0
     for block in at.split(_BLOCK):

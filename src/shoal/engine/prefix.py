@@ -1,7 +1,7 @@
 """Keys and values of prompts, each computed once for all requests that share it.
 
-A prefix's bits depend on its own tokens alone: batches stay within the row counts that may be mixed, a prefix that is
-longer is computed by itself, and attention runs on pieces of one size.
+The bits of a prefix depend only on its own tokens: batches stay within the row counts that may be mixed, a longer
+prefix is computed alone, and attention runs on pieces of one size.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shoal.engine.rows import RowCounts
+from shoal.engine.batch_invariance import RowCounts
+from shoal.policy.attention import PackedAttention, Segment, positions_of
 from shoal.policy.decoder import Layer, run_decoder
-from shoal.policy.layout import PackedAttention, Segment, positions_of
 
 Tokens = tuple[int, ...]
 
@@ -20,7 +20,7 @@ Tokens = tuple[int, ...]
 def compute_prefixes(
     model: PreTrainedModel, layers: list[Layer] | None, prefixes: Sequence[Tokens], counts: RowCounts
 ) -> dict[Tokens, Tensor]:
-    """Keys and values (layers, 2, K, T, D) of each prefix; an empty prefix is not among them."""
+    """Keys and values (layers, 2, K, T, D) of each prefix; empty prefixes are omitted."""
     found: dict[Tokens, Tensor] = {}
     for batch in _split_batches([prefix for prefix in prefixes if prefix], counts.most):
         found.update(_compute_batch(model, layers, batch, counts))

@@ -1,4 +1,4 @@
-"""State of the rollouts under way, one row each, as arrays: a step touches no Python object per row."""
+"""State of the active rollouts as arrays, one row each: a step touches no Python object per row."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ _DRAWS = 64
 
 
 class SlotTable:
-    """Tokens, log-probs, counters and uniforms of each row; rows are kept dense by the engine."""
+    """Tokens, log-probs, counters and uniforms of each row; the engine keeps rows dense."""
 
     def __init__(self, slots: int, max_tokens: int = 64) -> None:
         self.tokens = torch.zeros(slots, max_tokens, dtype=torch.int32)
@@ -44,21 +44,21 @@ class SlotTable:
         self._drawn[rows] = -1
 
     def restore_row(self, row: int, tokens: list[int], logprobs: list[float]) -> None:
-        """Give an opened row the tokens that it had before it was put back."""
+        """Give an opened row the tokens that it had before a weight swap."""
         count = len(tokens)
         self.tokens[row, :count] = torch.tensor(tokens, dtype=torch.int32)
         self.logprobs[row, :count] = torch.tensor(logprobs)
         self.counts[row] = count
 
     def move_rows(self, source: Tensor, target: Tensor) -> None:
-        """Copy rows over others that are free."""
+        """Copy rows over free ones."""
         for array in (self.tokens, self.logprobs, self.counts, self.limits, self.last, self.temperatures):
             array[target] = array[source]
         self._draws[target], self._drawn[target] = self._draws[source], self._drawn[source]
         self._seeds[target.numpy()] = self._seeds[source.numpy()]
 
     def next_uniforms(self, rows: int) -> Tensor:
-        """u_t of the token that each row is about to choose."""
+        """u_t of the token that each row chooses next."""
         counts = self.counts[:rows]
         block = counts // _DRAWS
         due = (self._drawn[:rows] != block).nonzero()[:, 0]

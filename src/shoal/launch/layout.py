@@ -10,99 +10,47 @@
   logs/           what each part printed      report.html, report.png, report.txt
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.launch.settings import LaunchConfig, SwarmConfig
-from shoal.rundir import run_path
+from shoal.train.rundir import run_path
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class SwarmPaths:
     """The paths of one swarm."""
 
-    root: Path
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.launch = launch = root / "launch"
+        """what is made ready before anything starts, and the lock of who started it"""
+        self.settings = launch / "settings.toml"
+        """the settings of last time; written last, so what is there is complete"""
+        self.run_settings = launch / "run.toml"
+        """what the trainer and the evaluator read"""
+        self.service = launch / "coordinator.toml"
+        """what the coordinator reads"""
+        self.ports, self.recipe = launch / "ports.json", launch / "recipe.json"
+        self.calibration = launch / "calibration.json"
+        self.costs = launch / "cpu.json"
+        """CPU seconds of the parts so far"""
+        self.tasks = launch / "tasks.jsonl"
+        """the task set in its canonical form, of a run that has one"""
+        self.start = launch / "v0"
+        """version 0 as a folder"""
+        self.publisher_key, self.operator_key = launch / "publisher.key", launch / "operator.key"
+        self.bundle = launch / "coordinator"
+        """what a coordinator on another machine needs; none of it is secret"""
+        self.coordinator, self.logs = root / "coordinator", root / "logs"
+        self.ledger = self.coordinator / "ledger.db"
 
     @classmethod
-    def of(cls, config: LaunchConfig) -> "Layout":
+    def of(cls, config: LaunchConfig) -> "SwarmPaths":
         return cls(run_path(config).resolve())
-
-    @property
-    def launch(self) -> Path:
-        """What is made ready before anything starts, and the lock of who started it."""
-        return self.root / "launch"
-
-    @property
-    def settings(self) -> Path:
-        """The settings of last time; written last, so what is there is complete."""
-        return self.launch / "settings.toml"
-
-    @property
-    def run_settings(self) -> Path:
-        """What the trainer and the evaluator read."""
-        return self.launch / "run.toml"
-
-    @property
-    def service(self) -> Path:
-        """What the coordinator reads."""
-        return self.launch / "coordinator.toml"
-
-    @property
-    def ports(self) -> Path:
-        return self.launch / "ports.json"
-
-    @property
-    def recipe(self) -> Path:
-        return self.launch / "recipe.json"
-
-    @property
-    def calibration(self) -> Path:
-        return self.launch / "calibration.json"
-
-    @property
-    def costs(self) -> Path:
-        """CPU seconds of the parts so far."""
-        return self.launch / "cpu.json"
-
-    @property
-    def tasks(self) -> Path:
-        """The task set in its canonical form, of a run that has one."""
-        return self.launch / "tasks.jsonl"
-
-    @property
-    def start(self) -> Path:
-        """Version 0 as a folder."""
-        return self.launch / "v0"
-
-    @property
-    def publisher_key(self) -> Path:
-        return self.launch / "publisher.key"
-
-    @property
-    def operator_key(self) -> Path:
-        return self.launch / "operator.key"
-
-    @property
-    def coordinator(self) -> Path:
-        return self.root / "coordinator"
-
-    @property
-    def ledger(self) -> Path:
-        return self.coordinator / "ledger.db"
-
-    @property
-    def bundle(self) -> Path:
-        """What a coordinator on another machine needs; none of it is secret."""
-        return self.launch / "coordinator"
 
     @property
     def is_begun(self) -> bool:
         """Whether the run's first event was written, here or on the coordinator's machine."""
         return self.ledger.exists() or (self.root / "versions").exists()
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
 
     def folder(self, name: str) -> Path:
         """The folder of a part."""

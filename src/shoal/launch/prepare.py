@@ -1,57 +1,54 @@
-"""Making a swarm ready: everything that must be there before its first process starts. The same again finds it done.
+"""Preparing a swarm: everything that must be there before its first process starts. Doing it again changes nothing.
 
-    v0 (warm-up, cached) -> calibration of v0 -> recipe -> keys -> settings of the coordinator -> settings of this run
+    v0 (SFT, cached) -> calibration of v0 -> recipe -> keys -> settings of the coordinator -> settings of this run
 
 Invariants:
 - the settings are written last: where they are, all the rest is;
-- once there is a ledger, what it was begun with stays: other settings are refused in a sentence, but for the `FREE`
-  ones. Until then they may change, and what depends on them is made anew;
+- once there is a ledger, the settings it was begun with stay, except for the `FREE` ones; other changes are refused.
+  Until then they may change, and what depends on them is made again;
 - ports are chosen at each start;
-- of a swarm on several machines this one is the trainer's: what others need of it holds no secret of anybody's.
+- of a swarm on several machines this one is the trainer's: what it writes for the others contains no secret.
 """
 
 import hashlib
+import json
+import logging
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from shoal.config import RunConfig, build_config, dump_config, flatten_config
+from shoal.config.run import RunConfig, build_config, dump_config, flatten_config
+from shoal.config.toml import dump_toml, read_toml
+from shoal.coordinator.economics import describe_check_rate, list_warnings
 from shoal.errors import ConfigError
-from shoal.files import hash_file, write_atomic
-from shoal.keys import Key
-from shoal.launch.layout import Layout, name_cheats, name_relays, name_validators, name_workers
-from shoal.launch.ports import HOST, choose_ports
-from shoal.launch.settings import LaunchConfig
+from shoal.identity.keys import Key
+from shoal.launch.layout import SwarmPaths, name_cheats, name_relays, name_validators, name_workers
+from shoal.launch.settings import HostsConfig, LaunchConfig
 from shoal.node.identity import Identity, load_identity
 from shoal.node.session import Role
-from shoal.recipe import Recipe, SetTerms, dump_recipe, stamp_family
-from shoal.rundir import RESUMABLE, is_started
-from shoal.swarm.papers import MAX_TASKS_BYTES
-from shoal.swarm.params import RunParams, dump_params, turn_dial
-from shoal.swarm.stakes import describe_dial, list_warnings
-from shoal.tasks.sets import SetFamily
-from shoal.tasks.source import open_family, read_set
-from shoal.toml import dump_toml, read_toml
+from shoal.protocol.params import MAX_TASKS_BYTES, RunParams, dump_params, set_check_rate
+from shoal.recipe import Recipe, SetTerms, dump_recipe
+from shoal.shardcast.format.hashing import hash_root, hash_shards
+from shoal.shardcast.format.layout import File, ShardLayout
+from shoal.shardcast.origin import SHARD_BYTES
+from shoal.shardcast.store.origin_files import scan_source
+from shoal.tasks.base import stamp_family
+from shoal.tasks.open import open_family, read_set
+from shoal.tasks.sets.family import SetFamily
+from shoal.train.rundir import RESUMABLE, is_started
+from shoal.util.files import hash_file, write_atomic
 
-Note = Callable[[str], None]
-FREE = frozenset(
-    {
-        *RESUMABLE,
-        "swarm.workers",
-        "swarm.cheats",
-        "swarm.relays",
-        "swarm.threads",
-        "swarm.slots",
-        "swarm.join_work",
-        "swarm.rate",
-        "swarm.hosts.coordinator",
-        "swarm.hosts.origin",
-        "swarm.hosts.relays",
-        "swarm.hosts.validators",
-        "swarm.hosts.operator",
-    }
-) - {"steps", "eval.every"}
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+FREE = {
+    *RESUMABLE,
+    *(f"swarm.{name}" for name in ("workers", "cheats", "relays", "threads", "slots", "join_work", "rate")),
+    *(f"swarm.hosts.{name}" for name in HostsConfig.model_fields),
+} - {"steps", "eval.every"}
 """Settings that may differ when a run goes on. `steps` may not: the beacons of a run are a chain of its length.
 Who judges and who commands is the ledger's own business, on whose machine another operator is refused."""
 CALIBRATION_TOKENS = 64
@@ -61,10 +58,10 @@ STALE_BEATS, GONE_BEATS = 5, 15
 """heartbeats that a node misses until it is called stale, and gone"""
 
 
-class Prepared:
+class PreparedSwarm:
     """A swarm that can be started."""
 
-    def __init__(self, config: LaunchConfig, layout: Layout, ports: dict[str, int]) -> None:
+    def __init__(self, config: LaunchConfig, layout: SwarmPaths, ports: dict[str, int]) -> None:
         self.config, self.layout, self.ports = config, layout, ports
         scopes = {"trainer": Role.TRAINER}
         if not config.swarm.is_spread:  # else they make their own keys, where they are
@@ -107,7 +104,7 @@ class Prepared:
         return known | {identity.owner: name for name, identity in self.identities.items()}
 
 
-def prepare_swarm(config: LaunchConfig, layout: Layout, note: Note) -> Prepared:
+def prepare_swarm(config: LaunchConfig, layout: SwarmPaths) -> PreparedSwarm:
     """Make everything ready that is not. The caller holds the lock of the folder."""
     if is_started(layout.root) and not layout.is_begun:
         raise ConfigError(f"{layout.root}: holds a run of `shoal train`; use --fresh, another name or another seed")
@@ -116,25 +113,25 @@ def prepare_swarm(config: LaunchConfig, layout: Layout, note: Note) -> Prepared:
         if changed is not None and layout.is_begun:
             raise ConfigError(_describe_changes(layout, sorted(changed - FREE)))
         layout.settings.unlink(missing_ok=True)
-        _make_papers(config, layout, note)
+        _write_run_files(config, layout)
     for path in (layout.publisher_key, *([] if config.swarm.hosts.operator else [layout.operator_key])):
         if not path.exists():
             Key.generate().save(path)
     if config.swarm.is_spread:
-        prepared = Prepared(config, layout, {})
+        prepared = PreparedSwarm(config, layout, {})
         write_bundle(prepared)
     else:
         names = ["coordinator", "origin", *name_relays(config.swarm)]
-        prepared = Prepared(config, layout, choose_ports(layout.ports, names))
+        prepared = PreparedSwarm(config, layout, choose_ports(layout.ports, names))
         write_atomic(layout.service, dump_toml(build_service(prepared)).encode())
-    core = find_core(config, layout)
-    core = core.model_copy(update={"out": str(layout.root.parent)})  # whatever folder a part is started in
+    # Whatever folder a part is started in.
+    core = find_core(config, layout).model_copy(update={"out": str(layout.root.parent)})
     write_atomic(layout.run_settings, dump_config(core).encode())
     write_atomic(layout.settings, dump_config(config).encode())
     return prepared
 
 
-def list_changes(config: LaunchConfig, layout: Layout) -> set[str] | None:
+def list_changes(config: LaunchConfig, layout: SwarmPaths) -> set[str] | None:
     """Keys that differ from the settings of last time; None if there are none that can be read."""
     if not layout.settings.exists():
         return None
@@ -148,10 +145,9 @@ def list_changes(config: LaunchConfig, layout: Layout) -> set[str] | None:
     return {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
 
 
-def build_params(prepared: Prepared) -> RunParams:
+def build_params(prepared: PreparedSwarm) -> RunParams:
     """What the run's ledger begins with."""
     config, swarm = prepared.config, prepared.config.swarm
-    lease_min_s = min(LEASE_MIN_S, swarm.lease_s)
     return RunParams(
         steps=config.steps,
         async_level=config.async_level,
@@ -163,30 +159,25 @@ def build_params(prepared: Prepared) -> RunParams:
         heartbeat_s=swarm.heartbeat_s,
         stale_s=STALE_BEATS * swarm.heartbeat_s,
         gone_s=GONE_BEATS * swarm.heartbeat_s,
-        lease_min_s=lease_min_s,
+        lease_min_s=min(LEASE_MIN_S, swarm.lease_s),
         lease_first_s=swarm.lease_s,
         lease_max_s=max(LEASE_MAX_S, swarm.lease_s),
         claim_s=swarm.claim_s,
         trainers=(prepared.identities["trainer"].key.public,),
         validators=prepared.validators,
-        **turn_dial(config.validation),
+        **set_check_rate(config.validation),
     )
 
 
-def build_service(prepared: Prepared) -> dict[str, Any]:
+def build_service(prepared: PreparedSwarm) -> dict[str, Any]:
     """The settings of the coordinator, as tables of its TOML file."""
     config, layout = prepared.config, prepared.layout
+    papers, place = _list_papers(config, layout), dict[str, Any]()
     if config.swarm.is_spread:  # started in the folder of its bundle; where to listen is said on its own machine
-        place: dict[str, Any] = {
-            "urls": [prepared.url],
-            "recipe": layout.recipe.name,
-            "calibration": layout.calibration.name,
-            **({"tasks": layout.tasks.name} if _serves_tasks(config, layout) else {}),
-        }
+        place |= {"urls": [prepared.url], **{name: path.name for name, path in papers.items()}}
     else:
-        place = {"host": HOST, "port": prepared.ports["coordinator"]}
-        place |= {"recipe": str(layout.recipe), "calibration": str(layout.calibration)}
-        place |= {"tasks": str(layout.tasks)} if _serves_tasks(config, layout) else {}
+        place |= {"host": HOST, "port": prepared.ports["coordinator"]}
+        place |= {name: str(path) for name, path in papers.items()}
     return {
         "run": config.run,
         "operator": prepared.operator,
@@ -198,29 +189,29 @@ def build_service(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def write_bundle(prepared: Prepared) -> None:
+def write_bundle(prepared: PreparedSwarm) -> None:
     """The folder that goes to the coordinator's machine: its settings, and the papers that it hands out."""
     layout = prepared.layout
     layout.bundle.mkdir(exist_ok=True)
-    tasks = [layout.tasks] if _serves_tasks(prepared.config, layout) else []
-    for path in (layout.recipe, layout.calibration, *tasks):
+    for path in _list_papers(prepared.config, layout).values():
         write_atomic(layout.bundle / path.name, path.read_bytes())
     write_atomic(layout.bundle / layout.service.name, dump_toml(build_service(prepared)).encode())
 
 
-def tell_dial(prepared: Prepared, note: Note) -> None:
-    """How much is checked, what that costs, and where cheating would pay."""
+def log_checks(prepared: PreparedSwarm) -> None:
+    """Log how much is checked, what that costs, and where cheating would pay."""
     params = build_params(prepared)
-    for line in describe_dial(params):
-        note(f"checks: {line}")
+    for line in describe_check_rate(params):
+        logger.info(f"checks: {line}")
     for line in list_warnings(params, join_work=prepared.config.swarm.join_work):
-        note(f"warning: {line}")
+        logger.warning(line)
 
 
-def _make_papers(config: LaunchConfig, layout: Layout, note: Note) -> None:
+def _write_run_files(config: LaunchConfig, layout: SwarmPaths) -> None:
     """v0, its calibration, and the recipe that names both."""
-    # What needs torch is needed only here: a swarm that goes on starts without it.
-    from shoal.launch.start import calibrate_start, describe_model, find_root, write_start
+    # Imported here because they need torch: a swarm that is resumed starts without it.
+    from shoal.launch.first_version import calibrate_start, write_start
+    from shoal.toploc.calibration import hash_model
 
     chunks = config.swarm.calibration
     layout.launch.mkdir(parents=True, exist_ok=True)
@@ -228,12 +219,12 @@ def _make_papers(config: LaunchConfig, layout: Layout, note: Note) -> None:
         read_set(config.tasks).save(layout.tasks)
     core = find_core(config, layout)
     begun = time.monotonic()
-    policy = write_start(core, layout.start, note)
-    note(f"v0: {policy.num_parameters:,} parameters, ready after {time.monotonic() - begun:.0f} s")
+    policy = write_start(core, layout.start)
+    logger.info(f"v0: {policy.num_parameters:,} parameters, ready after {time.monotonic() - begun:.0f} s")
     begun = time.monotonic()
     calibration = calibrate_start(policy, core, chunks=chunks, tokens=CALIBRATION_TOKENS)
     calibration.save(layout.calibration)
-    note(f"calibration: {chunks} honest chunks measured in {time.monotonic() - begun:.0f} s")
+    logger.info(f"calibration: {chunks} honest chunks measured in {time.monotonic() - begun:.0f} s")
     recipe = Recipe(
         **describe_tasks(core, layout),
         length=core.length,
@@ -242,14 +233,22 @@ def _make_papers(config: LaunchConfig, layout: Layout, note: Note) -> None:
         max_tokens=core.engine.max_tokens,
         temperature=core.engine.temperature,
         dtype=core.policy.dtype,
-        model=describe_model(policy),
+        model=hash_model(policy.model),
         weights=find_root(layout.start),
         calibration=hashlib.sha256(layout.calibration.read_bytes()).hexdigest(),
     )
     write_atomic(layout.recipe, dump_recipe(recipe))
 
 
-def find_core(config: LaunchConfig, layout: Layout) -> RunConfig:
+def find_root(folder: Path) -> str:
+    """The root under which the origin will publish these files: the trainer compares its v0 with it."""
+    source = scan_source(folder)
+    layout = ShardLayout((File(name, stamp.size) for name, stamp in source.fingerprints.items()), SHARD_BYTES)
+    hashes = [hash_shards(source.folder / shard.file, [shard])[0] for shard in layout.shards]
+    return hash_root(layout.total, SHARD_BYTES, b"".join(hashes)).hex()
+
+
+def find_core(config: LaunchConfig, layout: SwarmPaths) -> RunConfig:
     """The run's own settings, with the canonical copy of its task set in the place of where the tasks came from."""
     core = config.core
     if not core.tasks.set:
@@ -258,7 +257,7 @@ def find_core(config: LaunchConfig, layout: Layout) -> RunConfig:
     return core.model_copy(update={"tasks": core.tasks.model_copy(update=update)})
 
 
-def describe_tasks(core: RunConfig, layout: Layout) -> dict[str, Any]:
+def describe_tasks(core: RunConfig, layout: SwarmPaths) -> dict[str, Any]:
     """The tasks as the recipe names them."""
     verifiers = stamp_family(open_family(core.tasks))
     if not core.tasks.set:
@@ -273,8 +272,11 @@ def describe_tasks(core: RunConfig, layout: Layout) -> dict[str, Any]:
     return {"family": SetFamily.name, "options": {}, "set": terms, "verifiers": verifiers}
 
 
-def _serves_tasks(config: LaunchConfig, layout: Layout) -> bool:
-    return bool(config.tasks.set) and layout.tasks.stat().st_size <= MAX_TASKS_BYTES
+def _list_papers(config: LaunchConfig, layout: SwarmPaths) -> dict[str, Path]:
+    """What the coordinator hands out."""
+    papers = {"recipe": layout.recipe, "calibration": layout.calibration}
+    is_served = config.tasks.set and layout.tasks.stat().st_size <= MAX_TASKS_BYTES
+    return papers | ({"tasks": layout.tasks} if is_served else {})
 
 
 def _load_node(folder: Path, run: str, role: Role) -> Identity:
@@ -282,9 +284,45 @@ def _load_node(folder: Path, run: str, role: Role) -> Identity:
     return load_identity(folder, run, role.scope)
 
 
-def _describe_changes(layout: Layout, keys: list[str]) -> str:
+def _describe_changes(layout: SwarmPaths, keys: list[str]) -> str:
     shown = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
     return (
         f"{layout.root}: holds a swarm that was begun with another {shown} (see {layout.settings.name} in "
-        f"{layout.launch.name}/); set it so to go on, or use --fresh, another name or another seed"
+        f"{layout.launch.name}/); use the same value to resume, --fresh to start over, or another name or seed"
     )
+
+
+def choose_ports(path: Path, names: Sequence[str]) -> dict[str, int]:
+    """A free port for each name, that of the last start where it is still free; written to `path`."""
+    kept = _read_ports(path)
+    with ExitStack() as stack:  # all are held until all are chosen, so that no two are the same
+        ports = {name: _take_port(stack, kept.get(name, 0)) for name in names}
+    if ports != kept:
+        write_atomic(path, json.dumps(ports, indent=2).encode() + b"\n")
+    return ports
+
+
+def _take_port(stack: ExitStack, wanted: int) -> int:
+    try:
+        return _bind(stack, wanted)
+    except OSError:  # in use
+        return _bind(stack, 0)
+
+
+def _bind(stack: ExitStack, port: int) -> int:
+    server = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last start may linger
+    server.bind((HOST, port))
+    server.listen(1)  # from here on nobody else can bind it
+    return int(server.getsockname()[1])
+
+
+def _read_ports(path: Path) -> dict[str, int]:
+    """Ports of the last start; an invalid file counts as missing."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {str(name): port for name, port in found.items() if isinstance(port, int) and 0 < port < 1 << 16}

@@ -1,7 +1,12 @@
-"""The report of a swarm that came to its end: report.txt for everybody, report.html and report.png to look at.
+"""The report of a finished swarm: report.txt, report.html and report.png.
 
-The page is one file that loads nothing from anywhere. What strangers wrote stands in it as text and nothing else.
-Without matplotlib there is no picture, and the page has the chart of the text.
+    metrics, spans, CPU seconds, ledger, rollouts -> sections -> text and page
+
+It begins with the result: what was learned, who was caught, what checking cost, and how to look further.
+
+Invariants:
+- the page is one file that loads nothing; text of strangers is escaped;
+- there is one chart: the picture, or without matplotlib the chart of the text.
 """
 
 import base64
@@ -10,82 +15,132 @@ import importlib.util
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from shoal.console import clean_text, format_time
-from shoal.files import write_atomic
-from shoal.launch.curve import describe_marks, draw_chart
-from shoal.launch.evidence import Evidence, collect_evidence
-from shoal.launch.glance import read_lines
-from shoal.launch.layout import Layout
-from shoal.launch.meter import read_costs, share_checking
-from shoal.launch.prepare import Prepared
-from shoal.launch.rollouts import show_rollouts
-from shoal.launch.timeline import Broadcast, Track, find_broadcasts, find_period, read_tracks
-from shoal.report import pick_series
-from shoal.swarm.postings import MICRO
+from sqlalchemy import Connection, text
 
+from shoal.audit.database import open_reader
+from shoal.audit.verify import verify_ledger
+from shoal.coordinator.explain import explain_submission
+from shoal.coordinator.state import PROJECTIONS
+from shoal.coordinator.status import read_leaders
+from shoal.launch.cpu_usage import read_costs, share_checking
+from shoal.launch.layout import SwarmPaths
+from shoal.launch.prepare import PreparedSwarm
+from shoal.launch.timeline import Broadcast, Interval, PartTrack, find_broadcasts, find_period, read_tracks
+from shoal.launch.view import MARKS, describe_marks, draw_chart, read_lines
+from shoal.ledger.db import read_snapshot
+from shoal.ledger.event import MICRO
+from shoal.protocol.messages import LeaderLine, SubmissionState
+from shoal.train.report import draw_png, pick_series
+from shoal.train.rollout_files import list_steps, show_groups
+from shoal.util.console import format_time
+from shoal.util.files import write_atomic
+from shoal.util.logs import clean_text
+
+NUM_GROUPS = 3
+"""shown of a batch"""
+NUM_ROLLOUTS = 4
+"""shown of a group"""
+MAX_OWNERS = 1000
+_COUNTS = text("SELECT owner, state, count(*) FROM submission GROUP BY owner, state")
+_WORST = text("SELECT submission FROM submission WHERE owner = :owner AND state = :state ORDER BY committed_ms LIMIT 1")
+_REJECTED = (SubmissionState.HARD, SubmissionState.SOFT, SubmissionState.FORM)
+_COLOURS = {"reward/mean": "0.6", "eval/greedy": "C1", "eval/pass_at_1": "C0"}
+_BUSY, _WAIT, _LANE = "C0", "0.85", "C2"
 _STATES = ("accepted", "rejected_hard", "rejected_soft", "rejected_form", "inconclusive", "superseded", "void")
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:.5em 0 1.5em}td,th{padding:.15em .9em .15em 0;text-align:right}
 td:first-child,th:first-child{text-align:left}th{border-bottom:1px solid #999;font-weight:600}
-pre{background:#f5f5f5;padding:.8em;overflow-x:auto;font-size:13px}img{max-width:100%}h2{margin-top:1.6em}"""
+pre{background:#f5f5f5;padding:.8em;overflow-x:auto;font-size:13px}img{max-width:100%}h2{margin-top:1.6em}
+summary{font-size:1.2em;font-weight:600;margin:.8em 0;cursor:pointer}"""
 
 Row = Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class ReportSection:
     """A heading with a sentence, a table, and texts to be shown as they are; each may be empty."""
 
     title: str
     text: str = ""
+    lines: Sequence[str] = ()
+    """sentences before the text, each on its own line"""
     rows: Sequence[Row] = ()
     """the first one is the head"""
     blocks: Sequence[str] = ()
+    chart: str = ""
+    """for readers that have no picture"""
+    is_folded: bool = True
+    """whether the page shows it only on a click"""
 
 
-def write_report(prepared: Prepared) -> str:
-    """Write the report of a swarm that stands still; what it comes to, in a few lines."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvidence:
+    """The ledger in short."""
+
+    holds: bool
+    summary: str
+    """what its verification found"""
+    leaders: tuple[LeaderLine, ...]
+    verdicts: Mapping[str, Counter[str]]
+    """how many submissions of each owner ended how"""
+    cases: Mapping[str, str]
+    """of each owner that was rejected, the explanation of its worst submission"""
+
+
+def write_report(prepared: PreparedSwarm) -> str:
+    """Write the report of a swarm that has stopped; its summary in a few lines."""
     layout, config = prepared.layout, prepared.config
     lines = read_lines(layout.root)
     tracks = read_tracks(find_folders(prepared))
     broadcasts = find_broadcasts(tracks)
     evidence, costs = collect_evidence(layout.ledger), read_costs(layout.costs)
     title = f"{config.run}: {config.steps} steps, async level {config.async_level}"
+    learning = describe_learning(lines, tracks, config.steps)
+    result = summarise(learning, evidence, prepared.names, describe_checking(costs))
+    further = [
+        f"shoal rollouts {layout.root}",
+        f"shoal ledger verify {layout.coordinator}",
+        f"shoal eval {layout.root}",
+    ]
     sections = [
-        describe_learning(lines, tracks, config.steps),
+        ReportSection(
+            title="Result",
+            text=f"{learning.text} Look further with:",
+            blocks=("\n".join(further),),
+            lines=result,
+            is_folded=False,
+        ),
+        learning,
         describe_rollouts(layout),
         describe_times(tracks),
         describe_costs(costs),
         describe_broadcasts(broadcasts),
         describe_verdicts(evidence, prepared.names),
         describe_cases(evidence, prepared.names),
-        Section(
+        ReportSection(
             title="The ledger", text=f"{evidence.summary}. Check it again: shoal ledger verify {layout.coordinator}"
         ),
     ]
     picture = b""
     if importlib.util.find_spec("matplotlib") is not None:
-        from shoal.launch.picture import draw_picture
-
         picture = draw_picture(lines, tracks, broadcasts, title)
         write_atomic(layout.root / "report.png", picture)
     write_atomic(layout.root / "report.txt", format_text(title, sections).encode())
     write_atomic(layout.root / "report.html", format_page(title, sections, picture).encode())
-    return summarise(sections[0], evidence, prepared.names, layout, describe_checking(costs))
+    return "\n".join([*result, f"report: {layout.root / 'report.html'}"])
 
 
-def find_folders(prepared: Prepared) -> dict[str, Any]:
+def find_folders(prepared: PreparedSwarm) -> dict[str, Any]:
     """Where each part writes its spans, in the order in which they are shown."""
-    layout = prepared.layout
     workers = [name for name in prepared.identities if name.startswith(("worker-", "cheat-"))]
     judges = [name for name in prepared.identities if name.startswith("validator-")]
-    names = ["trainer", "evaluator", "origin", *judges, *workers]
-    return {name: layout.folder(name) for name in names}
+    return {name: prepared.layout.folder(name) for name in ("trainer", "evaluator", "origin", *judges, *workers)}
 
 
-def describe_learning(lines: Sequence[Mapping[str, Any]], tracks: Sequence[Track], steps: int) -> Section:
+def describe_learning(lines: Sequence[Mapping[str, Any]], tracks: Sequence[PartTrack], steps: int) -> ReportSection:
     """What was learned."""
     rows: list[Row] = [("held-out tasks that pass", "before", "after")]
     for metric, label in (("eval/pass_at_1", "sampled"), ("eval/greedy", "greedy")):
@@ -98,36 +153,41 @@ def describe_learning(lines: Sequence[Mapping[str, Any]], tracks: Sequence[Track
     text = f"{tokens:,.0f} tokens trained in {format_time(end - begin)}"
     text += f"; no batch was older than {max(ages):.0f} versions." if ages else "."
     chart = [*draw_chart(lines, last_step=steps, width=76, height=15), f"     {describe_marks()}"]
-    return Section(title="Learning", text=text, rows=rows, blocks=("\n".join(chart),))
+    return ReportSection(title="Learning", text=text, rows=rows, chart="\n".join(chart), is_folded=False)
 
 
-def describe_rollouts(layout: Layout) -> Section:
-    """What was written and trained on."""
-    blocks = show_rollouts(layout.root / "rollouts", layout.start)
-    text = "Groups of the first batch and of the last, as they were trained on; those that all or none solve are not."
-    return Section(title="Rollouts", text=text if blocks else "None were kept.", blocks=blocks)
+def describe_rollouts(layout: SwarmPaths) -> ReportSection:
+    """What was generated and trained on."""
+    steps = list_steps(layout.root / "rollouts")
+    blocks = [
+        f"step {step}\n\n" + show_groups(steps[step], num_groups=NUM_GROUPS, num_rollouts=NUM_ROLLOUTS)
+        for step in sorted({min(steps), max(steps)} if steps else ())
+    ]
+    shown = "Groups of the first batch and of the last, as they were trained on; those that all or none solve are left"
+    return ReportSection(title="Rollouts", text=f"{shown} out." if blocks else "None were kept.", blocks=blocks)
 
 
-def describe_times(tracks: Sequence[Track]) -> Section:
-    """Where everybody's time went."""
+def describe_times(tracks: Sequence[PartTrack]) -> ReportSection:
+    """Where the time of each part went."""
     begin, end = find_period(tracks)
     whole = max(end - begin, 1e-9)
     rows: list[Row] = [("part", "busy s", "waiting s", "busy share", "most of its time")]
     for track in tracks:
         share = f"{track.busy_s / whole:.0%}"
         rows.append((track.name, f"{track.busy_s:.1f}", f"{track.wait_s:.1f}", share, _find_most(track)))
-    return Section(title="Who was busy when", text="Shares are of the time from the first span to the last.", rows=rows)
+    text = "Shares are of the time from the first span to the last."
+    return ReportSection(title="Who was busy when", text=text, rows=rows)
 
 
-def describe_costs(costs: Mapping[str, float]) -> Section:
-    """What everybody took, and what of that was checking."""
+def describe_costs(costs: Mapping[str, float]) -> ReportSection:
+    """CPU time of each part, and the share of checking."""
     if not costs:
-        return Section(title="CPU", text="Not counted on this machine.")
+        return ReportSection(title="CPU", text="Not counted on this machine.")
     total = sum(costs.values())
     rows: list[Row] = [("part", "CPU s", "of all")]
     rows += [(name, f"{spent:.1f}", f"{spent / total:.0%}") for name, spent in costs.items()]
-    told = "Of each process and all that it started, from its start to its end."
-    return Section(title="CPU", text=" ".join([told, *describe_checking(costs)]), rows=rows)
+    text = "Of each process and all that it started, from its start to its end."
+    return ReportSection(title="CPU", text=" ".join([text, *describe_checking(costs)]), rows=rows)
 
 
 def describe_checking(costs: Mapping[str, float]) -> list[str]:
@@ -136,19 +196,19 @@ def describe_checking(costs: Mapping[str, float]) -> list[str]:
     return [] if share is None else [f"Checking took {share:.0%} of the CPU that generation took."]
 
 
-def describe_broadcasts(broadcasts: Sequence[Broadcast]) -> Section:
-    """How long versions were under way."""
+def describe_broadcasts(broadcasts: Sequence[Broadcast]) -> ReportSection:
+    """How long versions took to arrive."""
     names = sorted({name for item in broadcasts for name in item.reached_s})
     rows: list[Row] = [("version", "origin has it after", *names)]
     for item in broadcasts:
         cells = [f"{item.reached_s[name]:.2f} s" if name in item.reached_s else "-" for name in names]
         rows.append((f"v{item.version}", f"{item.published_s:.2f} s", *cells))
-    text = "From the beginning of publishing until each worker has it; '-': it went from one to a newer one."
-    return Section(title="Broadcasts", text=text, rows=rows)
+    text = "From the beginning of publishing until each worker has it; '-': it skipped to a newer one."
+    return ReportSection(title="Broadcasts", text=text, rows=rows)
 
 
-def describe_verdicts(evidence: Evidence, names: Mapping[str, str]) -> Section:
-    """How submissions ended, and what it brought their owners."""
+def describe_verdicts(evidence: RunEvidence, names: Mapping[str, str]) -> ReportSection:
+    """How submissions ended, and what their owners earned."""
     states = [state for state in _STATES if any(counts[state] for counts in evidence.verdicts.values())]
     rows: list[Row] = [("owner of", *(state.replace("_", " ") for state in states), "credits", "standing")]
     for line in evidence.leaders:
@@ -156,23 +216,22 @@ def describe_verdicts(evidence: Evidence, names: Mapping[str, str]) -> Section:
         cells = [str(counts[state]) for state in states]
         name = names.get(line.owner, line.owner[:16])
         rows.append((name, *cells, f"{line.earned / MICRO:.6f}", line.standing.value))
-    return Section(title="Verdicts and credit", rows=rows)
+    return ReportSection(title="Verdicts and credit", rows=rows)
 
 
-def describe_cases(evidence: Evidence, names: Mapping[str, str]) -> Section:
+def describe_cases(evidence: RunEvidence, names: Mapping[str, str]) -> ReportSection:
     """Why somebody was rejected."""
     if not evidence.cases:
-        return Section(title="Evidence", text="Nobody was rejected.")
-    blocks = [f"{names.get(owner, owner[:16])}\n{story}" for owner, story in evidence.cases.items()]
-    return Section(
-        title="Evidence", text="Of each that was rejected the gravest case, as `explain` tells it.", blocks=blocks
-    )
+        return ReportSection(title="Evidence", text="Nobody was rejected.")
+    blocks = [f"{names.get(owner, owner[:16])}\n{case}" for owner, case in evidence.cases.items()]
+    text = "Of each that was rejected the worst case, as `shoal explain` prints it."
+    return ReportSection(title="Evidence", text=text, blocks=blocks)
 
 
 def summarise(
-    learning: Section, evidence: Evidence, names: Mapping[str, str], layout: Layout, checking: Sequence[str]
-) -> str:
-    """The end of a run for the screen."""
+    learning: ReportSection, evidence: RunEvidence, names: Mapping[str, str], checking: Sequence[str]
+) -> list[str]:
+    """The result of a run in a few lines."""
     gains = ", ".join(f"{row[0]} {row[1]} -> {row[2]}" for row in learning.rows[1:])
     banned = [names.get(line.owner, line.owner[:16]) for line in evidence.leaders if line.standing.value == "banned"]
     lines = [
@@ -180,36 +239,89 @@ def summarise(
         f"caught cheating: {', '.join(banned) or 'nobody'}",
         *(line[0].lower() + line[1:].rstrip(".") for line in checking),
         evidence.summary,
-        f"report: {layout.root / 'report.html'}",
     ]
-    return "\n".join(clean_text(line) for line in lines)
+    return [clean_text(line) for line in lines]
 
 
-def format_text(title: str, sections: Sequence[Section]) -> str:
+def _find_most(track: PartTrack) -> str:
+    """What a part did, or waited for, most of the time."""
+    sums: dict[str, float] = {}
+    for span in track.spans:
+        if not span.lane:
+            name = span.name if span.kind == "busy" else f"waiting: {span.name}"
+            sums[name] = sums.get(name, 0.0) + span.end_s - span.start_s
+    return max(sums, key=lambda name: sums[name]) if sums else "-"
+
+
+def collect_evidence(ledger: Path) -> RunEvidence:
+    """Verify a ledger that nobody writes to any more, and read what it says of its owners."""
+    with open_reader(str(ledger)) as engine:
+        report = verify_ledger(engine, projections=PROJECTIONS)
+        with read_snapshot(engine) as connection:
+            leaders = tuple(read_leaders(connection, MAX_OWNERS))
+            verdicts = _count_states(connection)
+            cases = {owner: _explain_worst(connection, owner, states) for owner, states in verdicts.items()}
+    found = "; ".join(f"{finding.check}: {finding.text}" for finding in report.findings[:3])
+    counts = f"{report.num_events} events, {report.num_postings} postings, {report.num_heads} signed heads"
+    return RunEvidence(
+        holds=report.holds,
+        summary=f"the ledger holds: {counts}" if report.holds else f"THE LEDGER IS BROKEN: {found}",
+        leaders=leaders,
+        verdicts=verdicts,
+        cases={owner: case for owner, case in cases.items() if case},
+    )
+
+
+def _count_states(connection: Connection) -> dict[str, Counter[str]]:
+    verdicts: dict[str, Counter[str]] = {}
+    for owner, state, count in connection.execute(_COUNTS):
+        verdicts.setdefault(str(owner), Counter())[str(state)] += int(count)
+    return verdicts
+
+
+def _explain_worst(connection: Connection, owner: str, states: Counter[str]) -> str:
+    for state in _REJECTED:
+        if states[state.value]:
+            row = connection.execute(_WORST, {"owner": owner, "state": state.value}).one()
+            return explain_submission(connection, str(row[0]))
+    return ""
+
+
+def format_text(title: str, sections: Sequence[ReportSection]) -> str:
     """The report as plain text."""
     parts = [title, "=" * len(title), ""]
     for section in sections:
-        parts += [section.title, "-" * len(section.title)]
+        parts += [section.title, "-" * len(section.title), *section.lines]
         parts += [section.text] if section.text else []
         parts += _align_rows(section.rows)
-        parts += [line for block in section.blocks for line in ("", *block.splitlines())]
+        blocks = [*([section.chart] if section.chart else []), *section.blocks]
+        parts += [line for block in blocks for line in ("", *block.splitlines())]
         parts.append("")
     return clean_text("\n".join(parts))
 
 
-def format_page(title: str, sections: Sequence[Section], picture: bytes) -> str:
+def format_page(title: str, sections: Sequence[ReportSection], picture: bytes) -> str:
     """The report as a page of HTML."""
     body = [f"<h1>{_escape(title)}</h1>"]
+    shown = [_format_section(section, has_picture=bool(picture)) for section in sections]
     if picture:
         encoded = base64.b64encode(picture).decode()
-        body.append(f'<img alt="curves, busy times, broadcasts" src="data:image/png;base64,{encoded}">')
-    for section in sections:
-        body.append(f"<h2>{_escape(section.title)}</h2>")
-        body += [f"<p>{_escape(section.text)}</p>"] if section.text else []
-        body += [_format_table(section.rows)] if section.rows else []
-        body += [f"<pre>{_escape(block)}</pre>" for block in section.blocks]
+        shown.insert(1, f'<img alt="curves, busy times, broadcasts" src="data:image/png;base64,{encoded}">')
+    body += shown
     head = f'<meta charset="utf-8"><title>{_escape(title)}</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(body) + "\n</body></html>\n"
+
+
+def _format_section(section: ReportSection, *, has_picture: bool) -> str:
+    parts = [f"<ul>{''.join(f'<li>{_escape(line)}</li>' for line in section.lines)}</ul>"] if section.lines else []
+    parts += [f"<p>{_escape(section.text)}</p>"] if section.text else []
+    parts += [_format_table(section.rows)] if section.rows else []
+    parts += [f"<pre>{_escape(section.chart)}</pre>"] if section.chart and not has_picture else []
+    parts += [f"<pre>{_escape(block)}</pre>" for block in section.blocks]
+    title, content = _escape(section.title), "\n".join(parts)
+    if section.is_folded:
+        return f"<details><summary>{title}</summary>\n{content}\n</details>"
+    return f"<h2>{title}</h2>\n{content}"
 
 
 def _escape(text: str) -> str:
@@ -226,22 +338,57 @@ def _format_table(rows: Sequence[Row]) -> str:
 
 
 def _align_rows(rows: Sequence[Row]) -> list[str]:
-    if not rows:
-        return []
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            f"{cell:<{width}}" if not column else f"{cell:>{width}}" for column, (cell, width) in enumerate(cells)
-        )
-        for cells in (list(zip(row, widths, strict=True)) for row in rows)
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join([row[0].ljust(widths[0]), *cells[1:]]) for row, cells in zip(rows, aligned, strict=True)]
 
 
-def _find_most(track: Track) -> str:
-    """What a part did, or waited for, most of the time."""
-    sums: dict[str, float] = {}
-    for span in track.spans:
-        if not span.lane:
-            name = span.name if span.kind == "busy" else f"waiting: {span.name}"
-            sums[name] = sums.get(name, 0.0) + span.end_s - span.start_s
-    return max(sums, key=lambda name: sums[name]) if sums else "-"
+def draw_picture(
+    lines: Sequence[Mapping[str, Any]], tracks: Sequence[PartTrack], broadcasts: Sequence[Broadcast], title: str
+) -> bytes:
+    """A PNG file; matplotlib is needed."""
+    rows = max(3.0, 0.28 * len(tracks) + 1.2)
+    with draw_png(3, 1, figsize=(9, 6.0 + rows), dpi=110, height_ratios=(3, rows, 2.2)) as (axes, picture):
+        _draw_curves(axes[0], lines, title)
+        _draw_tracks(axes[1], tracks)
+        _draw_broadcasts(axes[2], broadcasts)
+    return picture.getvalue()
+
+
+def _draw_curves(axes: Any, lines: Sequence[Mapping[str, Any]], title: str) -> None:
+    for metric, colour in _COLOURS.items():
+        steps, values = pick_series([dict(line) for line in lines], metric)
+        axes.plot(steps, values, color=colour, marker=".", linewidth=1.5, label=MARKS[metric][0])
+    axes.set(title=title, xlabel="step", ylabel="share that passes", ylim=(0, 1))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="lower right")
+
+
+def _draw_tracks(axes: Any, tracks: Sequence[PartTrack]) -> None:
+    """One bar per part: dark where it computed, light where it waited."""
+    begin, _ = find_period(tracks)
+
+    def shift(intervals: Sequence[Interval]) -> list[Interval]:
+        return [(start - begin, end - start) for start, end in intervals]
+
+    for row, track in enumerate(tracks):
+        axes.broken_barh(shift(track.wait), (row - 0.35, 0.7), color=_WAIT)
+        axes.broken_barh(shift(track.busy), (row - 0.35, 0.7), color=_BUSY)
+        publishing = [(span.start_s, span.end_s) for span in track.spans if span.lane and span.kind == "busy"]
+        axes.broken_barh(shift(publishing), (row + 0.35, 0.12), color=_LANE)
+    axes.set_yticks(range(len(tracks)), [track.name for track in tracks])
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds; dark: busy, light: waiting, thin: publishing at the same time", title="who was busy when")
+
+
+def _draw_broadcasts(axes: Any, broadcasts: Sequence[Broadcast]) -> None:
+    for name in sorted({name for item in broadcasts for name in item.reached_s}):
+        points = [(item.version, item.reached_s[name]) for item in broadcasts if name in item.reached_s]
+        axes.plot([x for x, _ in points], [y for _, y in points], marker=".", linewidth=1.0, label=name)
+    axes.set(xlabel="version", ylabel="seconds", title="from publishing a version until a worker has it")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize="small")

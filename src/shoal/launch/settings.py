@@ -1,25 +1,23 @@
 """The settings of a swarm: those of its run, how many processes of each kind there are, or where, and what is checked.
 
-One TOML file describes all. `shoal train` of the same file leaves `[swarm]` and `[validation]` aside, so that the two
-can be held against each other: with `async_level = 0` they give the same weights. This module imports no torch.
+One TOML file describes all. `shoal train` ignores `[swarm]` and `[validation]` of the same file, so that the two can be
+compared: with `async_level = 0` they give the same weights. This module imports no torch.
 """
 
 import re
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from shoal.config import Count, RunConfig, Settings, build_config
+from shoal.config.run import Count, RunConfig, Settings, build_config
+from shoal.config.toml import read_toml
 from shoal.errors import ConfigError
-from shoal.keys import check_public
-from shoal.redteam.registry import list_cheats
-from shoal.swarm.rules.dial import ValidationConfig, check_guarantee
-from shoal.tasks.source import check_swarm
-from shoal.toml import read_toml
-from shoal.units import parse_rate
+from shoal.identity.keys import check_public
+from shoal.protocol.check_rate import ValidationConfig, check_guarantee
+from shoal.tasks.open import check_swarm
+from shoal.util.units import parse_rate
 
 Cheats = Annotated[list[str], Field(json_schema_extra={"allowed": 'a list of attacks, such as ["int8", "stale"]'})]
 Addresses = Annotated[list[str], Field(max_length=8, json_schema_extra={"allowed": "a list of up to 8 addresses"})]
@@ -98,51 +96,13 @@ class LaunchConfig(RunConfig):
         return re.sub("[^a-z0-9-]", "-", f"{self.name}-seed{self.seed}".lower())[:_MAX_RUN]
 
 
-DEMO = """
-# A swarm that learns to sort: demonstrations show 3 to 6 digits, RL teaches 8 to 11 without showing one.
-name = "demo"
-steps = 40
-async_level = 2
-threads = 1
-
-[tasks]
-name = "sort"
-options = { min_length = 8, max_length = 11 }
-
-[warmup]
-steps = 250
-batch = 128
-lr = 2e-3
-options = { min_length = 3, max_length = 6 }
-
-[engine]
-max_tokens = 13
-
-[learner]
-advantage = "centred"
-lr = 1e-4
-
-[eval]
-tasks = 128
-samples = 2
-k = 2
-every = 8
-
-[checkpoint]
-every = 4
-
-[swarm]
-workers = 2
-cheats = ["int8"]
-groups_per_lease = 16  # of 16 rollouts: as many as a worker decodes side by side
-"""
+DEMO = Path(__file__).with_name("demo.toml")
 """What `shoal demo` runs; examples/demo.toml is a copy."""
 
 
 def load_launch(path: Path | None, overrides: Sequence[str] = ()) -> LaunchConfig:
     """The settings of a TOML file (None: the demo's) with overrides laid over them."""
-    data = tomllib.loads(DEMO) if path is None else read_toml(path)
-    return check_launch(build_config(LaunchConfig, data, overrides))
+    return check_launch(build_config(LaunchConfig, read_toml(path or DEMO), overrides))
 
 
 def check_launch(config: LaunchConfig) -> LaunchConfig:
@@ -152,15 +112,15 @@ def check_launch(config: LaunchConfig) -> LaunchConfig:
     if config.swarm.is_spread:
         _check_hosts(config.swarm.hosts)
     elif config.swarm.workers + len(config.swarm.cheats) < 1:
-        raise ConfigError("swarm.workers: somebody has to work; there are no workers and no cheats")
-    for name in config.swarm.cheats:
-        if name not in list_cheats():
-            raise ConfigError(f"swarm.cheats: {name[:80]!r} is no attack of a worker; see `shoal redteam list`")
+        raise ConfigError("swarm.workers: there are no workers and no cheats, so nothing would generate rollouts")
     if config.swarm.rate:
-        _check_rate(config.swarm.rate)
+        try:
+            parse_rate(config.swarm.rate)
+        except ConfigError as error:
+            raise ConfigError(f"swarm.rate: {error}") from None
     check_guarantee(config.validation.guarantee, config.validation.power, config.batch.group_size)
     if config.beacon:
-        raise ConfigError("beacon: a swarm's beacons are its coordinator's; it is for `shoal train` alone")
+        raise ConfigError("beacon: the coordinator of a swarm chooses its own; set it only for `shoal train`")
     check_swarm(config)
     return config
 
@@ -170,19 +130,15 @@ def _check_hosts(hosts: HostsConfig) -> None:
     named = {"coordinator": [hosts.coordinator], "origin": [hosts.origin], "relays": hosts.relays}
     for name, addresses in named.items():
         if not addresses or not all(addresses):
-            raise ConfigError(f"swarm.hosts.{name}: is missing; a swarm on several machines names all of its parts")
+            raise ConfigError(
+                f"swarm.hosts.{name}: missing; a swarm on several machines needs the address of every role"
+            )
         for text in addresses:
-            if _ADDRESS.fullmatch(text) is None or (name != "coordinator" and text.startswith("https")):
-                kind = "http://HOST:PORT" if name != "coordinator" else "https://HOST or http://HOST:PORT"
-                raise ConfigError(f"swarm.hosts.{name}: {text[:80]!r} is no address, which is {kind}")
+            if _ADDRESS.fullmatch(text) is None:
+                raise ConfigError(
+                    f"swarm.hosts.{name}: invalid address {text[:80]!r}; use https://HOST or http://HOST:PORT"
+                )
     if not hosts.validators:
-        raise ConfigError("swarm.hosts.validators: is missing; give the public keys of those who may judge")
+        raise ConfigError("swarm.hosts.validators: missing; give the public keys of the owners that may validate")
     for key in (*hosts.validators, *([hosts.operator] if hosts.operator else [])):
         check_public(key)
-
-
-def _check_rate(text: str) -> None:
-    try:
-        parse_rate(text)
-    except ConfigError as error:
-        raise ConfigError(f"swarm.rate: {error}") from None

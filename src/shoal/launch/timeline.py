@@ -1,4 +1,4 @@
-"""Where the time of a swarm went: the spans that its roles wrote down, put side by side.
+"""Where the time of a swarm went: the spans that its roles recorded, one track per part.
 
     busy    in which a role computed              wait    in which it waited for somebody and did nothing else
 
@@ -16,7 +16,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class BusySpan:
     """One line of a file of spans, in seconds since the epoch."""
 
     name: str
@@ -28,11 +28,11 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Track:
+class PartTrack:
     """The spans of one part."""
 
     name: str
-    spans: Sequence[Span]
+    spans: Sequence[BusySpan]
     busy: Sequence[Interval] = field(default_factory=list)
     wait: Sequence[Interval] = field(default_factory=list)
 
@@ -47,7 +47,7 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """How long a version was under way, from the beginning of its publishing, in seconds."""
+    """How long a version took to arrive, from the start of its publishing, in seconds."""
 
     version: int
     published_s: float
@@ -56,7 +56,7 @@ class Broadcast:
     """until each part had it"""
 
 
-def read_tracks(folders: Mapping[str, Path]) -> list[Track]:
+def read_tracks(folders: Mapping[str, Path]) -> list[PartTrack]:
     """The tracks of parts by the folders with their spans; parts that wrote none are left out."""
     tracks = []
     for name, folder in folders.items():
@@ -65,11 +65,11 @@ def read_tracks(folders: Mapping[str, Path]) -> list[Track]:
             own = [span for span in spans if not span.lane]
             busy = merge_intervals((span.start_s, span.end_s) for span in own if span.kind == "busy")
             wait = merge_intervals((span.start_s, span.end_s) for span in own if span.kind == "wait")
-            tracks.append(Track(name=name, spans=spans, busy=busy, wait=subtract_intervals(wait, busy)))
+            tracks.append(PartTrack(name=name, spans=spans, busy=busy, wait=subtract_intervals(wait, busy)))
     return tracks
 
 
-def find_broadcasts(tracks: Sequence[Track]) -> list[Broadcast]:
+def find_broadcasts(tracks: Sequence[PartTrack]) -> list[Broadcast]:
     """When each version was where: from the origin's `publish` to the `have` of the others."""
     published = {
         span.version: span
@@ -84,12 +84,11 @@ def find_broadcasts(tracks: Sequence[Track]) -> list[Broadcast]:
             if span.name == "have" and span.version in published:
                 seconds = span.end_s - published[span.version].start_s
                 reached[span.version].setdefault(track.name, max(0.0, seconds))
-    return [
-        Broadcast(version, span.end_s - span.start_s, reached[version]) for version, span in sorted(published.items())
-    ]
+    sent = sorted(published.items())
+    return [Broadcast(version, span.end_s - span.start_s, reached[version]) for version, span in sent]
 
 
-def find_period(tracks: Sequence[Track]) -> Interval:
+def find_period(tracks: Sequence[PartTrack]) -> Interval:
     """From the first span to the last."""
     spans = [span for track in tracks for span in track.spans]
     if not spans:
@@ -124,7 +123,7 @@ def subtract_intervals(wholes: Sequence[Interval], holes: Sequence[Interval]) ->
     return left
 
 
-def _read_spans(path: Path) -> Iterator[Span]:
+def _read_spans(path: Path) -> Iterator[BusySpan]:
     """Spans of a file; the last line may be half-written."""
     if not path.exists():
         return
@@ -132,12 +131,6 @@ def _read_spans(path: Path) -> Iterator[Span]:
         try:
             found: Any = json.loads(line)
         except ValueError:
-            continue  # a kill in the middle of a line, which its next start went on after
-        yield Span(
-            str(found["name"]),
-            str(found["kind"]),
-            found["start_ms"] / 1000,
-            found["end_ms"] / 1000,
-            str(found.get("lane", "")),
-            int(found.get("version", -1)),
-        )
+            continue  # a kill in the middle of a line, which the next start appended to
+        start_s, end_s = found["start_ms"] / 1000, found["end_ms"] / 1000
+        yield BusySpan(found["name"], found["kind"], start_s, end_s, found.get("lane", ""), found.get("version", -1))

@@ -1,29 +1,171 @@
-"""What a person sees of a swarm while it runs: a page that is drawn again and again, or a line now and then.
+"""The view of a running swarm: a page that is redrawn, or a line now and then.
 
-All text goes through `clean_text` and none is markup: whatever a node calls itself, the terminal obeys none of it.
+    SnapshotReader: coordinator's status + trainer's metrics + supervisor's parts -> SwarmSnapshot -> View
+
+Invariants:
+- all text goes through `clean_text` and none is markup: no name of a node controls the terminal;
+- while the coordinator does not answer, its last status is shown, with a sentence that says so.
 """
 
 import asyncio
+import logging
+import re
 import sys
-from collections.abc import Sequence
-from typing import TextIO
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from shoal.console import clean_text, format_time, is_live
-from shoal.disk import spare_words
-from shoal.launch.curve import describe_marks, draw_chart
-from shoal.launch.glance import Glance, Watch
-from shoal.swarm.messages import LeaderLine
-from shoal.swarm.postings import MICRO
+from shoal.errors import UnreachableError
+from shoal.launch.prepare import PreparedSwarm
+from shoal.launch.supervisor import Supervisor
+from shoal.ledger.event import MICRO
+from shoal.net.client import GLANCE, HttpClient, parse_endpoint
+from shoal.net.retry import RefusedError, RetryingClient, RetryPolicy
+from shoal.node.public_client import PublicClient
+from shoal.protocol.messages import LeaderLine, Status
+from shoal.train.report import pick_series, read_metrics
+from shoal.util.console import format_time, is_live
+from shoal.util.logs import clean_text, print_logs_with
+
+logger = logging.getLogger(__name__)
+
+METRICS, EVALS = "metrics.jsonl", "eval.jsonl"
+"""where trainer and evaluator write (`shoal.trainer.evaluator`, which would bring torch with it)"""
+_NO_RETRY = RetryPolicy(tries=1, first_s=0.1, longest_s=0.1)
+_NODE = re.compile(r"\bnode ([0-9a-f]{8})\b")
+_MAX_NEWS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmSnapshot:
+    """The state of a swarm at one moment."""
+
+    elapsed_s: float
+    steps: int
+    """of the whole run"""
+    status: Status | None
+    leaders: tuple[LeaderLine, ...]
+    names: Mapping[str, str]
+    """parts by the public keys of their nodes and owners"""
+    lines: Sequence[Mapping[str, Any]]
+    """metrics of training and evaluation, by step"""
+    parts: Mapping[str, str]
+    """how each process does"""
+    news: tuple[str, ...]
+    """what happened to processes last"""
+    problem: str = ""
+
+    def find_last(self, metric: str) -> float | None:
+        """The newest value of a metric."""
+        return next((line[metric] for line in reversed(self.lines) if line.get(metric) is not None), None)
+
+    def list_waits(self) -> list[str]:
+        """Who waits for whom, in words, nodes by their names here."""
+        return [name_nodes(wait.text, self.names) for wait in (self.status.waits if self.status else ())]
+
+
+class SnapshotReader:
+    """Takes snapshots of a swarm."""
+
+    def __init__(self, prepared: PreparedSwarm, supervisor: Supervisor) -> None:
+        self._prepared, self._supervisor = prepared, supervisor
+        place = parse_endpoint(prepared.url)
+        self._client = PublicClient(place, link=HttpClient(place, GLANCE), asker=RetryingClient(_NO_RETRY))
+        self._names = prepared.names
+        self._begun = time.monotonic()
+        self._status: Status | None = None
+        self._leaders: tuple[LeaderLine, ...] = ()
+        self._answered = self._begun
+
+    async def read(self) -> SwarmSnapshot:
+        """The state now."""
+        problem = ""
+        try:
+            self._status = await self._client.read_status()
+            self._leaders = (await self._client.read_leaders()).leaders
+            self._answered = time.monotonic()
+        except (UnreachableError, RefusedError) as error:
+            silent_s = time.monotonic() - self._answered
+            problem = f"the coordinator has not answered for {silent_s:.0f} s, all wait for it: {error}"
+        if self._supervisor.is_stopping:
+            problem = "all parts are being stopped, the coordinator last"
+        now = time.monotonic()
+        return SwarmSnapshot(
+            elapsed_s=now - self._begun,
+            steps=self._prepared.config.steps,
+            status=self._status,
+            leaders=self._leaders,
+            names=self._names,
+            lines=read_lines(self._prepared.layout.root),
+            parts={name: state.describe(now) for name, state in self._supervisor.states.items()},
+            news=tuple(self._supervisor.events)[-_MAX_NEWS:],
+            problem=problem,
+        )
+
+    def close(self) -> None:
+        """Close the client."""
+        self._client.close()
+
+
+def read_lines(root: Path) -> list[dict[str, Any]]:
+    """Metrics of training and evaluation together, by step; none before there are any."""
+    lines = [*_read_file(root / METRICS), *_read_file(root / EVALS)]
+    return sorted(lines, key=lambda line: int(line["step"]))
+
+
+def read_steps(path: Path) -> set[int]:
+    """The steps in a file of metrics."""
+    return {int(line["step"]) for line in _read_file(path)}
+
+
+def _read_file(path: Path) -> list[dict[str, Any]]:
+    return read_metrics(path) if path.exists() else []
+
+
+def name_nodes(text: str, names: Mapping[str, str]) -> str:
+    """A sentence of the coordinator's with the names of parts in place of the beginnings of keys."""
+    short = {key[:8]: name for key, name in names.items()}
+    return _NODE.sub(lambda match: short.get(match[1], match[0]), text)
+
+
+MARKS = {"reward/mean": ("reward of what was trained", "."), "eval/greedy": ("held-out, greedy", "+")}
+MARKS["eval/pass_at_1"] = "held-out, sampled", "o"
+"""metrics that are drawn, each with its name and its mark; later ones over earlier ones"""
+_AXIS = 5
+"""columns left of the chart"""
+
+
+def draw_chart(lines: Sequence[Mapping[str, object]], *, last_step: int, width: int, height: int) -> list[str]:
+    """Lines of text, `width` columns wide; values from 0 to 1 over steps from 0 to `last_step`."""
+    columns, rows = max(8, width - _AXIS), max(3, height - 2)
+    grid = [[" "] * columns for _ in range(rows)]
+    for metric, (_, mark) in MARKS.items():
+        for step, value in zip(*pick_series([dict(line) for line in lines], metric), strict=True):
+            column = round(min(max(step / max(1, last_step), 0.0), 1.0) * (columns - 1))
+            row = round(min(max(value, 0.0), 1.0) * (rows - 1))
+            grid[rows - 1 - row][column] = mark
+    labels = {0: " 1.0", rows - 1: " 0.0", (rows - 1) // 2: " 0.5"} if rows % 2 else {0: " 1.0", rows - 1: " 0.0"}
+    drawn = [f"{labels.get(number, ''):<{_AXIS - 1}}|{''.join(row)}" for number, row in enumerate(grid)]
+    steps = f"step 0{f'step {last_step}':>{columns - 6}}"
+    return [*(line.rstrip() for line in drawn), f"{' ' * (_AXIS - 1)}+{'-' * columns}", f"{' ' * _AXIS}{steps}"]
+
+
+def describe_marks() -> str:
+    """What the marks mean."""
+    return "   ".join(f"{mark} {name}" for name, mark in MARKS.values())
+
 
 REDRAW_S, PLAIN_S = 1.0, 5.0
-_CHART_ROWS, _LEAST_ROWS, _MAX_WAITS = 13, 5, 7
+_CHART_ROWS, _MIN_CHART_ROWS, _MAX_WAITS = 13, 5, 7
 _MAX_NAME = 16
-_LIST_ROWS, _FEW = 2, 3
+_LIST_ROWS, _MIN_WAITS = 2, 3
 """rows of a list beside its lines; lines of one that the chart leaves room for"""
 _STYLES = {"banned": "bold red", "limited": "yellow", "good": "green", "trusted": "green"}
 _MARK_STYLES = {".": "dim", "+": "yellow", "o": "bold cyan"}
@@ -32,66 +174,50 @@ _MARK_STYLES = {".": "dim", "+": "yellow", "o": "bold cyan"}
 class View:
     """Shows a swarm on a stream until it is cancelled."""
 
-    def __init__(self, watch: Watch, stream: TextIO | None = None) -> None:
-        self._watch, self._stream = watch, stream or sys.stdout
+    def __init__(self, reader: SnapshotReader, stream: TextIO | None = None) -> None:
+        self._reader, self._stream = reader, stream or sys.stdout
         self._is_live = is_live(self._stream)
 
     async def run(self) -> None:
-        """Draw for ever."""
-        if not self._is_live:
-            return await self._print_lines()
+        """Draw until cancelled."""
+        while not self._is_live:
+            logger.info(describe_line(await self._reader.read()))
+            await asyncio.sleep(PLAIN_S)
         console = Console(file=self._stream, highlight=False)
-        with Live(console=console, auto_refresh=False, transient=True) as live:
+        live = Live(console=console, auto_refresh=False, transient=True)
+        with print_logs_with(lambda line: None), live:  # the page has the news
             while True:
-                page = draw_page(await self._watch.look(), console.width, console.height)
+                page = draw_page(await self._reader.read(), console.width, console.height)
                 live.update(page, refresh=True)
                 await asyncio.sleep(REDRAW_S)
 
-    def note(self, text: str) -> None:
-        """Say something that stays; on a live page the news say it."""
-        if not self._is_live:
-            self._write(text)
 
-    async def _print_lines(self) -> None:
-        while True:
-            self._write(describe_line(await self._watch.look()))
-            await asyncio.sleep(PLAIN_S)
-
-    def _write(self, text: str) -> None:
-        encoding = self._stream.encoding or "utf-8"
-        with spare_words():  # of a log on a full disk: it costs the words, and not the swarm
-            self._stream.write(f"{clean_text(text)}\n".encode(encoding, "replace").decode(encoding))
-            self._stream.flush()
-
-
-def describe_line(glance: Glance) -> str:
+def describe_line(snapshot: SwarmSnapshot) -> str:
     """The swarm in one line."""
-    parts = [format_time(glance.elapsed_s), _describe_step(glance)]
-    parts += _list_figures(glance)
-    if (age := _describe_age(glance)) is not None:
-        parts.append(age)
-    if glance.status is not None:
-        parts.append(f"{glance.status.queue} to judge")
-    parts += [f"{_name_owner(glance, line)} {_count_verdicts(line)}" for line in glance.leaders if _has_worked(line)]
-    waits = glance.list_waits()
-    parts += [glance.problem] if glance.problem else waits[:1]
+    parts = [format_time(snapshot.elapsed_s), _describe_step(snapshot), *_list_figures(snapshot)]
+    if snapshot.status is not None:
+        parts.append(f"{snapshot.status.queue} to judge")
+    workers = filter(_has_worked, snapshot.leaders)
+    parts += [f"{_name_owner(snapshot, line)} {_count_verdicts(line)}" for line in workers]
+    waits = snapshot.list_waits()
+    parts += [snapshot.problem] if snapshot.problem else waits[:1]
     return "  ".join(clean_text(part) for part in parts)
 
 
-def draw_page(glance: Glance, width: int, height: int) -> RenderableType:
+def draw_page(snapshot: SwarmSnapshot, width: int, height: int) -> RenderableType:
     """The swarm on one page that fits: what is wrong and who waits go before the chart, and the chart before news."""
-    waits = glance.list_waits()[:_MAX_WAITS]
-    alarms = [*([glance.problem] if glance.problem else []), *(glance.status.alarms if glance.status else ())]
-    alarms, news = alarms[:_MAX_WAITS], list(glance.news)
-    head = _draw_head(glance)
+    waits = snapshot.list_waits()[:_MAX_WAITS]
+    alarms = [*([snapshot.problem] if snapshot.problem else []), *(snapshot.status.alarms if snapshot.status else ())]
+    alarms, news = alarms[:_MAX_WAITS], list(snapshot.news)
+    head = _draw_head(snapshot)
     others = _count_rows(head, width) + 1 + _LIST_ROWS * bool(alarms) + len(alarms)
-    is_low = height - 1 < others + len(glance.parts) + 2 + _LIST_ROWS + len(waits) + _LEAST_ROWS + 2
-    table = _draw_parts(glance, is_low=is_low)
+    is_short = height - 1 < others + len(snapshot.parts) + 2 + _LIST_ROWS + len(waits) + _MIN_CHART_ROWS + 2
+    table = _draw_parts(snapshot, is_short=is_short)
     left = height - 1 - others - table.row_count - 2  # one row is the cursor's
-    chart_rows = min(_CHART_ROWS, left - _LIST_ROWS - min(len(waits), _FEW) - 2)
+    chart_rows = min(_CHART_ROWS, left - _LIST_ROWS - min(len(waits), _MIN_WAITS) - 2)
     blocks: list[RenderableType] = [head, Text()]
-    if chart_rows >= _LEAST_ROWS:
-        chart = draw_chart(glance.lines, last_step=glance.steps, width=min(width - 2, 76), height=chart_rows)
+    if chart_rows >= _MIN_CHART_ROWS:
+        chart = draw_chart(snapshot.lines, last_step=snapshot.steps, width=min(width - 2, 76), height=chart_rows)
         marks = Text(f"     {describe_marks()}"[: width - 1], style="dim")
         blocks += [_colour_chart(chart), marks, Text()]
         left -= chart_rows + 2
@@ -104,64 +230,55 @@ def draw_page(glance: Glance, width: int, height: int) -> RenderableType:
     return Group(*blocks)
 
 
-def _draw_head(glance: Glance) -> Text:
-    """Two lines: how far it is, and how it goes."""
-    head = Text("  ".join(["shoal", format_time(glance.elapsed_s), _describe_step(glance)]), style="bold")
-    parts = _list_figures(glance)
-    if (age := _describe_age(glance)) is not None:
-        parts.append(age)
-    if (status := glance.status) is not None:
+def _draw_head(snapshot: SwarmSnapshot) -> Text:
+    """Two lines of at most 80 columns: how far it is, and how well it does."""
+    parts = ["shoal", format_time(snapshot.elapsed_s), _describe_step(snapshot)]
+    if (status := snapshot.status) is not None:
         absent = status.nodes_stale + status.nodes_gone
         parts += [f"{status.nodes_live} nodes live, {absent} not", f"{status.queue} to judge"]
-    head.append(f"\n{'  '.join(parts)}", style="not bold")
+    head = Text("  ".join(parts), style="bold")
+    head.append(f"\n{'  '.join(_list_figures(snapshot))}", style="not bold")
     return head
 
 
-def _describe_step(glance: Glance) -> str:
-    status = glance.status
+def _describe_step(snapshot: SwarmSnapshot) -> str:
+    status = snapshot.status
     if status is None:
         return "starting"
     version = f"v{status.newest_version}" if status.newest_version >= 0 else "no version yet"
     return f"step {status.trained}/{status.steps}  {version}"
 
 
-def _list_figures(glance: Glance) -> list[str]:
-    """The newest rewards and pass rates."""
+def _list_figures(snapshot: SwarmSnapshot) -> list[str]:
+    """The newest rewards and pass rates, and the age of the last batch: versions between writing and training."""
     names = {"reward/mean": "reward", "eval/pass_at_1": "held-out", "eval/greedy": "greedy"}
-    found = {name: glance.find_last(metric) for metric, name in names.items()}
-    return [f"{name} {value:.3f}" for name, value in found.items() if value is not None]
-
-
-def _describe_age(glance: Glance) -> str | None:
-    """How old the last batch was: versions between the one that wrote it and the one that was trained."""
-    mean, most = glance.find_last("off_policy/lag"), glance.find_last("off_policy/lag_max")
-    return None if mean is None or most is None else f"age {mean:.1f}, at most {most:.0f}"
+    found = {name: snapshot.find_last(metric) for metric, name in names.items()}
+    mean, most = snapshot.find_last("off_policy/lag"), snapshot.find_last("off_policy/lag_max")
+    age = [] if mean is None or most is None else [f"age {mean:.1f}, at most {most:.0f}"]
+    return [f"{name} {value:.3f}" for name, value in found.items() if value is not None] + age
 
 
 def _colour_chart(lines: Sequence[str]) -> Text:
-    text = Text(no_wrap=True)
-    for number, line in enumerate(lines):
-        is_drawing = number < len(lines) - 2
-        for position, char in enumerate(line):
-            text.append(char, style=_MARK_STYLES.get(char, "") if is_drawing and position > 4 else "")
-        text.append("\n" if number < len(lines) - 1 else "")
-    return text
+    """Lines of `draw_chart` with their marks in colours; the labels and the last two lines have none."""
+    marks = [[(char, _MARK_STYLES.get(char, "")) for char in line[_AXIS:]] for line in lines[:-2]]
+    drawn = [Text.assemble(line[:_AXIS], *row) for line, row in zip(lines, marks, strict=False)]
+    return Text("\n", no_wrap=True).join([*drawn, *map(Text, lines[-2:])])
 
 
-def _draw_parts(glance: Glance, *, is_low: bool = False) -> Table:
-    """A row for each process, with what the ledger says of its owner. A low page has one for all that simply run."""
-    table = Table("part", "standing", "accepted", "rejected", "credit", "process", box=None, pad_edge=False)
-    for column in table.columns:
-        column.no_wrap = True
-    for column in table.columns[1:5]:
-        column.min_width = len(str(column.header))
-    table.columns[0].min_width = min(_MAX_NAME, max(map(len, glance.parts), default=0))
-    for column in table.columns[2:5]:
-        column.justify = "right"
-    owners = {_name_owner(glance, line): line for line in glance.leaders}
+def _draw_parts(snapshot: SwarmSnapshot, *, is_short: bool = False) -> Table:
+    """A row for each process, with what the ledger says of its owner. A short page has one for all that simply run."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("part", no_wrap=True, min_width=min(_MAX_NAME, max(map(len, snapshot.parts), default=0)))
+    table.add_column("standing", no_wrap=True, min_width=len("probation"))
+    for name in ("accepted", "rejected", "credit"):
+        table.add_column(name, no_wrap=True, min_width=len(name), justify="right")
+    table.add_column("process", no_wrap=True)
+    owners = {_name_owner(snapshot, line): line for line in snapshot.leaders}
     busy = {name for name, line in owners.items() if _has_worked(line)}
-    folded = [name for name, state in glance.parts.items() if is_low and name not in busy and _runs_well(state)]
-    for name, state in glance.parts.items():
+    # A process that simply runs is not worth a row of a short page.
+    calm = {name for name, state in snapshot.parts.items() if state.startswith("runs") and "started" not in state}
+    folded = calm - busy if is_short else set()
+    for name, state in snapshot.parts.items():
         if name in folded:
             continue
         line = owners.get(name)
@@ -176,11 +293,6 @@ def _draw_parts(glance: Glance, *, is_low: bool = False) -> Table:
     return table
 
 
-def _runs_well(state: str) -> bool:
-    """Whether a process simply runs: nothing about it is worth a row of a low page."""
-    return state.startswith("runs") and "started" not in state
-
-
 def _count_rows(text: Text, width: int) -> int:
     return sum(max(1, -(-len(line) // max(1, width))) for line in text.plain.split("\n"))
 
@@ -192,8 +304,8 @@ def _draw_list(title: str, texts: Sequence[str], width: int, style: str = "") ->
     return [Text(title, style="bold"), *shown, Text()]
 
 
-def _name_owner(glance: Glance, line: LeaderLine) -> str:
-    return glance.names.get(line.owner, line.owner[:8])
+def _name_owner(snapshot: SwarmSnapshot, line: LeaderLine) -> str:
+    return snapshot.names.get(line.owner, line.owner[:8])
 
 
 def _has_worked(line: LeaderLine) -> bool:

@@ -3,11 +3,11 @@
     checkpoints/step-000010/
       policy/                   Hugging Face folder of v10
       optimizer.safetensors     AdamW moments and counters by parameter name, torch's random state
-      versions/v000009.safetensors ...   older versions that the sampler still has to use (async level > 0)
+      versions/v000009.safetensors ...   older versions that the sampler still needs (async level > 0)
       state.json                step, updates, hash of every other file; written last
 
 Tasks and seeds derive from the step, so the step is the data position. Folders appear under their name only when
-complete, and are used only if every file is what was written; nothing is pickled.
+complete, and are used only if every file matches its hash; nothing is pickled.
 """
 
 import json
@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
-from shoal.files import atomic_dir, hash_file, remove_dir
 from shoal.learner.learner import Learner
 from shoal.policy.model import Policy, open_policy, save_policy
+from shoal.util.files import atomic_dir, hash_file, remove_dir
 
 _NAME = re.compile(r"step-(\d{6,})")
 _VERSION_NAME = re.compile(r"v(\d+)\.safetensors")
@@ -37,18 +37,17 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """What is not a tensor."""
+    """The part of a checkpoint that is not tensors."""
 
     step: int
     num_updates: int
     sha256: Mapping[str, str]
-    """of every other file, by its path in the folder; that of policy/model.safetensors names the version"""
+    """hash of every other file, by its path in the folder; that of policy/model.safetensors names the version"""
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints by rising step."""
-    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
-    return sorted(found)
+    """Complete checkpoints by ascending step."""
+    return sorted((int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name)))
 
 
 def find_newest(folder: Path) -> Path | None:
@@ -65,27 +64,41 @@ def save_checkpoint(folder: Path, step: int, policy: Policy, learner: Learner, v
         (target / "versions").mkdir()
         for version, weights in versions.items():
             save_file(weights, target / "versions" / f"v{version:06d}.safetensors")
-        state = CheckpointState(step, learner.num_updates, _hash_tree(target))
+        state = CheckpointState(step, learner.num_updates, hash_files(target))
         (target / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
 
 
 def read_state(checkpoint: Path) -> CheckpointState:
-    """Step and counters of a checkpoint, after checking that every file is what was written."""
-    way_out = f"remove {checkpoint} to resume from an earlier checkpoint"
+    """Step and counters of a checkpoint, after checking the hash of every file."""
     try:
         state = CheckpointState(**json.loads((checkpoint / _STATE).read_text()))
-        complete = state.step == _step_of(checkpoint) and isinstance(state.sha256, dict)
+        complete = f"step-{state.step:06d}" == checkpoint.name and isinstance(state.sha256, dict)
     except (OSError, ValueError, TypeError):
         complete = False
     if not complete:
-        raise ConfigError(f"{checkpoint / _STATE}: is missing or damaged; {way_out}")
-    for name, digest in state.sha256.items():
-        path = checkpoint / name
-        if not path.is_file():
-            raise ConfigError(f"{path}: is missing; {way_out}")
-        if hash_file(path) != digest:
-            raise ConfigError(f"{path}: is not what was written; {way_out}")
+        raise refuse_checkpoint(checkpoint, _STATE, "is missing or damaged")
+    check_files(checkpoint, state.sha256)
     return state
+
+
+def hash_files(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file in a folder, by its path there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): hash_file(path) for path in files}
+
+
+def check_files(checkpoint: Path, hashes: Mapping[str, str]) -> None:
+    """Raise if the files of a checkpoint do not match `hash_files`."""
+    for name, digest in hashes.items():
+        if not (checkpoint / name).is_file():
+            raise refuse_checkpoint(checkpoint, name, "is missing")
+        if hash_file(checkpoint / name) != digest:
+            raise refuse_checkpoint(checkpoint, name, "does not match its hash")
+
+
+def refuse_checkpoint(checkpoint: Path, name: str, problem: str) -> ConfigError:
+    """The error for a damaged file of a checkpoint, with what to do."""
+    return ConfigError(f"{checkpoint / name}: {problem}; remove {checkpoint} to resume from an earlier checkpoint")
 
 
 def load_versions(checkpoint: Path) -> dict[int, Weights]:
@@ -101,7 +114,7 @@ def load_checkpoint_policy(checkpoint: Path, dtype: torch.dtype) -> Policy:
 
 
 def restore_learner(learner: Learner, checkpoint: Path, state: CheckpointState) -> None:
-    """Give a learner, whose model already has the checkpoint's weights, its optimizer state back."""
+    """Restore the optimizer state of a learner whose model already has the checkpoint's weights."""
     load_optimizer(learner.model, learner.optimizer, checkpoint / _OPTIMIZER)
     learner.num_updates = state.num_updates
 
@@ -131,13 +144,3 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
     """Remove all but the newest."""
     for _, path in list_checkpoints(folder)[:-keep]:
         remove_dir(path)
-
-
-def _hash_tree(folder: Path) -> dict[str, str]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): hash_file(path) for path in files}
-
-
-def _step_of(checkpoint: Path) -> int:
-    match = _NAME.fullmatch(checkpoint.name)
-    return int(match[1]) if match else -1

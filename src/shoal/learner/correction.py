@@ -1,4 +1,4 @@
-"""Off-policy correction: rollouts came from the behaviour policy mu, the ratio is against the learner's pi_old.
+"""Off-policy correction: rollouts came from the behaviour policy mu, the ratio is relative to the learner's pi_old.
 
     d_t = log pi_old(o_t) - log mu(o_t)
     token:     c_t = min(exp(d_t), cap)                            truncated importance sampling (Ionides 2008)
@@ -6,14 +6,14 @@
     none:      c_t = 1
 
 pi_old is the learner before its first update of the step (`old_logprobs = "recompute"`); mu differs from it by the
-versions the sampler lagged behind and by the numerics of its engine. With `old_logprobs = "behaviour"` the loss's ratio
-is against mu itself: correcting again would count d twice, so the caller leaves the correction out (all weights 1), and
-the mismatch it reports is that of the policy at each update.
+versions that the sampler lagged behind and by the numerics of its engine. With `old_logprobs = "behaviour"` the ratio
+of the loss is relative to mu itself: correcting again would count d twice, so the caller omits the correction (all
+weights 1), and the reported mismatch is that of the policy at each update.
 
 Invariants:
 - weights multiply the policy loss, not the KL and entropy terms, and carry no gradient;
-- they leave the denominator alone: a masked sample still counts in `sample_weights`, so masking makes a step smaller
-  and never makes the other samples louder;
+- they do not change the denominator: a masked sample still counts in `sample_weights`, so masking makes a step smaller
+  and never increases the weight of the other samples;
 - metrics are sums: merged over micro-batches and ranks they equal those of the whole batch.
 """
 
@@ -24,15 +24,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shoal.learner.logprobs import kl_k3
 from shoal.learner.losses.base import LOG_RATIO_BOUND, average_segments
-from shoal.learner.terms import kl_k3
 
 CorrectionKind = Literal["none", "token", "sequence"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Mismatch:
-    """How far pi_old is from mu, as sums over tokens and samples."""
+    """How far pi_old is from mu, as sums over tokens and samples, in the order of `build_correction`."""
 
     num_tokens: int
     num_samples: int
@@ -44,9 +44,9 @@ class Mismatch:
     weight_sum: float
     """c_t, as applied"""
     weight_square_sum: float
-    num_truncated: int
+    num_truncated: float
     """tokens cut to cap"""
-    num_masked: int
+    num_masked: float
     """samples masked"""
     max_diff: float
     """largest |d_t|"""
@@ -63,7 +63,7 @@ class Mismatch:
 
     @property
     def raw_ess(self) -> float:
-        """The same before truncation or masking: comparable between kinds, and not flattered by the cap."""
+        """The same before truncation or masking: comparable between kinds, and not improved by the cap."""
         return _divide_ess(self.raw_sum, self.raw_square_sum, self.num_tokens)
 
     @property
@@ -77,14 +77,14 @@ class Mismatch:
         return self.num_masked / max(self.num_samples, 1)
 
     def merge(self, other: "Mismatch") -> "Mismatch":
-        """The mismatch of both parts together."""
+        """The combined mismatch of both parts."""
         sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
         return Mismatch(**sums | {"max_diff": max(self.max_diff, other.max_diff)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Correction:
-    """Weights c_t [T], without gradient, and what they say about the data."""
+    """Weights c_t [T], without gradient, and their metrics."""
 
     weights: Tensor
     mismatch: Mismatch
@@ -121,21 +121,9 @@ def build_correction(
 
 def _sum_metrics(diff: Tensor, num_segments: int, sums: list[Tensor]) -> Mismatch:
     largest = diff.abs().max() if len(diff) else diff.new_zeros(())
-    # One transfer for all numbers: each .item() would wait for the device.
+    # One transfer for all numbers: each .item() would synchronise with the device.
     numbers = torch.stack([tensor.double().sum() for tensor in sums] + [largest.double()]).tolist()
-    kl, raw, raw_square, weight, weight_square, num_truncated, num_masked, max_diff = numbers
-    return Mismatch(
-        num_tokens=len(diff),
-        num_samples=num_segments,
-        kl_sum=kl,
-        raw_sum=raw,
-        raw_square_sum=raw_square,
-        weight_sum=weight,
-        weight_square_sum=weight_square,
-        num_truncated=int(num_truncated),
-        num_masked=int(num_masked),
-        max_diff=max_diff,
-    )
+    return Mismatch(len(diff), num_segments, *numbers)
 
 
 def _divide_ess(total: float, squares: float, count: float) -> float:

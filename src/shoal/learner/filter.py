@@ -1,11 +1,11 @@
-"""Online filter: sample on until the batch holds enough groups with a learning signal.
+"""Online filter: keep sampling until the batch has enough groups with a learning signal.
 
 Invariants:
-- signal is decided on task reward, before any length reward: an all-wrong group whose samples differ by a token has no
-  signal, though its z-scored total reward would look like one;
-- groups are drawn over increasing indices without gaps and the batch takes the lowest indices with signal. It is thus a
-  function of the rewards alone: not of who was fast, nor of how the drawing was cut into rounds;
-- at most `max_groups` are drawn; then the batch is what there is.
+- the signal is decided on the task reward, before any length reward: an all-wrong group whose samples differ by a token
+  has no signal, although its z-scored total reward would look like one;
+- groups are drawn over increasing indices without gaps, and the batch takes the lowest indices with signal. It is thus
+  a function of the rewards alone: not of who was fast, nor of how the drawing was divided into rounds;
+- at most `max_groups` are drawn; the batch may then be smaller than requested.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,22 +21,18 @@ Draw = Callable[[int, int], list[Group]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilledBatch:
-    """The groups to train on, by index, and what became of the others."""
+    """The groups to train on, by index, and counts of the others."""
 
     groups: tuple[Group, ...]
     num_drawn: int
     num_all_right: int
-    """without signal, the common reward at least 1/2"""
+    """groups without signal whose common reward is at least 1/2"""
     num_all_wrong: int
-    """without signal, the common reward below 1/2"""
+    """groups without signal whose common reward is below 1/2"""
     num_surplus: int
-    """with signal, but beyond what was wanted (the highest indices)"""
+    """groups with signal beyond the number requested (the highest indices)"""
     exhausted: bool
-    """`max_groups` were drawn and fewer than wanted have signal"""
-
-    @property
-    def num_without_signal(self) -> int:
-        return self.num_all_right + self.num_all_wrong
+    """whether `max_groups` were drawn and fewer than requested have signal"""
 
 
 def has_signal(task_rewards: np.ndarray) -> bool:
@@ -56,7 +52,7 @@ def fill_batch(draw: Draw, wanted: int, max_groups: int) -> FilledBatch:
 
 
 def take_batch(draw: Draw, wanted: int) -> FilledBatch:
-    """Without the filter: the first `wanted` groups, those without signal among them."""
+    """Without the filter: the first `wanted` groups, including those without signal."""
     groups = _draw_round(draw, 0, wanted)
     return replace(_cut_batch(groups, wanted), groups=tuple(groups), exhausted=False)
 
@@ -64,7 +60,7 @@ def take_batch(draw: Draw, wanted: int) -> FilledBatch:
 def size_round(wanted: int, num_kept: int, num_drawn: int) -> int:
     """Groups to draw next: remaining / observed keep rate, rounded up, at most doubling what was drawn.
 
-    The rate of a small first round is a rough guess (0 if nothing was kept), hence the doubling bound.
+    The rate of a small first round is a rough estimate (0 if nothing was kept), hence the doubling bound.
     """
     if num_drawn == 0:
         return wanted

@@ -1,12 +1,12 @@
-"""One training step: groups in, weights moved, metrics out.
+"""One training step: groups in, updated weights and metrics out.
 
     step n:  groups -> samples (advantages) -> `updates` parts -> packs -> loss, backward -> clip -> AdamW
 
-- The denominator of an update is fixed on all its samples before packing, so packed, padded and accumulated gradients
+- The denominator of an update is fixed over all its samples before packing, so packed, padded and accumulated gradients
   are equal.
-- pi_old is the policy before the step's first update. For the first part that is the forward pass it trains on; the
-  others are scored ahead.
-- An update whose log-probs or gradient are not finite is skipped and counted; the weights stay as they were.
+- pi_old is the policy before the step's first update. For the first part the training forward pass computes it; the
+  other parts are scored in advance.
+- An update whose log-probs or gradient are not finite is skipped and counted; the weights are unchanged.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shoal.config import LearnerConfig, LengthConfig
+from shoal.config.run import LearnerConfig, LengthConfig
+from shoal.learner.advantage import NO_LENGTH, build_samples
 from shoal.learner.correction import Correction, build_correction
-from shoal.learner.logprobs import score_tokens
-from shoal.learner.losses import LossInputs, load_loss, sum_tokens
-from shoal.learner.sample import NO_LENGTH, Pack, Sample, build_packs, build_samples
-from shoal.learner.tally import Tally, UpdateTally
-from shoal.learner.terms import kl_k3
+from shoal.learner.logprobs import kl_k3, score_tokens
+from shoal.learner.losses import LOSSES
+from shoal.learner.losses.base import LossInputs, sum_tokens
+from shoal.learner.metrics import UpdateMetrics, describe_step
+from shoal.policy.packing import Pack, Sample, build_packs
 from shoal.rollout import Group
 
 Metrics = dict[str, float]
@@ -40,31 +41,28 @@ class Learner:
         reference: PreTrainedModel | None = None,
         length: LengthConfig = NO_LENGTH,
     ) -> None:
-        assert (reference is not None) == (config.loss.kl > 0), "a reference is needed exactly where there is a KL term"
+        assert (reference is not None) == (config.loss.kl > 0), "a reference is needed exactly if there is a KL term"
         self.model = model.eval()  # no dropout: sampler and learner must agree on the policy
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
         )
         self.num_updates = 0
         self._config = config
-        self._loss = load_loss(config.loss.name)
+        self._loss = LOSSES[config.loss.name]
         self._max_tokens = max_tokens
         self._reference = reference
         self._length = length
 
     def train_step(self, groups: Sequence[Group]) -> Metrics:
-        """Train on the groups of one batch; an empty batch moves nothing."""
+        """Train on the groups of one batch; an empty batch changes nothing."""
         split = _split_parts(groups, self._config.updates)
         parts = [build_samples(part, self._config.advantage, self._length) for part in split]
         packs = [build_packs(samples, self._config.micro_tokens, share=self._config.share) for samples in parts]
         olds = [self._score_old(part, first=index == 0) for index, part in enumerate(packs)]
-        tally = Tally()
-        for samples, part, old in zip(parts, packs, olds, strict=True):
-            tally.add(self._update(samples, part, old))
-        return tally.metrics()
+        return describe_step([self._update(*update) for update in zip(parts, packs, olds, strict=True)])
 
     def _score_old(self, packs: Sequence[Pack], *, first: bool) -> list[Tensor | None]:
-        """log pi_old of each pack; None where the training pass itself gives it."""
+        """log pi_old of each pack; None if the training pass itself computes it."""
         if self._config.old_logprobs == "behaviour":
             return [pack.behaviour for pack in packs]
         if first:
@@ -72,11 +70,11 @@ class Learner:
         with torch.no_grad():
             return [score_tokens(self.model, pack).logprobs for pack in packs]
 
-    def _update(self, samples: Sequence[Sample], packs: Sequence[Pack], olds: Sequence[Tensor | None]) -> UpdateTally:
+    def _update(self, samples: Sequence[Sample], packs: Sequence[Pack], olds: Sequence[Tensor | None]) -> UpdateMetrics:
         lengths = torch.tensor([sample.rollout.num_tokens for sample in samples])
         weights = self._loss.sample_weights(lengths, self._max_tokens)
         weight_of = {id(sample): float(weight) for sample, weight in zip(samples, weights, strict=True)}
-        tally = UpdateTally()
+        tally = UpdateMetrics()
         self.optimizer.zero_grad(set_to_none=True)
         for pack, old in zip(packs, olds, strict=True):
             pack_weights = torch.tensor([weight_of[id(sample)] for sample in pack.samples])
@@ -84,13 +82,13 @@ class Learner:
         self._apply(tally)
         return tally
 
-    def _backward(self, pack: Pack, weights: Tensor, old: Tensor | None, tally: UpdateTally) -> None:
+    def _backward(self, pack: Pack, weights: Tensor, old: Tensor | None, tally: UpdateMetrics) -> None:
         config = self._config.loss
         scores = score_tokens(self.model, pack, entropy_grad=config.entropy > 0)
         current = scores.logprobs.detach()
         old = current if old is None else old
         if not bool(torch.isfinite(current + old).all()):
-            tally.skipped = True  # no ratio can be formed; what other packs add to the gradient is not applied either
+            tally.skipped = True  # no ratio can be formed; gradients of the other packs are not applied either
             return
         inputs = LossInputs(
             logprobs=scores.logprobs,
@@ -114,7 +112,7 @@ class Learner:
         config = self._config.loss
         size = len(pack.samples)
         if self._config.old_logprobs == "behaviour":
-            # The ratio is against the sampler itself: nothing to correct, but still to report.
+            # The ratio is relative to the sampler itself: nothing to correct, but still to report.
             return build_correction(current, pack.behaviour, pack.segment, size, kind="none", cap=1.0)
         return build_correction(
             old, pack.behaviour, pack.segment, size, kind=config.correction, cap=config.correction_cap
@@ -127,9 +125,9 @@ class Learner:
             reference = score_tokens(self._reference, pack).logprobs
         return kl_k3(logprobs, reference)
 
-    def _apply(self, tally: UpdateTally) -> None:
+    def _apply(self, tally: UpdateMetrics) -> None:
         config = self._config
-        rate = config.lr * min(1.0, (self.num_updates + 1) / max(config.ramp, 1))
+        rate = config.lr * min(1.0, (self.num_updates + 1) / max(config.warmup_steps, 1))
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
         tally.grad_norm, tally.lr = float(norm), rate
         tally.skipped |= not bool(torch.isfinite(norm))

@@ -1,1 +1,1 @@
-"""What servers have in common."""
+"""HTTP server, HTTP client, retries and limits, shared by all roles."""

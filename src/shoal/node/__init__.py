@@ -1,1 +1,1 @@
-"""What all roles that talk to a coordinator share: the session with it, named waits, spans, tasks that end together."""
+"""Shared by all roles that talk to a coordinator: session, signed client, recipe, weights, file transfer."""

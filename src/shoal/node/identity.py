@@ -1,10 +1,10 @@
-"""Who a node is: its key, and its owner's word for it. Both are made at the first use of a folder.
+"""The identity of a node: its key, and its owner's delegation. Both are created when a folder is first used.
 
     <folder>/node.key          the node's key
-    <folder>/owner.key         the owner's, made here unless one is given: for nodes whose owner sits at the same desk
+    <folder>/owner.key         the owner's key, created here unless one is given: for nodes operated by their owner
     <folder>/delegation.json   what the owner allows the node
 
-A delegation that ends within `RENEW_MS`, or is about something else, is replaced where the owner's key is at hand.
+A delegation that ends within `RENEW_MS`, or does not match, is replaced if the owner's key is available.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import ConfigError
-from shoal.files import write_atomic
-from shoal.keys import Key
-from shoal.swarm.clock import read_clock
-from shoal.swarm.delegation import Delegation, Grant, Scope, open_delegation, sign_delegation
-from shoal.swarm.tags import DocumentError
+from shoal.identity.delegation import Delegation, Grant, Scope, open_delegation, sign_delegation
+from shoal.identity.documents import DocumentError
+from shoal.identity.keys import Key
+from shoal.util.clock import read_clock
+from shoal.util.files import write_atomic
 
 DAY_MS = 86_400_000
 LIFE_MS = 90 * DAY_MS
@@ -38,32 +38,26 @@ class Identity:
 
     @property
     def digest(self) -> str:
-        """The name of the delegation."""
+        """Hash of the delegation."""
         return open_delegation(self.delegation).digest
 
 
 def load_identity(
     folder: Path, run: str, scope: Scope, *, owner: Path | None = None, clock: Callable[[], int] = read_clock
 ) -> Identity:
-    """The node of a folder; `owner` is the file of an owner's key to use instead of one of the folder's own."""
-    key = _load_key(folder / "node.key")
+    """The identity in a folder; `owner` is the file of an owner's key to use instead of the folder's own."""
+    key = Key.open(folder / "node.key")
     path = folder / "delegation.json"
     now_ms = clock()
     held = _read_delegation(path)
     if held is not None and owner is None and not (folder / "owner.key").exists():
-        return Identity(key, path.read_bytes())  # signed elsewhere: nothing here could sign another
-    owner_key = _load_key(folder / "owner.key") if owner is None else Key.load(owner)
+        return Identity(key, path.read_bytes())  # signed elsewhere: we have no key to sign another
+    owner_key = Key.open(folder / "owner.key") if owner is None else Key.load(owner)
     if held is None or not _is_good(held, owner_key.public, key.public, run, scope, now_ms):
-        # From a day ago on: the coordinator's clock may be behind ours.
+        # Valid from a day ago: the coordinator's clock may be behind ours.
         grant = Grant(key.public, run, now_ms - DAY_MS, now_ms + LIFE_MS, frozenset({scope}), MAX_LEASES)
         write_atomic(path, sign_delegation(owner_key, grant))
     return Identity(key, path.read_bytes())
-
-
-def _load_key(path: Path) -> Key:
-    if not path.exists():
-        Key.generate().save(path)
-    return Key.load(path)
 
 
 def _read_delegation(path: Path) -> Delegation | None:

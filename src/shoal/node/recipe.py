@@ -1,70 +1,86 @@
-"""The run's recipe and its task set as a role gets them: from the coordinator or the own folder, and by hash alone."""
+"""Load the run's recipe and task set, from the coordinator or the node's folder, identified by hash."""
 
 import hashlib
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from shoal.errors import ConfigError
-from shoal.files import write_atomic
 from shoal.node.session import ASK_S, Session
+from shoal.protocol.params import MAX_TASKS_BYTES
 from shoal.recipe import Recipe, RecipeError, load_recipe
-from shoal.swarm.papers import MAX_TASKS_BYTES
-from shoal.tasks.sets import open_set
+from shoal.tasks.sets.sources import open_set
+from shoal.util.files import write_atomic
 
 _NAME, _TASKS_NAME = "recipe.json", "tasks.jsonl"
 TASKS_S = 600.0
-"""for a task set, which may be some megabytes"""
+"""timeout for a task set, which may have some megabytes"""
 
 
 async def fetch_recipe(session: Session, folder: Path, *, tasks: Path | None = None) -> Recipe:
-    """The recipe that the descriptor names, its task set at hand; ConfigError if there is none, or one that this
-    program does not know. `tasks` is a file with the task set, for who has it already."""
+    """The recipe that the descriptor names, with its task set; ConfigError if there is none, or one that this program
+    does not support. `tasks` is a file with the task set, for users that have it already."""
     recipe = await read_recipe(session, folder)
     return await bring_tasks(session, recipe, folder, tasks=tasks) if recipe.set.hash else recipe
 
 
 async def read_recipe(session: Session, folder: Path) -> Recipe:
-    """The same without its task set, for who scores nothing."""
+    """The recipe without its task set, for roles that score nothing."""
     wanted = session.descriptor.tasks
     if not wanted:
-        raise ConfigError(f"run {session.descriptor.run}: its descriptor names no recipe")
-    path = folder / _NAME
-    if not path.exists() or _hash(path.read_bytes()) != wanted:
-        data = await session.waits.insist(
-            "recipe", session.client.read_recipe, for_whom="the coordinator", timeout_s=ASK_S
-        )
-        if _hash(data) != wanted:
-            raise ConfigError("the coordinator has another recipe than the run's descriptor says")
-        write_atomic(path, data)
+        raise ConfigError(f"run {session.descriptor.run}: the descriptor names no recipe")
+    read, otherwise = session.client.read_recipe, "a different recipe than the run's descriptor"
+    data = await fetch_by_hash(session, folder / _NAME, wanted, "recipe", read, otherwise=otherwise)
     try:
-        return load_recipe(path.read_bytes())
+        return load_recipe(data)
     except RecipeError as error:
-        raise ConfigError(f"run {session.descriptor.run}: {error}; another version of shoal may know it") from None
+        raise ConfigError(f"run {session.descriptor.run}: {error}; try another version of shoal") from None
 
 
 async def bring_tasks(session: Session, recipe: Recipe, folder: Path, *, tasks: Path | None = None) -> Recipe:
-    """A recipe with its task set, from a file, from the node's folder or from the coordinator."""
+    """The recipe with its task set, from a file, the node's folder or the coordinator."""
     path, terms = folder / _TASKS_NAME, recipe.set
     if tasks is not None:
         write_atomic(path, read_tasks(tasks, recipe))
-    elif not path.exists() or path.stat().st_size != terms.size or _hash(path.read_bytes()) != terms.hash:
-        if terms.size > MAX_TASKS_BYTES:
-            raise ConfigError(f"the run's task set has {terms.size} bytes, which no coordinator hands out; use --tasks")
-        client = session.client
-        data = await session.waits.insist(
-            "tasks", lambda: client.read_tasks(terms.size), for_whom="the coordinator", timeout_s=TASKS_S
-        )
-        if _hash(data) != terms.hash:
-            raise ConfigError("the coordinator has another task set than the run's recipe says")
+    elif terms.size > MAX_TASKS_BYTES and not _has_file(path, terms.hash):
+        raise ConfigError(f"the run's task set has {terms.size} bytes, too many to download; pass it with --tasks")
+    read, otherwise = partial(session.client.read_tasks, terms.size), "a different task set than the run's recipe"
+    data = await fetch_by_hash(session, path, terms.hash, "tasks", read, otherwise=otherwise, timeout_s=TASKS_S)
+    return recipe.bring_set(data)
+
+
+async def fetch_by_hash(
+    session: Session,
+    path: Path,
+    digest: str,
+    name: str,
+    read: Callable[[], Awaitable[bytes]],
+    *,
+    otherwise: str,
+    timeout_s: float = ASK_S,
+) -> bytes:
+    """A file of the run that its descriptor or recipe names by hash, from the node's folder or the coordinator.
+
+    `otherwise` describes a file of the coordinator that has another hash, for the error.
+    """
+    if not _has_file(path, digest):
+        data = await session.ask_coordinator(name, read, timeout_s=timeout_s)
+        if _hash(data) != digest:
+            raise ConfigError(f"the coordinator has {otherwise}")
         write_atomic(path, data)
-    return recipe.bring_set(path.read_bytes())
+    return path.read_bytes()
 
 
 def read_tasks(path: Path, recipe: Recipe) -> bytes:
-    """The canonical bytes of a recipe's task set from a file in any format that says the same."""
+    """The canonical bytes of a recipe's task set, from a file in any supported format with the same tasks."""
     data = open_set([str(path)]).data
     if _hash(data) != recipe.set.hash:
-        raise ConfigError(f"{path}: holds other tasks than the run's recipe says")
+        raise ConfigError(f"{path}: has different tasks than the run's recipe")
     return data
+
+
+def _has_file(path: Path, digest: str) -> bool:
+    return path.exists() and _hash(path.read_bytes()) == digest
 
 
 def _hash(data: bytes) -> str:

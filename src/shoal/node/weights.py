@@ -1,86 +1,141 @@
-"""The weights of a run, as a role gets them: through the relays of the descriptor, signed by its publisher."""
+"""The weights of a run: pulled through the relays in the descriptor, opened, and cached by version.
 
+Weights are trusted because the run's publisher signed their manifest; the relays that deliver them are not trusted.
+
+Invariants:
+- cached policies stay within `memory_bytes`, except that the version requested last is always kept;
+- unreachable relays are retried for as long as the caller has time. A version is reported as unavailable only if no
+  relay has it any more.
+"""
+
+import asyncio
 import hashlib
+import logging
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from shoal.errors import ConfigError
 from shoal.node.session import Session
+from shoal.policy.model import WEIGHTS, Policy, copy_policy, open_policy
 from shoal.recipe import Recipe
-from shoal.shardcast.client import Client
+from shoal.shardcast.client import ShardcastClient
+from shoal.shardcast.fetch.upstreams import GoneError
+from shoal.toploc.calibration import hash_model
 
-if TYPE_CHECKING:
-    from shoal.policy.model import Policy
+logger = logging.getLogger(__name__)
 
-LOOK_S = 3600.0
-"""No new version for so long is worth a word; then the look begins anew."""
+NEW_VERSION_S = 3600.0
+"""after which a wait for a new version is overdue; it starts again"""
 
 
 @asynccontextmanager
-async def open_weights(session: Session, folder: Path, *, keep: int) -> AsyncIterator[Client]:
-    """A client that pulls the run's versions below `folder`."""
+async def open_weights(session: Session, folder: Path, *, keep: int) -> AsyncIterator[ShardcastClient]:
+    """A client that pulls the run's versions into `folder`."""
     found = session.descriptor
     if not found.publisher or not found.relays:
-        raise ConfigError(f"run {found.run}: its descriptor names no publisher or no relays of weights")
-    client = await Client.open(
-        folder, found.relays, run=found.run, publisher=found.publisher, keep=keep, note=session.note
+        raise ConfigError(f"run {found.run}: the descriptor names no publisher or no relays for weights")
+    client = await ShardcastClient.open(
+        folder,
+        found.relays,
+        run=found.run,
+        publisher=found.publisher,
+        keep=keep,
+        authority=session.authority,
     )
     async with client:
         yield client
 
 
-def describe_relays(client: Client) -> str:
-    """Of each relay what last went wrong; empty if nothing did."""
-    shares = client.progress.sources
+def describe_relays(client: ShardcastClient) -> str:
+    """The last error of each relay; empty if there was none."""
+    shares = client.progress.upstreams
     return ", ".join(f"{share.url}: {share.reason}" for share in shares if share.reason)
 
 
 def number_version(folder: Path) -> int:
-    """The version that a folder of a client holds."""
+    """The version in a folder that a client wrote."""
     return int(folder.name.removeprefix("v"))
 
 
-def open_version(version: int, folder: Path, recipe: Recipe) -> "Policy":
-    """The policy of a version that was pulled into a folder; ConfigError if it is not one of this run."""
-    import torch  # here, for a look at this module needs none of it
-
-    from shoal.policy.model import open_policy
-    from shoal.toploc.calibration import hash_model
-
+def open_version(version: int, folder: Path, recipe: Recipe) -> Policy:
+    """The policy of a version that was pulled into a folder; ConfigError if it does not belong to this run."""
     policy = open_policy(folder, dtype=getattr(torch, recipe.dtype))
     if hash_model(policy.model) != recipe.model:
-        raise ConfigError(f"{folder}: version {version} has another architecture than the recipe says")
+        raise ConfigError(f"{folder}: version {version} has a different architecture than the recipe")
     policy.model.eval()
     return policy
 
 
-class Opener:
-    """Opens the versions of a run. Those that differ from the one before in nothing but weights are opened faster."""
+class WeightsOpener:
+    """Opens the versions of a run. A version that differs from the previous one only in weights opens faster."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._last: tuple[str, Policy] | None = None
 
-    def open(self, version: int, folder: Path) -> "Policy":
-        """The policy of a version that was pulled into a folder; ConfigError if it is not one of this run."""
-        from shoal.policy.model import WEIGHTS, copy_policy
-
-        papers = _hash_papers(folder, WEIGHTS)
+    def open(self, version: int, folder: Path) -> Policy:
+        """The policy of a version that was pulled into a folder; ConfigError if it does not belong to this run."""
+        other_files = _hash_other_files(folder)
         policy = None
-        if self._last is not None and self._last[0] == papers:
+        if self._last is not None and self._last[0] == other_files:
             policy = copy_policy(self._last[1], folder / WEIGHTS)
         if policy is None:
             policy = open_version(version, folder, self._recipe)
-        self._last = papers, policy
+        self._last = other_files, policy
         return policy
 
 
-def _hash_papers(folder: Path, weights: str) -> str:
-    """A hash of all files but the weights."""
+def _hash_other_files(folder: Path) -> str:
+    """A hash of all files except the weights."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.name != weights:
+        if path.name != WEIGHTS:
             digest.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
+
+
+MEMORY_BYTES = 4 << 30
+PULL_S = 120.0
+"""after which a wait for weights is overdue and starts again"""
+
+
+class PolicyCache:
+    """The policies of a run, by version."""
+
+    def __init__(
+        self, session: Session, client: ShardcastClient, recipe: Recipe, *, memory_bytes: int = MEMORY_BYTES
+    ) -> None:
+        self._session, self._client, self._memory_bytes = session, client, memory_bytes
+        self._opener = WeightsOpener(recipe)
+        self._policies: OrderedDict[int, Policy] = OrderedDict()
+
+    async def find(self, version: int) -> Policy | None:
+        """The policy of a version, however long that takes; None if no relay has it any more."""
+        if version not in self._policies:
+            try:
+                folder = await self._session.waits.retry_forever(
+                    "weights",
+                    lambda: self._client.pull(version),
+                    waiting_for="the relays",
+                    timeout_s=PULL_S,
+                    reason=describe_relays(self._client),
+                )
+            except GoneError as error:
+                logger.warning(f"v{version} is unavailable: {error}")
+                return None
+            self._policies[version] = await asyncio.to_thread(self._opener.open, version, folder)
+        self._policies.move_to_end(version)
+        self._drop_old()
+        return self._policies[version]
+
+    def _drop_old(self) -> None:
+        while len(self._policies) > 1 and sum(map(_measure_bytes, self._policies.values())) > self._memory_bytes:
+            self._policies.popitem(last=False)
+
+
+def _measure_bytes(policy: Policy) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in policy.model.parameters())

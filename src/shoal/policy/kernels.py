@@ -1,7 +1,7 @@
 """RMSNorm and SwiGLU with hand-written gradients.
 
-Autograd through the composite operators keeps every intermediate and makes a pass over memory for each; on a CPU those
-passes, not the arithmetic, are the cost. Values equal transformers' modules to rounding.
+Autograd through the composite operators keeps every intermediate and makes a pass over memory for each; on a CPU these
+passes dominate the cost, not the arithmetic. Values equal those of transformers' modules up to rounding.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
     wide = x.float()
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass over memory, squares and mean take two
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass over memory; squares and mean take two
     scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return (wide * scale).to(x.dtype).mul_(weight)
 
@@ -27,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where the last axis holds gate then up."""
     if not torch.is_grad_enabled():
-        # F.silu rounds otherwise where a thread's share of the elements ends, exp does not: bits must not hang on that
+        # F.silu rounds differently at the end of a thread's share of the elements; exp does not.
         gate, up = gate_up.chunk(2, -1)
         wide = gate.float()
         divisor = wide.neg().exp_().add_(1)

@@ -1,13 +1,13 @@
-"""Policies: a Hugging Face causal LM with its tokenizer, loaded from a folder or hub id, or made tiny from scratch.
+"""Policies: a Hugging Face causal LM with its tokenizer, loaded from a folder or hub id, or a tiny one from scratch.
 
-A saved policy is an ordinary Hugging Face folder (config, safetensors, tokenizer): transformers and vLLM load it as it
-is.
+A saved policy is an ordinary Hugging Face folder (config, safetensors, tokenizer), which transformers and vLLM can
+load.
 """
 
 import copy
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,36 +16,27 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from shoal.config import PolicyConfig, TinyConfig
+from shoal.config.run import PolicyConfig, TinyConfig
 from shoal.errors import ConfigError
-from shoal.policy.probe import check_model, first_line
+from shoal.policy.compatibility import check_model, first_line
 from shoal.policy.tokenizer import build_tokenizer
 from shoal.seeds import derive_seed
 
-disable_progress_bar()  # ours are the only bars a user of shoal sees
+disable_progress_bar()  # users see only shoal's own progress bars
 
-_CONFIGS: dict[str, Callable[..., PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 _FF_MULTIPLE = 64
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _ONE_FILE = "1000TB"
-"""Weights stay one file, model.safetensors: its hash names the version, and its bytes are what is broadcast."""
+"""Weights stay one file, model.safetensors: its hash names the version, and its bytes are broadcast."""
 WEIGHTS = "model.safetensors"
 
 
 @dataclass(slots=True)
 class Policy:
-    """A model and the tokenizer that belongs to it."""
+    """A model and its tokenizer."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -60,7 +51,7 @@ class Policy:
 
 
 def load_policy(config: PolicyConfig, *, alphabet: str, seed: int) -> Policy:
-    """The policy that the settings name; a tiny one is made from `alphabet` and `seed` where they name none."""
+    """The policy that the settings name; if they name none, a tiny one is built from `alphabet` and `seed`."""
     if config.path:
         return open_policy(config.path, dtype=getattr(torch, config.dtype))
     tokenizer = build_tokenizer(alphabet)
@@ -69,16 +60,16 @@ def load_policy(config: PolicyConfig, *, alphabet: str, seed: int) -> Policy:
 
 
 def find_policy(path: str | Path) -> str:
-    """The folder's full name, or the hub id as it is."""
+    """The absolute path of a folder, or a hub id unchanged."""
     if Path(path).is_dir():
         return str(Path(path).resolve())
     if isinstance(path, Path) or not _HUB_ID.fullmatch(path):
-        raise ConfigError(f"policy.path: there is no folder {str(path)!r}")
+        raise ConfigError(f"policy.path: no such folder {str(path)!r}")
     return path
 
 
 def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Policy:
-    """A saved policy. Weights are read from safetensors alone: no pickle, no code of the folder's."""
+    """Open a saved policy. Weights are read only from safetensors: no pickle, no code from the folder."""
     path = find_policy(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -87,7 +78,7 @@ def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Poli
         )
     except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         reason = first_line(error)
-        raise ConfigError(f"policy.path: no causal LM can be loaded from {str(path)!r}: {reason}") from error
+        raise ConfigError(f"policy.path: cannot load a causal LM from {str(path)!r}: {reason}") from error
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         text = f"{len(missing)} missing, first {missing[0]!r}"
@@ -100,14 +91,14 @@ def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Poli
 def copy_policy(policy: Policy, weights: Path) -> Policy | None:
     """The same model with the weights of a file; None if the file does not hold exactly its tensors.
 
-    Opening a folder takes several times longer: transformers finds out anew what it is.
+    Opening a folder takes several times longer, because transformers detects everything again.
     """
     try:
         found = load_file(weights)
     except (OSError, SafetensorError):
         return None
     model = copy.deepcopy(policy.model)
-    own = _name_tensors(model, found)
+    own = name_tensors(model, found)
     if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in found.items()}:
         return None
     with torch.no_grad():
@@ -116,8 +107,8 @@ def copy_policy(policy: Policy, weights: Path) -> Policy | None:
     return Policy(model=model, tokenizer=policy.tokenizer)
 
 
-def _name_tensors(model: PreTrainedModel, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A model's tensors, each once. Tied ones are one tensor, and a file holds it under one of its names."""
+def name_tensors(model: PreTrainedModel, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model's tensors, each once. Tied tensors are one, and a file holds it under one of its names."""
     own = model.state_dict()
     given = {own[name].data_ptr() for name in own.keys() & found.keys()}
     return {name: tensor for name, tensor in own.items() if name in found or tensor.data_ptr() not in given}
@@ -130,7 +121,7 @@ def save_policy(policy: Policy, folder: Path) -> None:
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str | Path) -> None:
-    """transformers makes up a tokenizer without words where a folder has none."""
+    """transformers creates an empty tokenizer if a folder has none."""
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ConfigError(f"policy.path: {str(path)!r} has no tokenizer")
     if tokenizer.eos_token_id is None:
@@ -141,7 +132,8 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
 
 def _build_tiny(config: TinyConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
     feed_forward = math.ceil(config.width * 8 / 3 / _FF_MULTIPLE) * _FF_MULTIPLE
-    hub_config = _CONFIGS[config.arch](
+    hub_config = AutoConfig.for_model(
+        config.arch,
         vocab_size=len(tokenizer),
         hidden_size=config.width,
         intermediate_size=feed_forward,
@@ -150,12 +142,12 @@ def _build_tiny(config: TinyConfig, tokenizer: PreTrainedTokenizerBase, seed: in
         num_key_value_heads=config.kv_heads,
         head_dim=config.width // config.heads,
         max_position_embeddings=config.context,
-        # tied embeddings reload wrongly in some engines, and save nothing at a vocabulary of a hundred
+        # Tied embeddings reload wrongly in some engines, and save nothing at a vocabulary of a hundred.
         tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         # No pad token for the model: transformers would give it a zero embedding, which the sampler can draw and whose
-        # norm multiplies gradients a thousandfold. The tokenizer has one for those who batch by padding.
+        # norm multiplies gradients a thousandfold. The tokenizer has one for users that batch by padding.
         pad_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):

@@ -1,11 +1,11 @@
-"""Text to token ids and back: a character tokenizer in Hugging Face format, and one way of encoding for any tokenizer.
+"""Text to token ids and back: a character tokenizer in Hugging Face format, and one encoding for any tokenizer.
 
 - A prompt is the begin token (if the tokenizer has one) and the text; a completion is the text and the end token.
-- The character tokenizer has no begin token. With one, a tiny model reads absolute positions off it and never sorts
-  more digits than it was shown; without, lengths it never saw start above zero (docs/log.md).
+- The character tokenizer has no begin token. With one, a tiny model derives absolute positions from it and never sorts
+  more digits than it was shown; without, its success on unseen lengths starts above zero (docs/log.md).
 - Text is data: `<eos>` inside a prompt is five characters, never the end token.
-- A prompt in chat form goes through the tokenizer's own chat template, or is the text of its messages where there is
-  none. The names of special tokens in a message are broken up by a space: templates are parsed after they are filled.
+- A prompt in chat form uses the tokenizer's own chat template; without a template it is the text of its messages. Names
+  of special tokens in a message are broken up by a space, because templates are parsed after they are filled.
 
 Changing the order of the vocabulary breaks: every saved model, rollout and proof.
 """
@@ -62,9 +62,9 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int
 
 
 def decode_completion(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | np.ndarray) -> str:
-    """The text of a completion without its end token, spaces as they were written.
+    """The text of a completion without its end token, with spaces preserved.
 
-    Any other special token stays visible as its name: a stray `<pad>` makes an answer wrong, for it is not part of one.
+    Any other special token stays visible as its name: a stray `<pad>` is not part of an answer and makes it wrong.
     """
     kept: list[int] = np.asarray(ids).tolist()
     if kept and kept[-1] == tokenizer.eos_token_id:

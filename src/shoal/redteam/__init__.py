@@ -1,1 +1,1 @@
-"""The red team: workers that cheat, one small file for each way, to show that it does not pay."""
+"""The red team: attacks by workers, validators and clients, to show that they are caught or do not pay."""

@@ -1,31 +1,50 @@
-"""What became of each attempt, by the ledger alone, held against the fate that the registry says it must meet.
+"""The outcome of each attempt, read from the ledger alone and compared with the attack's declared expectation.
 
-Words: a piece is a submission; it was judged if an honest validator gave a verdict on it, and found if that verdict was
-a rejection. What was accepted on a liar's word alone is counted apart: it says nothing of the checks.
-
-How many pieces it took is counted from the first that was bad. Most attacks cheat from the beginning. Of those that
-need something first the ledger shows when they had it (`_skip_honest`).
+- A submission counts as judged if an honest validator gave a verdict on it, and as found if that verdict was a
+  rejection. Work accepted only on a lying validator's verdict is counted separately: it says nothing about the checks.
+- Submissions until caught are counted from the first bad one. Most attacks cheat from the beginning. For those that
+  need something first, the ledger shows when they had it (`_skip_honest`).
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.redteam.crew import Attempt
-from shoal.redteam.rate import Rate
-from shoal.redteam.registry import ATTACKS, Fate
-from shoal.redteam.tally import Piece, Tally
-from shoal.swarm.messages import Standing, SubmissionState, Verdict
-from shoal.swarm.rules.outcome import REJECTIONS
+from shoal.protocol.messages import Standing, SubmissionState, Verdict
+from shoal.protocol.outcome import REJECTIONS
+from shoal.redteam.campaign import AttackAttempt
+from shoal.redteam.ledger_summary import LedgerSummary, SubmissionSummary
+from shoal.redteam.registry import Expected, find_attack, list_attacks
+from shoal.train.eval import estimate_share
 
-MOST_PIECES = 3
-"""within which a newcomer that cheats must be convicted"""
-SLACK, USUAL = 0.25, 12
-"""by how much more than honest work of the same size what is not caught may earn, of so many submissions: tasks differ
-in length, and so do the answers of one version and the next. Of fewer the mean is less sure"""
+
+@dataclass(frozen=True, slots=True)
+class Proportion:
+    """A share of trials with its 95 % Wilson interval."""
+
+    hits: int
+    trials: int
+
+    @property
+    def value(self) -> float:
+        return self.hits / self.trials if self.trials else math.nan
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        if not self.trials:
+            return 0.0, 1.0
+        share = estimate_share(self.hits, self.trials)
+        return share.low, share.high
+
+
+MAX_SUBMISSIONS = 3
+"""a new owner that cheats must be convicted within this many submissions"""
+SLACK, USUAL_SUBMISSIONS = 0.25, 12
+"""allowed gain over honest work of the same size for an attack that is not caught, at that many submissions: tasks
+differ in length, and so do the answers of successive versions. With fewer submissions the mean is less certain"""
 TOLERANCE = 0.05
-"""by which what an honest worker is paid may differ from what its work deserves"""
+"""allowed relative deviation of an honest worker's pay from the value of its work"""
 COLUMNS = {
     "form": ("form", "reader", "crash", "file"),
     "lease": ("manifest", "groups", "task", "request"),
@@ -41,52 +60,58 @@ COLUMNS = {
     "history": (),
     "other": (),
 }
-"""checks by columns of the matrix; all whose names begin with that of a column belong to it too"""
+"""checks by column of the matrix; checks whose names start with that of a column belong to it too"""
 _REJECTED = (SubmissionState.FORM, SubmissionState.SOFT, SubmissionState.HARD)
 _DECIDED = (*_REJECTED, SubmissionState.ACCEPTED)
-_MILD = {Fate.SOFT: SubmissionState.SOFT, Fate.FORM: SubmissionState.FORM}
+_REJECTION = {Expected.SOFT: SubmissionState.SOFT, Expected.FORM: SubmissionState.FORM}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class AttemptOutcome:
     """One attempt."""
 
-    attempt: Attempt
+    attempt: AttackAttempt
     states: Counter[str]
-    """how its pieces ended"""
+    """number of submissions by final state"""
     judged: int
-    """bad pieces on which an honest validator gave a verdict"""
+    """bad submissions with a verdict by an honest validator"""
     found: int
-    """of these, how many it rejected"""
+    """how many of these were rejected"""
     checks: Counter[str]
-    """in how many of these each check failed"""
+    """how many of these failed each check"""
     columns: Counter[str]
-    """the same by columns of the matrix, in which several checks share one"""
+    """the same by column of the matrix; several checks can share one"""
     convicted: bool
     until: int | None
-    """bad pieces decided until the first rejection, those accepted on a liar's word alone left out"""
+    """bad submissions decided until the first rejection, without those accepted only on a lying validator's verdict"""
     until_tokens: int
-    """of all pieces handed in until then"""
+    """all submissions until then"""
     by_liar: int
-    """pieces that were accepted on a liar's word alone"""
+    """submissions accepted only on a lying validator's verdict"""
     peak: int
     left: int
     deserved: int
-    """what honest work of the same size would have earned; credit is in micro-credits"""
+    """what honest work of the same size would have earned; in micro-credits"""
     fault: str = ""
-    """why it did not meet its fate"""
+    """why the outcome is not the expected one"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class AttackRow:
     """All attempts of one attack."""
 
     name: str
-    fate: Fate | None
-    """None for a sleeper, whose fate is a number of pieces"""
-    outcomes: Sequence[Outcome]
-    checks: Counter[str]
-    columns: Counter[str]
+    expect: Expected | None
+    """None for a sleeper, which must be convicted eventually"""
+    outcomes: Sequence[AttemptOutcome]
+
+    @property
+    def checks(self) -> Counter[str]:
+        return sum((outcome.checks for outcome in self.outcomes), Counter())
+
+    @property
+    def columns(self) -> Counter[str]:
+        return sum((outcome.columns for outcome in self.outcomes), Counter())
 
     @property
     def met(self) -> bool:
@@ -94,17 +119,17 @@ class Row:
 
     @property
     def caught(self) -> bool:
-        """Whether each attempt was found out."""
+        """Whether every attempt was caught."""
         return all(outcome.until is not None for outcome in self.outcomes)
 
     @property
-    def detection(self) -> Rate:
-        """Of its bad pieces that honest validators judged."""
-        return Rate(self.sum("found"), self.sum("judged"))
+    def detection(self) -> Proportion:
+        """Share of its bad submissions, among those judged by honest validators, that were rejected."""
+        return Proportion(self.sum("found"), self.sum("judged"))
 
     @property
     def until(self) -> int | None:
-        """The most pieces that an attempt took."""
+        """The largest number of submissions until an attempt was caught."""
         return max((outcome.until or 0 for outcome in self.outcomes), default=0) if self.caught else None
 
     @property
@@ -112,82 +137,71 @@ class Row:
         return max((outcome.until_tokens for outcome in self.outcomes), default=0)
 
     def sum(self, name: str) -> int:
-        """A number of all outcomes together."""
+        """Sum of a field over all outcomes."""
         return sum(getattr(outcome, name) for outcome in self.outcomes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Honest:
-    """The honest workers together."""
+class HonestSummary:
+    """Totals of the honest workers."""
 
     workers: int
-    pieces: int
+    submissions: int
     rollouts: int
-    """that were decided"""
+    """decided submissions"""
     alarms: int
-    """pieces that an honest validator rejected"""
+    """submissions that an honest validator rejected"""
     punished: tuple[str, ...]
-    """workers that are banned or limited, or lost credit"""
+    """workers that are banned or limited, or that lost credit"""
     ratios: Mapping[str, float]
-    """of each worker, what it earned over what its work deserves"""
+    """pay of each worker relative to the value of its work"""
     pay: float
-    """micro-credits for a group, mean"""
+    """mean micro-credits per group"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """The field in numbers."""
+    """The red-team run in numbers."""
 
-    rows: Sequence[Row]
-    honest: Honest
+    rows: Sequence[AttackRow]
+    honest: HonestSummary
     holds: bool
     ledger: str
     liars: Mapping[str, str]
-    """standing of each validator that lies"""
+    """standing of each lying validator"""
 
     @property
     def columns(self) -> list[str]:
-        """The columns in which a check ever failed, cheap to dear."""
+        """The columns in which a check failed at least once, cheapest first."""
         return [name for name in COLUMNS if any(row.columns[name] for row in self.rows)]
 
     @property
     def faults(self) -> list[str]:
-        """What is not as it must be."""
-        told = [
-            f"{outcome.attempt.name}: {outcome.fault}" for row in self.rows for outcome in row.outcomes if outcome.fault
-        ]
-        told += [f"{name}: honest, and punished" for name in self.honest.punished]
-        told += [
-            f"{name}: honest, and paid {ratio:.1%} of what its work deserves"
-            for name, ratio in self.honest.ratios.items()
-            if abs(ratio - 1.0) > TOLERANCE
-        ]
-        return told if self.holds else [*told, f"the ledger is broken: {self.ledger}"]
+        """Everything that is not as expected."""
+        outcomes = [outcome for row in self.rows for outcome in row.outcomes if outcome.fault]
+        faults = [f"{outcome.attempt.name}: {outcome.fault}" for outcome in outcomes]
+        faults += [f"{name}: honest, but penalised" for name in self.honest.punished]
+        wrong = {name: ratio for name, ratio in self.honest.ratios.items() if abs(ratio - 1.0) > TOLERANCE}
+        faults += [f"{name}: honest, but paid {ratio:.1%} of the value of its work" for name, ratio in wrong.items()]
+        return faults if self.holds else [*faults, f"the ledger is broken: {self.ledger}"]
 
 
 def build_matrix(
-    tally: Tally, attempts: Sequence[Attempt], *, honest: Mapping[str, str], liars: Mapping[str, str]
+    ledger: LedgerSummary, attempts: Sequence[AttackAttempt], *, honest: Mapping[str, str], liars: Mapping[str, str]
 ) -> Matrix:
-    """From a ledger and who is who in it: owners of honest workers, and nodes of validators that lie, with names."""
-    workers = _sum_honest(tally, honest, liars)
-    judge = _Judge(tally, liars, workers.pay)
-    groups: dict[str, list[Outcome]] = {}
+    """Build the matrix from a ledger, the owners of honest workers and the nodes of lying validators, with names."""
+    workers = _sum_honest(ledger, honest, liars)
+    reader = _OutcomeReader(ledger, liars, workers.pay)
+    groups: dict[str, list[AttemptOutcome]] = {}
     for attempt in attempts:
-        groups.setdefault(attempt.name.rpartition("-")[0], []).append(judge.judge(attempt))
-    rows = [_make_row(name, outcomes) for name, outcomes in groups.items()]
-    order = {name: number for number, name in enumerate(ATTACKS)}
-    rows.sort(key=lambda row: (row.fate is None, order[row.name.partition("@")[0]]))
-    standings = {name: _find_standing(tally, tally.nodes.get(node, "")) for node, name in liars.items()}
-    return Matrix(rows=rows, honest=workers, holds=tally.holds, ledger=tally.summary, liars=standings)
-
-
-def _make_row(name: str, outcomes: Sequence[Outcome]) -> Row:
-    checks, columns = Counter[str](), Counter[str]()
-    for outcome in outcomes:
-        checks += outcome.checks
-        columns += outcome.columns
-    fate = None if "@" in name else ATTACKS[name].fate
-    return Row(name=name, fate=fate, outcomes=outcomes, checks=checks, columns=columns)
+        groups.setdefault(attempt.name.rpartition("-")[0], []).append(reader.read(attempt))
+    expected = {name: None if "@" in name else find_attack(name).expect for name in groups}
+    rows = [AttackRow(name=name, expect=expected[name], outcomes=outcomes) for name, outcomes in groups.items()]
+    order = {name: number for number, name in enumerate(list_attacks())}
+    rows.sort(key=lambda row: (row.expect is None, order[row.name.partition("@")[0]]))
+    found = {name: ledger.standings.get(ledger.nodes.get(node, "")) for node, name in liars.items()}
+    standings = {name: standing.value if standing else "never joined" for name, standing in found.items()}
+    return Matrix(rows=rows, honest=workers, holds=ledger.holds, ledger=ledger.summary, liars=standings)
 
 
 def find_column(check: str) -> str:
@@ -195,135 +209,125 @@ def find_column(check: str) -> str:
     return next((name for name, own in COLUMNS.items() if check in own or check.startswith(name)), "other")
 
 
-class _Judge:
-    """Reads what became of attempts."""
+class _OutcomeReader:
+    """Reads the outcomes of attempts."""
 
-    def __init__(self, tally: Tally, liars: Collection[str], pay: float) -> None:
-        self._tally, self._liars, self._pay = tally, liars, pay
+    def __init__(self, ledger: LedgerSummary, liars: Collection[str], pay: float) -> None:
+        self._ledger, self._liars, self._pay = ledger, liars, pay
 
-    def judge(self, attempt: Attempt) -> Outcome:
-        """All about one attempt; of several owners the first one's pieces, and the credit of all but helpers."""
-        scripted = ATTACKS[attempt.attack].scripted
+    def read(self, attempt: AttackAttempt) -> AttemptOutcome:
+        """Everything about one attempt: its first owner's submissions, and the credit of all owners but helpers."""
+        scripted = find_attack(attempt.attack).scripted
         owners = attempt.owners if scripted else attempt.owners[:1]
-        pieces = self._tally.find_pieces(owners)
-        bad = self._skip_honest(attempt, pieces)
-        judged = [piece for piece in bad if _list_honest(piece, self._liars)]
-        found = [piece for piece in judged if _is_found(piece, self._liars)]
-        until = _count_until(bad, self._liars)
-        purses = [self._tally.purses[owner] for owner in owners if owner in self._tally.purses]
-        outcome = Outcome(
+        submissions = self._ledger.list_submissions(owners)
+        bad = self._skip_honest(attempt, submissions)
+        judged = [each for each in bad if _list_honest(each, self._liars)]
+        found = [each for each in judged if _is_found(each, self._liars)]
+        last = submissions.index(found[0]) + 1 if found else None
+        balances = [self._ledger.balances[owner] for owner in owners if owner in self._ledger.balances]
+        outcome = AttemptOutcome(
             attempt=attempt,
-            states=Counter(piece.state.value for piece in pieces),
+            states=Counter(each.state.value for each in submissions),
             judged=len(judged),
             found=len(found),
-            checks=Counter(name for piece in found for name in _list_failed(piece, self._liars)),
-            columns=Counter(name for piece in found for name in {*map(find_column, _list_failed(piece, self._liars))}),
-            convicted=any(piece.state is SubmissionState.HARD for piece in pieces)
-            and any(self._tally.standings.get(owner) is Standing.BANNED for owner in owners),
-            until=until,
-            until_tokens=_sum_tokens(pieces, found[0] if found else None),
-            by_liar=sum(_is_liars(piece, self._liars) for piece in bad),
-            peak=sum(purse.peak for purse in purses),
-            left=sum(purse.now for purse in purses),
-            deserved=self._find_deserved(attempt, pieces),
+            checks=Counter(name for each in found for name in _list_failed(each, self._liars)),
+            columns=Counter(name for each in found for name in {*map(find_column, _list_failed(each, self._liars))}),
+            convicted=any(each.state is SubmissionState.HARD for each in submissions)
+            and any(self._ledger.standings.get(owner) is Standing.BANNED for owner in owners),
+            until=next((number for number, each in enumerate(judged, start=1) if each.state in _REJECTED), None),
+            until_tokens=sum(each.tokens for each in submissions[:last]),
+            by_liar=sum(each.state is SubmissionState.ACCEPTED for each in bad if each not in judged),
+            peak=sum(balance.peak for balance in balances),
+            left=sum(balance.now for balance in balances),
+            deserved=self._find_deserved(attempt, submissions),
         )
-        return replace(outcome, fault=_find_fault(outcome, self._tally, owners))
+        return replace(outcome, fault=_find_fault(outcome, self._ledger, owners))
 
-    def _skip_honest(self, attempt: Attempt, pieces: Sequence[Piece]) -> Sequence[Piece]:
-        """Without those before an attack had what it needs, at which it was an honest worker."""
-        others = self._tally.find_pieces(attempt.owners[1:])
+    def _skip_honest(
+        self, attempt: AttackAttempt, submissions: Sequence[SubmissionSummary]
+    ) -> Sequence[SubmissionSummary]:
+        """Drop the submissions from before the attack had what it needs, when it was an honest worker."""
+        others = self._ledger.list_submissions(attempt.owners[1:])
         match attempt.attack:
-            case "stale":  # with the weights of the first version that it holds there is nothing stale
-                same = (piece for piece in pieces if self._tally.is_same(piece.version, pieces[0].version))
-                first = {piece.submission for piece in same}
-            case "previous":  # with the first version that it holds there is no other
+            case "stale":  # the weights of the first version it fetched are not stale
+                same = (each for each in submissions if self._ledger.is_same(each.version, submissions[0].version))
+                first = {each.submission for each in same}
+            case "previous":  # there is nothing before the first version it fetched
                 first = {
-                    piece.submission
-                    for piece in pieces
-                    if piece.version == pieces[0].version or self._tally.is_same(piece.version, piece.version - 1)
+                    each.submission
+                    for each in submissions
+                    if each.version == submissions[0].version or self._ledger.is_same(each.version, each.version - 1)
                 }
             case "own_old":
-                return pieces[1:]
-            case "copy_all" | "copy_one" | "copy_encoded":  # nothing leaks before somebody has written something
-                begin = min((int(piece.submission[1:]) for piece in others), default=None)
+                return submissions[1:]
+            case "copy_all" | "copy_one" | "copy_encoded":  # nothing leaks before another worker has finished something
+                begin = min((int(each.submission[1:]) for each in others), default=None)
                 if begin is None:
                     return []
-                first = {piece.submission for piece in pieces if int(piece.submission[1:]) < begin}
+                first = {each.submission for each in submissions if int(each.submission[1:]) < begin}
             case _:
-                return pieces
-        # What was rejected among the first was none of these: two versions were loaded before the first lease was had,
-        # or what leaked was handed in before who leaked it had done so.
-        return [piece for piece in pieces if piece.submission not in first or _is_found(piece, self._liars)]
+                return submissions
+        # A rejected submission among the first ones was not honest: two versions were loaded before the first lease, or
+        # the leaked work was submitted before the worker that wrote it submitted it.
+        return [each for each in submissions if each.submission not in first or _is_found(each, self._liars)]
 
-    def _find_deserved(self, attempt: Attempt, pieces: Sequence[Piece]) -> int:
-        """What honest work of the same size earned on the average; where all that is accepted is honest work, exactly
-        that, each place once."""
-        attack = ATTACKS[attempt.attack]
-        if attack.fate is Fate.REFUSED:
-            accepted = {piece.place: piece.tokens for piece in pieces if piece.state is SubmissionState.ACCEPTED}
-            return self._tally.price * sum(accepted.values())
-        granted = sum(self._tally.granted.get(owner, 0) for owner in attempt.owners)
-        return round(self._pay * (granted if attack.scripted else sum(piece.groups for piece in pieces)))
+    def _find_deserved(self, attempt: AttackAttempt, submissions: Sequence[SubmissionSummary]) -> int:
+        """Average pay of honest work of the same size. If everything accepted is honest work, exactly its pay, each
+        group once."""
+        attack = find_attack(attempt.attack)
+        if attack.expect is Expected.REFUSED:
+            accepted = {each.place: each.tokens for each in submissions if each.state is SubmissionState.ACCEPTED}
+            return self._ledger.price * sum(accepted.values())
+        granted = sum(self._ledger.granted.get(owner, 0) for owner in attempt.owners)
+        return round(self._pay * (granted if attack.scripted else sum(each.groups for each in submissions)))
 
 
-def _find_fault(outcome: Outcome, tally: Tally, owners: Sequence[str]) -> str:
-    """Why an attempt did not meet its fate; empty if it did."""
+def _find_fault(outcome: AttemptOutcome, ledger: LedgerSummary, owners: Sequence[str]) -> str:
+    """Why an outcome is not the expected one; empty if it is."""
     attempt = outcome.attempt
     if attempt.ended == "failed":
-        return f"could not be tried: {attempt.text}"
+        return f"the attempt failed: {attempt.text}"
     if not attempt.owners:
         return "nobody joined"
     if attempt.share < 1.0:
         return "" if outcome.convicted else f"not convicted in {outcome.judged} judged submissions"
-    fate = ATTACKS[attempt.attack].fate
-    faults: dict[Fate, Callable[[], str]] = {
-        Fate.HARD: lambda: _check_hard(outcome),
-        Fate.SOFT: lambda: _check_mild(outcome, fate, tally, owners),
-        Fate.FORM: lambda: _check_mild(outcome, fate, tally, owners),
-        Fate.REFUSED: lambda: _check_refused(outcome),
-        Fate.FRUITLESS: lambda: _check_allowed(outcome),
-        Fate.BOUNDED: lambda: _check_allowed(outcome),
-    }
-    return faults[fate]()
+    expect = find_attack(attempt.attack).expect
+    if expect is Expected.HARD:
+        return _check_hard(outcome)
+    if expect in _REJECTION:
+        return _check_rejected(outcome, _REJECTION[expect], ledger, owners)
+    if expect is Expected.REFUSED and attempt.taken:
+        return f"not refused: {'; '.join(attempt.taken[:3])}"
+    # An attack without a trial, a lease or a submission gained nothing, but also showed nothing.
+    has_tried = attempt.trials if expect is Expected.REFUSED else outcome.deserved
+    return _check_gain(outcome) if has_tried else "nothing was attempted"
 
 
-def _check_hard(outcome: Outcome) -> str:
+def _check_hard(outcome: AttemptOutcome) -> str:
     if not outcome.convicted or outcome.until is None:
         return f"not convicted; {outcome.judged} of its submissions were judged, {_describe(outcome.states)}"
-    if outcome.until > MOST_PIECES:
-        return f"convicted only by its submission {outcome.until}"
+    if outcome.until > MAX_SUBMISSIONS:
+        return f"convicted only at submission {outcome.until}"
     return f"kept {outcome.left} micro-credits" if outcome.left else ""
 
 
-def _check_mild(outcome: Outcome, fate: Fate, tally: Tally, owners: Sequence[str]) -> str:
-    wanted = _MILD[fate]
+def _check_rejected(
+    outcome: AttemptOutcome, wanted: SubmissionState, ledger: LedgerSummary, owners: Sequence[str]
+) -> str:
     decided = Counter({state: outcome.states[state] for state in _DECIDED if outcome.states[state]})
     decided[SubmissionState.ACCEPTED] -= outcome.by_liar
     others = [state for state, count in decided.items() if count > 0 and state is not wanted]
     if others or not decided[wanted]:
-        return f"not rejected each time as {wanted.value}: {_describe(outcome.states)}"
-    if any(tally.standings.get(owner) is Standing.BANNED for owner in owners):
-        return "banned, for what an old program could have caused"
+        return f"not always rejected as {wanted.value}: {_describe(outcome.states)}"
+    if any(ledger.standings.get(owner) is Standing.BANNED for owner in owners):
+        return "banned for something that an outdated version could cause"
     return "" if outcome.by_liar or not outcome.left else f"kept {outcome.left} micro-credits"
 
 
-def _check_refused(outcome: Outcome) -> str:
-    if outcome.attempt.taken:
-        return f"not refused: {'; '.join(outcome.attempt.taken[:3])}"
-    if not outcome.attempt.trials:
-        return "it tried nothing"
-    return _check_gain(outcome)
-
-
-def _check_allowed(outcome: Outcome) -> str:
-    """Who had no lease and handed nothing in has gained nothing, and shown nothing."""
-    return _check_gain(outcome) if outcome.deserved else "it tried nothing"
-
-
-def _check_gain(outcome: Outcome) -> str:
-    number = min(max(sum(outcome.states.values()), 1), USUAL)
-    if outcome.left > (1 + SLACK * math.sqrt(USUAL / number)) * outcome.deserved:
-        return f"earned {outcome.left} micro-credits, honest work of its size {outcome.deserved}"
+def _check_gain(outcome: AttemptOutcome) -> str:
+    number = min(max(sum(outcome.states.values()), 1), USUAL_SUBMISSIONS)
+    if outcome.left > (1 + SLACK * math.sqrt(USUAL_SUBMISSIONS / number)) * outcome.deserved:
+        return f"earned {outcome.left} micro-credits, honest work of the same size earns {outcome.deserved}"
     return ""
 
 
@@ -331,69 +335,45 @@ def _describe(states: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "no submissions"
 
 
-def _list_honest(piece: Piece, liars: Collection[str]) -> list[Verdict]:
-    """What honest validators said of a piece."""
-    said = [word.verdict for word in piece.words if word.validator not in liars]
+def _list_honest(submission: SubmissionSummary, liars: Collection[str]) -> list[Verdict]:
+    """The verdicts of honest validators on a submission."""
+    said = [said.verdict for said in submission.verdicts if said.validator not in liars]
     return [verdict for verdict in said if verdict is not Verdict.INCONCLUSIVE]
 
 
-def _is_found(piece: Piece, liars: Collection[str]) -> bool:
-    return any(verdict in REJECTIONS for verdict in _list_honest(piece, liars))
+def _is_found(submission: SubmissionSummary, liars: Collection[str]) -> bool:
+    return any(verdict in REJECTIONS for verdict in _list_honest(submission, liars))
 
 
-def _is_liars(piece: Piece, liars: Collection[str]) -> bool:
-    return piece.state is SubmissionState.ACCEPTED and not _list_honest(piece, liars)
+def _list_failed(submission: SubmissionSummary, liars: Collection[str]) -> set[str]:
+    return {name for said in submission.verdicts if said.validator not in liars for name in said.failed}
 
 
-def _list_failed(piece: Piece, liars: Collection[str]) -> set[str]:
-    return {name for word in piece.words if word.validator not in liars for name in word.failed}
-
-
-def _count_until(bad: Sequence[Piece], liars: Collection[str]) -> int | None:
-    """Bad pieces that honest validators judged up to the first that was rejected; None if none was."""
-    judged = [piece for piece in bad if _list_honest(piece, liars)]
-    return next((number for number, piece in enumerate(judged, start=1) if piece.state in _REJECTED), None)
-
-
-def _sum_tokens(pieces: Sequence[Piece], last: Piece | None) -> int:
-    """Tokens of pieces up to one of them, or of all."""
-    total = 0
-    for piece in pieces:
-        total += piece.tokens
-        if piece is last:
-            break
-    return total
-
-
-def _find_standing(tally: Tally, owner: str) -> str:
-    standing = tally.standings.get(owner)
-    return "never joined" if standing is None else standing.value
-
-
-def _sum_honest(tally: Tally, honest: Mapping[str, str], liars: Collection[str]) -> Honest:
-    pieces = [piece for piece in tally.find_pieces(honest) if piece.state in (*_DECIDED, SubmissionState.INCONCLUSIVE)]
-    paid = sum(piece.paid for piece in pieces)
-    groups = sum(piece.groups for piece in pieces if piece.state is SubmissionState.ACCEPTED)
-    return Honest(
+def _sum_honest(ledger: LedgerSummary, honest: Mapping[str, str], liars: Collection[str]) -> HonestSummary:
+    ended = (*_DECIDED, SubmissionState.INCONCLUSIVE)
+    submissions = [each for each in ledger.list_submissions(honest) if each.state in ended]
+    paid = sum(each.paid for each in submissions)
+    groups = sum(each.groups for each in submissions if each.state is SubmissionState.ACCEPTED)
+    return HonestSummary(
         workers=len(honest),
-        pieces=len(pieces),
-        rollouts=tally.group_size * sum(piece.groups for piece in pieces),
-        alarms=sum(_is_found(piece, liars) for piece in pieces),
-        punished=tuple(name for owner, name in honest.items() if _is_punished(tally, owner)),
-        ratios={name: _compare_pay(pieces, owner, tally.price) for owner, name in honest.items()},
+        submissions=len(submissions),
+        rollouts=ledger.group_size * sum(each.groups for each in submissions),
+        alarms=sum(_is_found(each, liars) for each in submissions),
+        punished=tuple(name for owner, name in honest.items() if _is_punished(ledger, owner)),
+        ratios={name: _compare_pay(submissions, owner, ledger.price) for owner, name in honest.items()},
         pay=paid / groups if groups else 0.0,
     )
 
 
-def _is_punished(tally: Tally, owner: str) -> bool:
-    """Whether an owner is banned or limited now, or ever had more credit than it has."""
-    purse = tally.purses.get(owner)
-    is_poorer = purse is not None and purse.now < purse.peak
-    return is_poorer or tally.standings.get(owner) in (Standing.BANNED, Standing.LIMITED)
+def _is_punished(ledger: LedgerSummary, owner: str) -> bool:
+    """Whether an owner is banned or limited now, or once had more credit than it has."""
+    balance = ledger.balances.get(owner)
+    has_lost = balance is not None and balance.now < balance.peak
+    return has_lost or ledger.standings.get(owner) in (Standing.BANNED, Standing.LIMITED)
 
 
-def _compare_pay(pieces: Sequence[Piece], owner: str, price: int) -> float:
-    """What an owner was paid over the price of its tokens, which is what honest work deserves."""
-    own = [piece for piece in pieces if piece.owner == owner]
-    deserved = price * sum(piece.tokens for piece in own)
-    return sum(piece.paid for piece in own) / deserved if deserved else math.nan
+def _compare_pay(submissions: Sequence[SubmissionSummary], owner: str, price: int) -> float:
+    """An owner's pay relative to the price of its tokens, which is what honest work earns."""
+    own = [each for each in submissions if each.owner == owner]
+    deserved = price * sum(each.tokens for each in own)
+    return sum(each.paid for each in own) / deserved if deserved else math.nan

@@ -1,4 +1,4 @@
-"""The report of a field: tables in Markdown, one object of JSON, a picture. All numbers are from the ledger.
+"""Report of a red-team run: Markdown tables, a JSON object, a figure. All numbers come from the ledger.
 
 <run>/redteam.md  redteam.json  redteam.png
 """
@@ -7,159 +7,101 @@ import importlib.util
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from shoal.console import format_time
-from shoal.files import write_atomic
-from shoal.launch.meter import share_checking
-from shoal.redteam.field import Field
-from shoal.redteam.liars.registry import LIES
-from shoal.redteam.matrix import MOST_PIECES, Matrix, Row, build_matrix
-from shoal.redteam.rate import Rate
-from shoal.redteam.registry import Fate
-from shoal.redteam.tally import read_tally
-
-if TYPE_CHECKING:
-    from shoal.eval import Estimate
-    from shoal.redteam.indoors import Indoors
+from shoal.launch.cpu_usage import share_checking
+from shoal.redteam.ledger_summary import read_ledger_summary
+from shoal.redteam.matrix import MAX_SUBMISSIONS, AttackRow, Matrix, Proportion, build_matrix
+from shoal.redteam.registry import Expected
+from shoal.redteam.swarm import RedTeamSwarm
+from shoal.redteam.validators import LIES
+from shoal.train.report import draw_png
+from shoal.util.console import format_time
+from shoal.util.files import write_atomic
 
 EXIT_FAULT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RedTeamReport:
     """What is printed."""
 
     text: str
     figures: Mapping[str, Any]
     code: int
-    """0 if every attack met its fate and nobody honest was punished"""
-
-    def to_text(self) -> str:
-        """The tables."""
-        return self.text
-
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(self.figures)
+    """0 if every attack had the expected outcome and no honest node was penalised"""
 
 
-def write_report(field: Field, indoors: "Indoors | None" = None) -> Report:
-    """Read the ledger of a field that stands still, write the report into its folder, and return it."""
-    layout = field.prepared.layout
-    tally = read_tally(layout.ledger)
-    matrix = build_matrix(tally, field.attempts, honest=field.honest, liars=field.liars)
-    figures = collect_figures(field, matrix)
-    lines = [*_tell_field(field, matrix), "", *format_matrix(matrix), "", *_tell_rest(field, matrix)]
-    if indoors is not None:
-        lines += format_indoors(indoors)
-        figures |= dump_indoors(indoors)
+def write_report(swarm: RedTeamSwarm) -> RedTeamReport:
+    """Read the ledger of a stopped swarm, write the report to its folder, and return it."""
+    layout = swarm.prepared.layout
+    ledger = read_ledger_summary(layout.ledger)
+    matrix = build_matrix(ledger, swarm.attempts, honest=swarm.honest, liars=swarm.liars)
+    figures = collect_figures(swarm, matrix)
+    lines = [*_describe_attempts(swarm, matrix), "", *format_matrix(matrix), "", *_describe_honest(swarm, matrix)]
     text = "\n".join(lines)
     write_atomic(layout.root / "redteam.md", text.encode() + b"\n")
     write_atomic(layout.root / "redteam.json", json.dumps(figures, indent=1).encode() + b"\n")
     if importlib.util.find_spec("matplotlib") is not None and matrix.rows:
-        from shoal.redteam.draw import draw_matrix
-
         write_atomic(layout.root / "redteam.png", draw_matrix(matrix))
-    return Report(text=text, figures=figures, code=EXIT_FAULT if matrix.faults else 0)
+    return RedTeamReport(text=text, figures=figures, code=EXIT_FAULT if matrix.faults else 0)
 
 
 def format_matrix(matrix: Matrix) -> list[str]:
-    """A row for each attack: what it brought, and the share of its judged submissions in which each check failed."""
+    """One row per attack: its gain, and the share of its judged submissions that failed each check."""
     columns = matrix.columns
-    head = ("attack", "fate", "met", "tried", "judged", "found", "until caught", "tokens", "peak", "left", "honest")
+    head = ("attack", "expected", "met", "tried", "judged", "found", "until caught", "tokens", "peak", "left", "honest")
     rows = [_join((*head, *columns)), _join(["---"] * (len(head) + len(columns)))]
     for row in matrix.rows:
-        cells = [row.name, row.fate.value if row.fate else "sleeper", "yes" if row.met else "**no**"]
+        cells = [row.name, row.expect.value if row.expect else "sleeper", "yes" if row.met else "**no**"]
         cells += [str(len(row.outcomes)), str(row.sum("judged")), _show_rate(row.detection)]
         cells += [str(row.until) if row.until else "-", f"{row.until_tokens:,}" if row.until else "-"]
         cells += [f"{row.sum(name):,}" for name in ("peak", "left", "deserved")]
-        cells += [_show_share(row.columns[name], row.sum("judged")) for name in columns]
+        cells += [f"{hits / row.sum('judged'):.0%}" if (hits := row.columns[name]) else "" for name in columns]
         rows.append(_join(cells))
     return rows
 
 
-def collect_figures(field: Field, matrix: Matrix) -> dict[str, Any]:
-    """Everything for a program to read."""
-    honest, cost = matrix.honest, measure_cost(field.cpu_s, field)
+def collect_figures(swarm: RedTeamSwarm, matrix: Matrix) -> dict[str, Any]:
+    """All figures, for the JSON report."""
+    honest, cost = matrix.honest, measure_cost(swarm.cpu_s, swarm)
     return {
         "attacks": [_dump_row(row) for row in matrix.rows],
         "met": sum(row.met for row in matrix.rows),
         "faults": matrix.faults,
-        "hard_caught": sum(row.caught for row in matrix.rows if row.fate is Fate.HARD),
-        "hard_attacks": sum(row.fate is Fate.HARD for row in matrix.rows),
+        "hard_caught": sum(row.caught for row in matrix.rows if row.expect is Expected.HARD),
+        "hard_attacks": sum(row.expect is Expected.HARD for row in matrix.rows),
         "honest_workers": honest.workers,
-        "honest_submissions": honest.pieces,
+        "honest_submissions": honest.submissions,
         "honest_rollouts": honest.rollouts,
         "honest_false_alarms": honest.alarms,
         "honest_punished": len(honest.punished),
         "honest_credit": {name: round(value, 4) for name, value in honest.ratios.items() if not math.isnan(value)},
         "liars": dict(matrix.liars),
         "checking_cost": cost,
-        "cpu_s": {name: round(value, 1) for name, value in field.cpu_s.items()},
+        "cpu_s": {name: round(value, 1) for name, value in swarm.cpu_s.items()},
         "ledger_holds": matrix.holds,
         "ledger": matrix.ledger,
-        "attempts": len(field.attempts),
-        "planned": len(field.plan.trials),
-        "seconds": round(field.seconds, 1),
-        "interrupted": field.code != 0,
+        "attempts": len(swarm.attempts),
+        "planned": len(swarm.plan.attempts),
+        "seconds": round(swarm.seconds, 1),
+        "interrupted": swarm.code != 0,
     }
 
 
-def format_indoors(indoors: "Indoors") -> list[str]:
-    """Tables of what was measured without a swarm."""
-    lines = []
-    if indoors.powers:
-        lines += ["", "Offline, all rollouts checked: bad rollouts and submissions with such that are found.", ""]
-        lines += [_join(("attack", "bad rollouts", "found", "submissions found", "false alarms")), _join(["---"] * 5)]
-        for power in indoors.powers:
-            bad = f"{round(power.changed.value * power.num_rollouts)} of {power.num_rollouts}"
-            cells = (power.attack, bad, _show_estimate(power.rollouts), _show_estimate(power.submissions))
-            lines.append(_join((*cells, str(power.alarms))))
-    if indoors.careers:
-        lines += [
-            "",
-            "Offline, owners of good record that cheat in some of their submissions; bad rollouts are no honest work.",
-            "",
-        ]
-        head = ("attack", "standing", "cheats in", "bad", "replayed", "promise", "kept", "mean", "one in 100 lasts")
-        lines += [_join(head), _join(["---"] * len(head))]
-        for career in indoors.careers:
-            promise = f"within {career.promised}, {career.probability:.0%}"
-            cells = (career.attack, career.standing, f"{career.cheats:.0%}", f"{career.fraction:.1%}")
-            numbers = (
-                f"{career.checked} of {career.rollouts}",
-                promise,
-                _show_rate(career.kept, 1),
-                f"{career.mean:.1f}",
-                f"{career.longest:.0f}",
-            )
-            lines.append(_join((*cells, *numbers)))
-    return lines
-
-
-def dump_indoors(indoors: "Indoors") -> dict[str, Any]:
-    """The same for a program."""
-    careers = [
-        asdict(career) | {"kept": career.kept.value, "kept_interval": list(career.kept.interval), "holds": career.holds}
-        for career in indoors.careers
-    ]
-    return {"power": {power.attack: asdict(power) for power in indoors.powers}, "sleepers": careers}
-
-
-def measure_cost(cpu_s: Mapping[str, float], field: Field) -> float | None:
-    """What checking costs of all generating; who lies does not check."""
-    share = share_checking(cpu_s, field.liars.values())
+def measure_cost(cpu_s: Mapping[str, float], swarm: RedTeamSwarm) -> float | None:
+    """Cost of checking relative to all generation, in CPU time; lying validators do not check."""
+    share = share_checking(cpu_s, swarm.liars.values())
     return None if share is None else round(share, 4)
 
 
-def _dump_row(row: Row) -> dict[str, Any]:
+def _dump_row(row: AttackRow) -> dict[str, Any]:
     rate = row.detection
     return {
         "name": row.name,
-        "fate": row.fate.value if row.fate else "sleeper",
-        "hard": row.fate in (Fate.HARD, None),
+        "fate": row.expect.value if row.expect else "sleeper",
+        "hard": row.expect in (Expected.HARD, None),
         "met": row.met,
         "caught": row.caught,
         "attempts": len(row.outcomes),
@@ -179,52 +121,100 @@ def _dump_row(row: Row) -> dict[str, Any]:
     }
 
 
-def _tell_field(field: Field, matrix: Matrix) -> list[str]:
-    plan, honest = field.plan, matrix.honest
-    met, tried = sum(row.met for row in matrix.rows), f"{len(field.attempts)} of {len(plan.trials)} attempts"
+def _describe_attempts(swarm: RedTeamSwarm, matrix: Matrix) -> list[str]:
+    plan, honest = swarm.plan, matrix.honest
+    met, tried = sum(row.met for row in matrix.rows), f"{len(swarm.attempts)} of {len(plan.attempts)} attempts"
     lying = f", {len(plan.lies)} of them liars ({', '.join(plan.lies)})" if plan.lies else ""
     return [
-        f"{tried} in {format_time(field.seconds)}; {met} of {len(matrix.rows)} attacks met their fate.",
+        f"{tried} in {format_time(swarm.seconds)}; {met} of {len(matrix.rows)} attacks had the expected outcome.",
         f"{honest.workers} honest workers, {plan.validators} validators{lying}.",
-        *(f"- NOT AS IT MUST BE: {fault}" for fault in matrix.faults),
+        *(f"- UNEXPECTED: {fault}" for fault in matrix.faults),
     ]
 
 
-def _tell_rest(field: Field, matrix: Matrix) -> list[str]:
-    """Honest workers, liars, cost."""
-    honest, cost = matrix.honest, measure_cost(field.cpu_s, field)
+def _describe_honest(swarm: RedTeamSwarm, matrix: Matrix) -> list[str]:
+    """Honest workers, lying validators, cost."""
+    honest, cost = matrix.honest, measure_cost(swarm.cpu_s, swarm)
     ratios = [value for value in honest.ratios.values() if not math.isnan(value)]
-    alarms = Rate(honest.alarms, honest.pieces)
+    alarms = Proportion(honest.alarms, honest.submissions)
     credit = f"{min(ratios):.1%} to {max(ratios):.1%}" if ratios else "nothing"
     lines = [
-        f"Honest: {honest.rollouts:,} rollouts in {honest.pieces:,} submissions; false alarms {honest.alarms} "
-        f"(at most {alarms.interval[1]:.2%} of submissions, by 95 % confidence); punished "
-        f"{', '.join(honest.punished) or 'nobody'}; paid {credit} of what the work deserves.",
-        "Found is the share of bad submissions that an honest validator rejected, with its 95 % interval. A newcomer "
-        f"is to be convicted within {MOST_PIECES}. Credit in micro-credits: at its peak, at the end, and what honest "
-        "work of the same size would have earned.",
+        f"Honest: {honest.rollouts:,} rollouts in {honest.submissions:,} submissions; false positives {honest.alarms} "
+        f"(at most {alarms.interval[1]:.2%} of submissions, 95 % confidence); penalised "
+        f"{', '.join(honest.punished) or 'none'}; paid {credit} of the value of the work.",
+        "Found is the share of bad submissions that an honest validator rejected, with its 95 % interval. A new owner "
+        f"must be convicted within {MAX_SUBMISSIONS}. Credit in micro-credits: at its peak, at the end, and what "
+        "honest work of the same size would have earned.",
     ]
-    lies = {name: LIES[lie] for name, lie in field.lies.items()}
-    lines += [f"{name} ({lies[name]}) is {standing}." for name, standing in matrix.liars.items()]
+    lies = swarm.plan.liars
+    lines += [f"{name} ({LIES[lies[name]][0]}) is {standing}." for name, standing in matrix.liars.items()]
     if cost is not None:
-        lines.append(f"Checking took {cost:.1%} of the CPU of all who generate, honest or not.")
+        lines.append(f"Checking took {cost:.1%} of the CPU time of all generation, honest or not.")
     return [*lines, f"The ledger {'holds' if matrix.holds else 'IS BROKEN'}: {matrix.ledger}."]
 
 
-def _show_rate(rate: Rate, digits: int = 0) -> str:
+def _show_rate(rate: Proportion) -> str:
     if not rate.trials:
         return "-"
     low, high = rate.interval
-    return f"{rate.value:.{digits}%} ({low:.{digits}%} to {high:.{digits}%})"
-
-
-def _show_estimate(estimate: "Estimate") -> str:
-    return f"{estimate.value:.0%} ({estimate.low:.0%} to {estimate.high:.0%})"
-
-
-def _show_share(hits: int, trials: int) -> str:
-    return f"{hits / trials:.0%}" if hits and trials else ""
+    return f"{rate.value:.0%} ({low:.0%} to {high:.0%})"
 
 
 def _join(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+_CAUGHT = (Expected.HARD, Expected.SOFT, Expected.FORM)
+_MET, _MISSED = "C0", "C3"
+
+
+def draw_matrix(matrix: Matrix) -> bytes:
+    """The matrix as a PNG file; needs matplotlib."""
+    height = 1.6 + 0.2 * len(matrix.rows)
+    widths = (max(3, len(matrix.columns)), 4)
+    with draw_png(1, 2, figsize=(10, height), dpi=110, width_ratios=widths, sharey=True) as (axes, picture):
+        _draw_heat(axes[0], matrix)
+        _draw_bars(axes[1], matrix)
+    return picture.getvalue()
+
+
+def _draw_heat(axes: Any, matrix: Matrix) -> None:
+    """Attacks by checks: share of judged submissions that failed the check."""
+    columns = matrix.columns or ["none"]
+    shares = [[row.columns[name] / max(1, row.sum("judged")) for name in columns] for row in matrix.rows]
+    axes.imshow(shares, aspect="auto", cmap="Blues", vmin=0.0, vmax=1.0)
+    for line, row in enumerate(shares):
+        for column, share in enumerate(row):
+            if share:
+                colour = "white" if share > 0.6 else "black"
+                axes.text(column, line, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=colour)
+    axes.set_xticks(range(len(columns)), columns, rotation=60, ha="right", fontsize=8)
+    names = [f"{row.name} ({row.expect.value if row.expect else 'sleeper'})" for row in matrix.rows]
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.set_title("judged submissions that failed a check, %", fontsize=9)
+
+
+def _draw_bars(axes: Any, matrix: Matrix) -> None:
+    """The largest number of submissions until caught; as text where being caught is not the expectation."""
+    counts = [row.until or 0 if row.expect in _CAUGHT else 0 for row in matrix.rows]
+    axes.barh(range(len(counts)), counts, color=[_MET if row.met else _MISSED for row in matrix.rows], height=0.7)
+    for line, row in enumerate(matrix.rows):
+        if not counts[line]:
+            axes.text(0.08, line, _describe_row(row), va="center", fontsize=7, color="black" if row.met else _MISSED)
+    axes.axvline(MAX_SUBMISSIONS + 0.5, color="0.6", linewidth=0.8, linestyle=":")
+    axes.set_title("bad submissions until caught", fontsize=9)
+    axes.set_xlabel("dotted: the allowed maximum; red: unexpected", fontsize=7)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlim(0, max(MAX_SUBMISSIONS + 1, *counts))
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _describe_row(row: AttackRow) -> str:
+    if row.expect is None:
+        return f"banned at submission {row.until}" if row.until else "not caught"
+    if row.expect is Expected.REFUSED:
+        return "refused" if row.met else "not refused"
+    if row.expect in _CAUGHT:
+        return "not caught"
+    earned, deserved = row.sum("left"), row.sum("deserved")
+    return f"earned {earned / deserved:.0%} of honest pay" if deserved else "earned nothing"

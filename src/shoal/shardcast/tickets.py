@@ -1,16 +1,18 @@
-"""Tickets: signed leave to fetch so many bytes of a run until some time.
+"""Tickets: signed download quotas for a run, with an expiry time.
 
     Authorization: Shoal <base64url of the body>.<base64url of the signature>
     body: {"bytes":B,"expires":T,"id":I,"node":N,"run":R}   (one form: sorted keys, no spaces, ASCII)
 
 Invariants:
-- nothing of a ticket is parsed that no known key has signed; a signature's purpose tag makes it good for nothing else;
-- the bytes of an answer are charged before its first byte goes out, so two answers at once cannot overspend; what was
-  not sent is given back;
-- what was spent is in the book's file before the answer begins, and a restart goes on from there. Where the file cannot
-  be written, nothing is served on tickets.
+- a ticket is parsed only after its signature by a known key was verified; the purpose tag makes the signature useless
+  for anything else;
+- the bytes of a response are charged before its first byte is sent, so concurrent responses cannot overspend; unsent
+  bytes are refunded;
+- the spent bytes are in the book's file before the response begins, and a restart continues from there. If the file
+  cannot be written, nothing is served on tickets.
 
-A ticket is a bearer's paper: `node` says in whose name bytes are spent, whoever shows it. One process per book.
+A ticket is a bearer token: `node` is the name that bytes are charged to, whichever client presents it. One process per
+book.
 """
 
 import base64
@@ -24,15 +26,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shoal.errors import ConfigError
-from shoal.files import repair_jsonl, write_atomic
-from shoal.keys import Key, check_public, verify_signature
-from shoal.runname import check_run
+from shoal.identity.keys import Key, check_public, verify_signature
+from shoal.util.canonical import CanonicalError, decode_canonical
+from shoal.util.files import repair_jsonl, write_atomic
+from shoal.util.units import check_run
 
 SCHEME = "Shoal"
 MAX_BYTES = (1 << 63) - 1
 MAX_EXPIRES = 1 << 40
 MAX_FILE_BYTES = 1 << 16
-"""Read of a file that is said to hold a ticket."""
+"""Maximum bytes read from a ticket file."""
 _CONTEXT = b"shoal-shardcast-ticket-1\n"
 _HEADER = re.compile(r"Shoal ([A-Za-z0-9_-]{1,1024})\.([A-Za-z0-9_-]{86})")
 _NODE = re.compile(r"[0-9a-f]{64}")
@@ -42,7 +45,7 @@ _MAX_LINES = 1 << 16
 
 
 class TicketError(Exception):
-    """Why a request is not served, and the status that says so."""
+    """The reason and HTTP status of a refused request."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -51,35 +54,32 @@ class TicketError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a ticket says."""
+    """The contents of a ticket."""
 
     run: str
     node: str
-    """public key in whose name bytes are spent"""
+    """public key that bytes are charged to"""
     expires: int
-    """seconds of the wall clock since 1970"""
+    """Unix time in seconds"""
     bytes: int
-    """how many may be fetched in all"""
+    """total number of bytes that may be fetched"""
     id: str
-    """32 hex characters; bytes are counted under it"""
+    """32 hex characters; bytes are counted by this id"""
 
 
 def issue_ticket(key: Key, *, run: str, node: str, expires: int, num_bytes: int) -> str:
-    """A new ticket in the form that a client shows, without the scheme; ConfigError for one that nobody would take."""
-    try:
-        check_run(run)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    """Issue a ticket as a client presents it, without the scheme; ConfigError if no server would accept it."""
+    check_run(run)
     check_public(node)
     if not 1 <= num_bytes <= MAX_BYTES:
-        raise ConfigError(f"bytes = {num_bytes}: a ticket is for 1 to {MAX_BYTES} bytes")
+        raise ConfigError(f"bytes = {num_bytes}: must be between 1 and {MAX_BYTES}")
     if not 0 < expires <= MAX_EXPIRES:
-        raise ConfigError(f"expires = {expires}: must be a time in seconds since 1970, at most {MAX_EXPIRES}")
+        raise ConfigError(f"expires = {expires}: must be a Unix time in seconds, at most {MAX_EXPIRES}")
     return encode_ticket(key, Ticket(run, node, expires, num_bytes, os.urandom(16).hex()))
 
 
 def read_ticket(path: Path) -> str:
-    """The ticket in a file, in the form that a client shows; ConfigError for what has not that form."""
+    """Read the ticket from a file, in the form that a client presents; ConfigError if it is malformed."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES)
@@ -87,7 +87,7 @@ def read_ticket(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     text = data.decode("ascii", errors="replace").strip()
     if _HEADER.fullmatch(f"{SCHEME} {text}") is None:
-        raise ConfigError(f"{path}: holds no ticket, which is one line as `shoal ticket` prints it")
+        raise ConfigError(f"{path}: not a ticket; expected one line as printed by `shoal weights ticket`")
     return text
 
 
@@ -97,8 +97,8 @@ def encode_ticket(key: Key, ticket: Ticket) -> str:
     return f"{_encode_base64(body)}.{_encode_base64(key.sign(_CONTEXT + body))}"
 
 
-class TicketBook:
-    """Knows whose tickets are good, and what was spent on each."""
+class TicketTable:
+    """The accepted signers of tickets, and the bytes spent on each ticket."""
 
     def __init__(
         self, path: Path, *, run: str, signers: Collection[str], clock: Callable[[], float] = time.time
@@ -114,12 +114,12 @@ class TicketBook:
             self._spent = _read_book(path, clock())
             self._compact_book()
         except OSError as error:
-            raise ConfigError(f"{path}: no book of tickets can be kept there ({error.strerror})") from None
+            raise ConfigError(f"{path}: cannot write the ticket book ({error.strerror})") from None
 
     def check_header(self, header: str | None) -> Ticket:
-        """The ticket in an Authorization header; `TicketError` if it gives no leave now."""
+        """Check the ticket in an Authorization header; `TicketError` if it is not valid now."""
         if header is None:
-            raise TicketError(401, "a ticket is needed")
+            raise TicketError(401, "a ticket is required")
         ticket = self._known.get(header)
         if ticket is None:
             ticket = self._open_header(header)
@@ -131,14 +131,14 @@ class TicketBook:
         return ticket
 
     def charge_bytes(self, ticket: Ticket, size: int) -> None:
-        """Spend bytes of a ticket; `TicketError` if it has not so many left."""
+        """Charge bytes to a ticket; `TicketError` if it has too few left."""
         spent = self.count_spent(ticket) + size
         if spent > ticket.bytes:
-            raise TicketError(403, "the ticket is spent")
+            raise TicketError(403, "the ticket's quota is used up")
         self._write_spent(ticket, spent)
 
     def return_bytes(self, ticket: Ticket, size: int) -> None:
-        """Give back what was charged and not sent. A book that cannot be written gives it back until the next start."""
+        """Refund bytes that were charged but not sent; if the book cannot be written, until the next start."""
         if size <= 0:
             return
         spent = self.count_spent(ticket) - size
@@ -152,7 +152,7 @@ class TicketBook:
         return self._spent.get(ticket.id, (0, 0))[0]
 
     def close(self) -> None:
-        """Let go of the file; all that was written to it is safe from a power cut from then on."""
+        """Sync and close the file."""
         os.fsync(self._descriptor)
         os.close(self._descriptor)
 
@@ -160,33 +160,33 @@ class TicketBook:
         match = _HEADER.fullmatch(header)
         body, signature = (_decode_base64(match[1]), _decode_base64(match[2])) if match else (None, None)
         if body is None or signature is None:
-            raise TicketError(401, "not the form of a ticket")
+            raise TicketError(401, "malformed ticket")
         if not any(verify_signature(signer, _CONTEXT + body, signature) for signer in self._signers):
-            raise TicketError(403, "a ticket that nobody we know has signed")
+            raise TicketError(403, "ticket signed by an unknown key")
         ticket = _decode_body(body)
         if ticket is None:
-            raise TicketError(403, "a signed ticket in a form we do not know")
+            raise TicketError(403, "unknown form of a signed ticket")
         if ticket.run != self._run:
-            raise TicketError(403, "a ticket for another run")
+            raise TicketError(403, "ticket for a different run")
         return ticket
 
     def _write_spent(self, ticket: Ticket, spent: int) -> None:
-        """Sums, not differences: a line that a full disk swallowed is made good by the next one."""
+        """Write totals, not differences: if a full disk loses a line, the next one corrects it."""
         line = _encode_line(ticket.id, spent, ticket.expires)
         try:
             written = os.write(self._descriptor, line)
-            if written < len(line):  # the next line must not go on in the middle of this one
+            if written < len(line):  # the next line must not continue in the middle of this one
                 os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
-                raise OSError("a line was cut short")
+                raise OSError("incomplete write")
             self._spent[ticket.id] = (spent, ticket.expires)
             self._num_lines += 1
             if self._num_lines > _MAX_LINES + 2 * len(self._spent):
                 self._compact_book()
         except OSError as error:
-            raise TicketError(503, "tickets cannot be counted now") from error
+            raise TicketError(503, "cannot record ticket usage at the moment") from error
 
     def _compact_book(self) -> None:
-        """Write the book anew: one line for each ticket that has not expired."""
+        """Rewrite the book with one line for each ticket that has not expired."""
         now = self._clock()
         self._spent = {key: value for key, value in self._spent.items() if value[1] > now}
         lines = [_encode_line(key, spent, expires) for key, (spent, expires) in self._spent.items()]
@@ -203,13 +203,10 @@ def _encode_body(ticket: Ticket) -> bytes:
 
 
 def _decode_body(body: bytes) -> Ticket | None:
-    """The ticket if the bytes are one in its one form."""
+    """Parse a ticket; None unless the bytes are in canonical form."""
     try:
-        fields = json.loads(body)
-        ticket = Ticket(**fields)
-        if _encode_body(ticket) != body:
-            return None
-    except (ValueError, TypeError, RecursionError):
+        ticket = Ticket(**decode_canonical(body, max_bytes=MAX_FILE_BYTES))
+    except (CanonicalError, TypeError):
         return None
     is_text = all(type(text) is str for text in (ticket.run, ticket.node, ticket.id))
     is_number = type(ticket.bytes) is int and type(ticket.expires) is int
@@ -223,7 +220,7 @@ def _encode_line(key: str, spent: int, expires: int) -> bytes:
 
 
 def _read_book(path: Path, now: float) -> dict[str, tuple[int, int]]:
-    """What was spent on each ticket that has not expired; the last line about it counts."""
+    """The bytes spent on each ticket that has not expired; its last line counts."""
     book: dict[str, tuple[int, int]] = {}
     if not path.exists():
         return book
@@ -233,7 +230,7 @@ def _read_book(path: Path, now: float) -> dict[str, tuple[int, int]]:
                 fields = json.loads(line)
                 key, spent, expires = str(fields["id"]), int(fields["spent"]), int(fields["expires"])
             except (ValueError, TypeError, KeyError):
-                raise ConfigError(f"{path}: line {number} is not of a book of tickets; move the file away") from None
+                raise ConfigError(f"{path}: line {number}: not a ticket book entry; move the file away") from None
             if expires > now:
                 book[key] = (spent, expires)
     return book
@@ -244,7 +241,7 @@ def _encode_base64(data: bytes) -> str:
 
 
 def _decode_base64(text: str) -> bytes | None:
-    """The bytes, if this is their one spelling."""
+    """Decode canonical base64url; None for any other spelling."""
     try:
         data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     except binascii.Error:

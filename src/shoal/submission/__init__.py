@@ -1,1 +1,1 @@
-"""The file that a worker hands in for a lease: how it is written, and how a stranger's is read."""
+"""The file that a worker submits for a lease: how it is written, and how an untrusted one is read."""

@@ -1,27 +1,25 @@
-"""Write a submission: what a worker computed for a lease, as one file and the entries of its manifest."""
+"""Write a submission: the results of a worker for a lease, as one file and the entries of its manifest."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from shoal.files import write_atomic
-from shoal.rollout import Group, Rollout, Score, VersionRange
-from shoal.submission.bounds import REASON_BYTES
-from shoal.submission.entry import make_entry
-from shoal.submission.frame import Columns
-from shoal.submission.layout import encode_file
-from shoal.swarm.messages import RolloutEntry
+from shoal.protocol.messages import RolloutEntry
+from shoal.rollout import Group, Rollout, VersionRange
+from shoal.submission.columns import COLUMNS, Row, encode_file
+from shoal.util.files import write_atomic
 
 Proofs = Mapping[str, Sequence[bytes]]
-"""by id of the rollout"""
+"""by rollout id"""
+_TAG = b"shoal-tokens-1\x00"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """A file, and what its manifest says of it."""
+class WrittenSubmission:
+    """A file and its manifest entries."""
 
     path: Path
     sha256: str
@@ -30,78 +28,45 @@ class Written:
     """in order of group, then sample"""
 
 
-def write_submission(path: Path, groups: Sequence[Group], proofs: Proofs) -> Written:
+def write_submission(path: Path, groups: Sequence[Group], proofs: Proofs) -> WrittenSubmission:
     """Write the groups of a lease, in ascending order of index, atomically.
 
-    Each rollout is of one version. Of a reason the first 256 characters are kept.
+    Each rollout has a single version. The first 256 characters of a reason are kept.
     """
-    data = encode_groups(groups, proofs)
+    return write_file(path, encode_groups(groups, proofs), groups)
+
+
+def write_file(path: Path, data: bytes, groups: Sequence[Group]) -> WrittenSubmission:
+    """Write the bytes of a submission of these groups, atomically."""
     write_atomic(path, data)
     entries = tuple(make_entry(rollout) for group in groups for rollout in group.rollouts)
-    return Written(path=path, sha256=hashlib.sha256(data).hexdigest(), size=len(data), entries=entries)
+    return WrittenSubmission(path=path, sha256=hashlib.sha256(data).hexdigest(), size=len(data), entries=entries)
 
 
 def encode_groups(groups: Sequence[Group], proofs: Proofs) -> bytes:
-    """The bytes of such a file."""
+    """Encode the bytes of a submission."""
     indices = [group.index for group in groups]
-    assert indices == sorted(set(indices)), "groups in ascending order of index"
-    return encode_file(_gather_columns(list(_list_rows(groups)), proofs))
+    assert indices == sorted(set(indices)), "groups must be in ascending order of index"
+    rows = list(_list_rows(groups, proofs))
+    return encode_file({column.name: [column.get(row) for row in rows] for column in COLUMNS})
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    group: Group
-    sample: int
-    rollout: Rollout
-    score: Score
-
-
-def _list_rows(groups: Sequence[Group]) -> Iterator[_Row]:
+def _list_rows(groups: Sequence[Group], proofs: Proofs) -> Iterator[Row]:
     for group in groups:
         for sample, (rollout, score) in enumerate(zip(group.rollouts, group.scores, strict=True)):
-            assert rollout.id == f"g{group.index}.{sample}", "rollouts in order of sample, named by their plan"
-            assert rollout.versions == (VersionRange(rollout.version, 0, rollout.num_tokens),), "written by one version"
-            yield _Row(group, sample, rollout, score)
+            assert rollout.id == f"g{group.index}.{sample}", "rollouts must be in order of sample, with planned names"
+            assert rollout.versions == (VersionRange(rollout.version, 0, rollout.num_tokens),), "one version only"
+            yield Row(group, sample, rollout, score, proofs[rollout.id])
 
 
-def _gather_columns(rows: Sequence[_Row], proofs: Proofs) -> Columns:
-    rollouts = [row.rollout for row in rows]
-    own = [list(proofs[rollout.id]) for rollout in rollouts]
-    tasks = [row.group.task_id.encode("ascii") for row in rows]
-    finishes = [rollout.finish.value.encode("ascii") for rollout in rollouts]
-    reasons = [row.score.reason[:REASON_BYTES].encode("ascii") for row in rows]
-    tokens = [rollout.token_ids for rollout in rollouts]
-    prompts = [rollout.prompt_ids for rollout in rollouts]
-    logprobs = [rollout.logprobs for rollout in rollouts]
-    single = [proof for proofs in own for proof in proofs]
-    return Columns(
-        group=np.array([row.group.index for row in rows], np.int64),
-        version=np.array([rollout.version for rollout in rollouts], np.int64),
-        seed=np.array([rollout.seed for rollout in rollouts], np.uint64),
-        temperature=np.array([rollout.temperature for rollout in rollouts], np.float64),
-        reward=np.array([row.score.value for row in rows], np.float64),
-        sample=np.array([row.sample for row in rows], np.int32),
-        prompt_lengths=_measure_parts(prompts),
-        token_lengths=_measure_parts(tokens),
-        logprob_lengths=_measure_parts(logprobs),
-        proof_lengths=_measure_parts(own),
-        task_lengths=_measure_parts(tasks),
-        finish_lengths=_measure_parts(finishes),
-        reason_lengths=_measure_parts(reasons),
-        prompt_ids=np.concatenate(prompts),
-        token_ids=np.concatenate(tokens),
-        logprobs=np.concatenate(logprobs),
-        proof_sizes=_measure_parts(single),
-        task_bytes=_join_bytes(tasks),
-        finish_bytes=_join_bytes(finishes),
-        reason_bytes=_join_bytes(reasons),
-        proof_bytes=_join_bytes(single),
-    )
+def hash_tokens(token_ids: np.ndarray) -> str:
+    """SHA-256 over the token ids as little-endian int32, in hex: equal for equal completions, whatever the prompt.
+
+    Changing breaks: the search for copies across submissions.
+    """
+    return hashlib.sha256(_TAG + np.asarray(token_ids).astype("<i4", copy=False).tobytes()).hexdigest()
 
 
-def _measure_parts(parts: Sequence[Sized]) -> np.ndarray:
-    return np.array([len(part) for part in parts], np.int32)
-
-
-def _join_bytes(parts: Sequence[bytes]) -> np.ndarray:
-    return np.frombuffer(b"".join(parts), np.uint8)
+def make_entry(rollout: Rollout) -> RolloutEntry:
+    """Build the manifest entry of a rollout: the hash of its completion, and its length."""
+    return RolloutEntry(hash=hash_tokens(rollout.token_ids), tokens=rollout.num_tokens)

@@ -1,13 +1,13 @@
-"""Code of the user's own as tasks and rewards: a plain reward function, or an environment in the style of verifiers.
+"""User code as tasks and rewards: a plain reward function, or an environment in the style of verifiers.
 
     f(prompts, completions, **columns) -> list[float]       columns: verification info and metadata, a list each
     an object with `dataset` (or `get_dataset()`) and a `rubric` with reward functions and weights
 
-It is imported by name and runs as it is, with all the rights of this process. So it is for `shoal train` and `shoal
-eval` on one's own machine: settings of a swarm refuse it, and a recipe has no place for it.
+The code is imported by name and runs with all the rights of this process. So it is for `shoal train` and `shoal eval`
+on the user's own machine: the settings of a swarm reject it, and a recipe cannot contain it.
 
-Rewards must be from 0 to 1; others score 0 and say so. What the user's code raises is the user's to see: it ends the
-run with its traceback.
+Rewards must be numbers from 0 to 1; anything else ends the run with one line, because scoring it 0 would train the
+opposite of what was meant. An exception of the user's code ends the run with its traceback.
 """
 
 import importlib
@@ -23,14 +23,14 @@ from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.rollout import Score
-from shoal.tasks.base import Message, Task, build_task
+from shoal.tasks.base import ChatMessage, Task, build_task
 from shoal.tasks.sets.family import SetFamily
 
 RewardFunction = Callable[..., Sequence[float]]
 
 
 def load_object(key: str, place: str) -> Any:
-    """What `package.module:name` names; modules of the present folder are found as well."""
+    """Import `package.module:name`; modules in the current folder are found as well."""
     module, colon, name = place.partition(":")
     if not colon or not module or not name:
         raise ConfigError(f"{key}: must be package.module:name, got {place!r}")
@@ -44,7 +44,7 @@ def load_object(key: str, place: str) -> Any:
 
 
 class RewardFamily:
-    """The tasks of a set, scored by a function of the user's."""
+    """The tasks of a set, scored by a user function."""
 
     name = "reward"
 
@@ -52,7 +52,7 @@ class RewardFamily:
         self._inner = inner
         self._function: RewardFunction = load_object("tasks.reward", place)
         if not callable(self._function):
-            raise ConfigError(f"tasks.reward: {place!r} is no function")
+            raise ConfigError(f"tasks.reward: {place!r} is not a function")
         self._columns = {record.id: {**record.metadata, **record.info} for record in inner.tasks.records}
 
     @property
@@ -79,14 +79,14 @@ class RewardFamily:
         columns = {name: [value] * len(completions) for name, value in self._columns[task.id].items()}
         for name in ("prompts", "completions"):
             columns.pop(name, None)
-        rewards = self._function([task.prompt] * len(completions), list(completions), **columns)
+        rewards = self._function(prompts=[task.prompt] * len(completions), completions=list(completions), **columns)
         if len(rewards) != len(completions):
-            raise ConfigError(f"tasks.reward: gave {len(rewards)} rewards for {len(completions)} completions")
+            raise ConfigError(f"tasks.reward: returned {len(rewards)} rewards for {len(completions)} completions")
         return [grade_reward(reward) for reward in rewards]
 
 
 class EnvironmentFamily:
-    """Tasks and rubric of an environment: reward functions with weights, each called with what it asks for."""
+    """Tasks and rubric of an environment: reward functions with weights, each called with the arguments it declares."""
 
     def __init__(self, environment: Any, place: str) -> None:
         self.name = "environment"
@@ -120,7 +120,7 @@ class EnvironmentFamily:
 
 
 def load_environment(place: str) -> EnvironmentFamily:
-    """The environment that `package.module:name` names, or that the function of that name makes."""
+    """The environment `package.module:name`, or the result of a function of that name."""
     found = load_object("tasks.environment", place)
     if inspect.isfunction(found) or inspect.isclass(found):
         found = found()
@@ -128,10 +128,13 @@ def load_environment(place: str) -> EnvironmentFamily:
 
 
 def grade_reward(reward: Any) -> Score:
-    """A reward of the user's code as a score."""
-    value = float(reward)
+    """Convert a reward from user code to a score; ConfigError for one that is not a number from 0 to 1."""
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        raise ConfigError(f"tasks.reward: returned {str(reward)[:40]!r}; a reward is a number from 0 to 1") from None
     if not (math.isfinite(value) and 0.0 <= value <= 1.0):
-        return Score(0.0, f"a reward of {value:g}, which is not from 0 to 1")
+        raise ConfigError(f"tasks.reward: returned {value:g}; rewards must be between 0 and 1, so rescale them")
     return Score(value, "own reward")
 
 
@@ -156,12 +159,12 @@ def _find_terms(environment: Any, place: str) -> list[tuple[Callable[..., Any], 
 
 def _read_row(index: int, row: Mapping[str, Any]) -> Task:
     prompt = row.get("prompt", row.get("question"))
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
     if isinstance(prompt, list):
-        messages = tuple(Message(str(item["role"]), str(item["content"])) for item in prompt)
+        messages = tuple(ChatMessage(str(item["role"]), str(item["content"])) for item in prompt)
         prompt = "\n\n".join(message.content for message in messages)
     if not isinstance(prompt, str):
-        raise ConfigError(f"tasks.environment: row {index} has no prompt and no question")
+        raise ConfigError(f"tasks.environment: row {index} has neither prompt nor question")
     info = {"answer": row.get("answer", ""), "info": row.get("info") or {}}
     if isinstance(info["info"], str):
         info["info"] = json.loads(info["info"])
@@ -170,7 +173,7 @@ def _read_row(index: int, row: Mapping[str, Any]) -> Task:
 
 
 def _call_function(function: Callable[..., Any], known: Mapping[str, Any]) -> Any:
-    """A reward function with the arguments it names; one that is a coroutine is run to its end."""
+    """Call a reward function with the arguments it declares; a coroutine is run to completion."""
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = {parameter.name for parameter in parameters}

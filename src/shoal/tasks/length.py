@@ -1,42 +1,37 @@
-"""The length reward: how long a completion should be is drawn from the group's seed and told in the prompt.
+"""The length reward: the target length of a completion is drawn from the group's seed and stated in the prompt.
 
-With l the tokens of a completion (the end token among them), l_t the target, c the bound and r the task reward:
+With l the tokens of a completion (including the end token), l_t the target, c the bound and r the task reward:
 
     exact   r - min(c, alpha |l_t - l|)                              INTELLECT-2's, bounded
     max     r (1 - c (1 - clip(alpha (l_t - l) + 1/2, 0, 1)))        L1's: shorter is better, half of it at the target
     clip    r (1 - c [l > l_t])
 
 Invariants:
-- c < 1: a right answer (r = 1) has at least 1 - c, a wrong one (r = 0) at most 0, whatever their lengths;
-- a rollout's `Score` is its task reward, and so is what workers claim, validators compute again and the online filter
-  goes by. The length reward is added where advantages are computed, from the target and the number of tokens, both of
-  which were checked: no number of a worker's is in it;
-- a target is part of the task: of its prompt, and of its id, `NAME@TARGET`. Group, file and verdict say the id, so
-  nothing else need carry it. The side of the split and the score are those of the task without a target.
+- c < 1: a right answer (r = 1) gets at least 1 - c, a wrong one (r = 0) at most 0, whatever their lengths;
+- a rollout's `Score` is its task reward: workers claim it, validators recompute it, and the online filter uses it. The
+  length reward is added where advantages are computed, from the target and the number of tokens, which were both
+  checked: it contains no number of a worker;
+- a target is part of the task: of its prompt, and of its id, `NAME@TARGET`. Group, file and verdict contain the id, so
+  nothing else needs to carry it. The side of the split and the score are those of the task without a target.
 """
 
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
-from shoal.config import LengthConfig
+from shoal.config.run import LengthConfig
 from shoal.rollout import Group, Score
-from shoal.tasks.base import Family, Message, Task, at_step, score_texts
+from shoal.tasks.base import ChatMessage, Family, Task, at_step, is_expensive, score_texts, stamp_family
 
 MARK = "@"
 
 
-def name_target(task_id: str, target: int) -> str:
-    """The id of a task with a target length."""
-    return f"{task_id}{MARK}{target}"
-
-
 def read_target(task_id: str) -> int:
-    """The target length that an id names; 0: none."""
+    """The target length in an id; 0 if there is none."""
     text = task_id.rpartition(MARK)[2] if MARK in task_id else ""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 10 else 0
 
@@ -63,8 +58,8 @@ class TargetFamily:
         return self.inner.alphabet + "".join(sorted(set(extra)))
 
     @property
-    def dear(self) -> bool:
-        return bool(getattr(self.inner, "dear", False))
+    def expensive(self) -> bool:
+        return is_expensive(self.inner)
 
     def at_step(self, step: int) -> "TargetFamily":
         """The tasks of a step, with target lengths."""
@@ -77,7 +72,7 @@ class TargetFamily:
         return add_target(task, rng.choice(self.config.targets), self.config.template)
 
     def demonstrate(self, task: Task) -> str:
-        """As the family without targets does, unless it has demonstrations for them."""
+        """The demonstration of the family without targets, unless it has demonstrations for them."""
         own: Callable[[Task, int], str] | None = getattr(self.inner, "demonstrate_target", None)
         plain = _find_plain(task)
         return self.inner.demonstrate(plain) if own is None else own(plain, read_target(task.id))
@@ -86,17 +81,16 @@ class TargetFamily:
         return self.inner.score(_find_plain(task), completion)
 
     def score_many(self, task: Task, completions: Sequence[str]) -> list[Score]:
-        """The scores of several completions, as the family without targets gives them."""
+        """The scores of several completions, as given by the family without targets."""
         return score_texts(self.inner, _find_plain(task), completions)
 
     def stamp_verifiers(self) -> dict[str, str]:
-        """Those of the family without targets."""
-        stamps: dict[str, str] = getattr(self.inner, "stamp_verifiers", dict)()
-        return stamps
+        """The verifiers of the family without targets."""
+        return stamp_family(self.inner)
 
 
 def aim_family(family: Family, config: LengthConfig) -> Family:
-    """The family with the target lengths that the settings name, if they name any."""
+    """The family with the target lengths in the settings, if there are any."""
     return family if config.mode == "none" else TargetFamily(family, config)
 
 
@@ -106,14 +100,14 @@ def add_target(task: Task, target: int, template: str) -> Task:
     if messages:
         users = [index for index, message in enumerate(messages) if message.role == "user"]
         last = users[-1] if users else len(messages) - 1
-        told = Message(messages[last].role, _fill(template, messages[last].content, target))
-        messages = (*messages[:last], told, *messages[last + 1 :])
+        extended = ChatMessage(messages[last].role, _fill(template, messages[last].content, target))
+        messages = (*messages[:last], extended, *messages[last + 1 :])
     prompt = _fill(template, task.prompt, target)
-    return replace(task, id=name_target(task.id, target), prompt=prompt, messages=messages, plain=task)
+    return replace(task, id=f"{task.id}{MARK}{target}", prompt=prompt, messages=messages, plain=task)
 
 
 def reward_length(config: LengthConfig, target: int, length: int, task_reward: float) -> float:
-    """The total reward of a completion: its task reward, less what its length costs."""
+    """The total reward of a completion: its task reward minus the length penalty."""
     match config.mode:
         case "exact":
             return task_reward - min(config.bound, config.alpha * abs(target - length))
@@ -127,7 +121,7 @@ def reward_length(config: LengthConfig, target: int, length: int, task_reward: f
 
 
 def total_rewards(config: LengthConfig, group: Group) -> np.ndarray:
-    """The total reward of each rollout of a group, float64; without a target the task reward as it is."""
+    """The total reward of each rollout of a group, float64; without a target the task reward unchanged."""
     target = read_target(group.task_id)
     if config.mode == "none" or not target:
         return group.rewards
@@ -135,40 +129,22 @@ def total_rewards(config: LengthConfig, group: Group) -> np.ndarray:
     return np.array([reward_length(config, target, rollout.num_tokens, score.value) for score, rollout in pairs])
 
 
-@dataclass(frozen=True, slots=True)
-class Miss:
-    """How far a completion is from its target."""
-
-    target: int
-    error: int
-    """tokens, either way"""
-    penalty: float
-    """what it cost"""
-
-
-def list_misses(config: LengthConfig, groups: Sequence[Group]) -> list[Miss]:
-    """One for each rollout that has a target."""
-    misses = []
-    for group in groups:
-        target = read_target(group.task_id)
-        if not target:
-            continue
-        for score, rollout, total in zip(group.scores, group.rollouts, total_rewards(config, group), strict=True):
-            misses.append(Miss(target, abs(target - rollout.num_tokens), score.value - float(total)))
-    return misses
-
-
 def describe_lengths(config: LengthConfig, groups: Sequence[Group], *, prefix: str = "length") -> dict[str, float]:
-    """Length penalty and budget error, all in all and by target; nothing without targets."""
-    misses = list_misses(config, groups)
+    """Length penalty and budget error, overall and by target; empty without targets."""
+    errors: defaultdict[int, list[int]] = defaultdict(list)
+    misses, penalties = [], []
+    for group in groups:
+        if target := read_target(group.task_id):
+            own = [abs(target - rollout.num_tokens) for rollout in group.rollouts]
+            misses += own
+            errors[target] += own
+            pairs = zip(group.scores, total_rewards(config, group), strict=True)
+            penalties += [score.value - float(total) for score, total in pairs]
     if not misses:
         return {}
-    errors: defaultdict[int, list[int]] = defaultdict(list)
-    for miss in misses:
-        errors[miss.target].append(miss.error)
     return {
-        f"{prefix}/penalty": float(np.mean([miss.penalty for miss in misses])),
-        f"{prefix}/error": float(np.mean([miss.error for miss in misses])),
+        f"{prefix}/penalty": float(np.mean(penalties)),
+        f"{prefix}/error": float(np.mean(misses)),
         **{f"{prefix}/error_{target}": float(np.mean(errors[target])) for target in sorted(errors)},
     }
 
@@ -179,6 +155,6 @@ def _find_plain(task: Task) -> Task:
 
 
 def _fill(template: str, prompt: str, target: int) -> str:
-    # The target first: what stands in a prompt is data, and may hold the words of the template.
+    # The target first: the prompt is data, and may contain the template's placeholders.
     before, _, after = template.replace("{target}", str(target)).partition("{prompt}")
     return f"{before}{prompt}{after}"

@@ -1,4 +1,4 @@
-"""Options of task families: fields of a strict dataclass, with the table and the errors made from them."""
+"""Options of task families: fields of a strict dataclass, from which the help table and the errors are derived."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,18 +6,20 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from shoal.config import Option
+from shoal.config.run import Option
 from shoal.errors import ConfigError
+from shoal.rollout import Score
+from shoal.tasks.base import Task, match_answer
 
 T = TypeVar("T")
 
 STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
-"""Configuration of every family's dataclass: types are not converted, unknown options not ignored."""
+"""Configuration of every family's dataclass: types are not converted, unknown options are errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptionCard:
-    """One option as the command line shows it."""
+    """One option as shown on the command line."""
 
     name: str
     default: Option
@@ -25,10 +27,21 @@ class OptionCard:
     doc: str
 
 
-def check_order(low_name: str, low: int, high_name: str, high: int) -> None:
-    """Refuse a range whose lower end lies above its upper end."""
-    if low > high:
-        raise ValueError(f"{low_name} = {low} must be at most {high_name} = {high}")
+class AnswerFamily:
+    """Base of families whose tasks have one right answer, `info["answer"]`."""
+
+    def __post_init__(self) -> None:
+        """Reject a range `min_x` to `max_x` whose minimum exceeds its maximum."""
+        for name, low in vars(self).items():
+            high_name = name.replace("min_", "max_")
+            if name.startswith("min_") and low > (high := getattr(self, high_name)):
+                raise ValueError(f"{name} = {low} must be at most {high_name} = {high}")
+
+    def demonstrate(self, task: Task) -> str:
+        return str(task.info["answer"])
+
+    def score(self, task: Task, completion: str) -> Score:
+        return match_answer(completion, task.info["answer"])
 
 
 def list_options(family: type[Any]) -> tuple[OptionCard, ...]:
@@ -41,7 +54,7 @@ def list_options(family: type[Any]) -> tuple[OptionCard, ...]:
 
 
 def apply_options(family: type[T], options: Mapping[str, Option]) -> T:
-    """Build a family; an option it cannot use is a ConfigError of one sentence."""
+    """Build a family; ConfigError of one sentence for an invalid option."""
     cards = {card.name: card for card in list_options(family)}
     unknown = next((key for key in options if key not in cards), None)
     if unknown is not None:
@@ -49,7 +62,11 @@ def apply_options(family: type[T], options: Mapping[str, Option]) -> T:
     try:
         return family(**options)
     except ValidationError as error:
-        raise ConfigError(_explain_error(error, cards)) from None
+        first = error.errors(include_url=False)[0]
+        if not first["loc"]:  # raised by __post_init__, whose messages begin with the option's name
+            raise ConfigError(f"tasks.options.{first['ctx']['error']}") from None
+        card = cards[str(first["loc"][0])]
+        raise ConfigError(f"tasks.options.{card.name} = {first['input']!r}: allowed are {card.allowed}") from None
 
 
 def _describe_range(field: Mapping[str, Any]) -> str:
@@ -58,11 +75,3 @@ def _describe_range(field: Mapping[str, Any]) -> str:
     if field["type"] == "boolean":
         return "true, false"
     return f"whole numbers {field['minimum']} to {field['maximum']}"
-
-
-def _explain_error(error: ValidationError, cards: Mapping[str, OptionCard]) -> str:
-    first = error.errors(include_url=False)[0]
-    if not first["loc"]:  # raised by __post_init__, whose sentences begin with the option's name
-        return f"tasks.options.{first['ctx']['error']}"
-    card = cards[str(first["loc"][0])]
-    return f"tasks.options.{card.name} = {first['input']!r}: allowed are {card.allowed}"

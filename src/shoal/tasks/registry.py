@@ -4,32 +4,25 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.config import Option
+from shoal.config.run import Option
 from shoal.errors import ConfigError
-from shoal.tasks.arithmetic import Arithmetic
 from shoal.tasks.base import Family, Task
-from shoal.tasks.chain import Chain
-from shoal.tasks.countdown import Countdown
+from shoal.tasks.families.arithmetic import Arithmetic
+from shoal.tasks.families.countdown import Countdown
+from shoal.tasks.families.digit_sum import DigitSum
+from shoal.tasks.families.expression_chain import ExpressionChain
+from shoal.tasks.families.sort import Reverse, Sort
 from shoal.tasks.options import OptionCard, apply_options, list_options
-from shoal.tasks.reverse import Reverse
-from shoal.tasks.sort import Sort
 from shoal.tasks.split import train_task
-from shoal.tasks.total import Total
 
 GYM = "gym_"
-_FAMILIES: dict[str, type[Family]] = {
-    "arithmetic": Arithmetic,
-    "chain": Chain,
-    "countdown": Countdown,
-    "reverse": Reverse,
-    "sort": Sort,
-    "total": Total,
-}
+_CLASSES = (Arithmetic, Countdown, DigitSum, ExpressionChain, Reverse, Sort)
+_FAMILIES: dict[str, type[Family]] = {family.name: family for family in _CLASSES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyCard:
-    """A family as the command line shows it, with an example at its default options."""
+    """A family as shown on the command line, with an example at its default options."""
 
     name: str
     summary: str
@@ -46,14 +39,14 @@ def list_families() -> tuple[str, ...]:
 def load_family(name: str, options: Mapping[str, Option]) -> Family:
     """The family of that name with these options over its defaults; `gym_NAME` is one of reasoning-gym's."""
     if name.startswith(GYM):
-        from shoal.tasks.gym import open_gym  # here, for it needs a package of its own
+        from shoal.tasks.families.reasoning_gym import open_gym  # imported lazily: needs an optional package
 
         return open_gym(name.removeprefix(GYM), options)
     return apply_options(_find_family(name), options)
 
 
 def describe_family(name: str) -> FamilyCard:
-    """What there is to know about a family."""
+    """The description of a family."""
     build = _find_family(name)
     family = build()
     task = train_task(family, seed=0)

@@ -1,13 +1,12 @@
 """Training and held-out tasks that cannot overlap.
 
-- The side of a task follows from its kin alone: not from seed, options or order of drawing. A problem that warm-up
-  meets as an easy instance and evaluation as a hard one is on one side for both, and so are the shuffles of one list.
-- Drawing is deterministic in (family, options, split, seed) and gives up with a sentence, never loops.
+- The side of a task follows from its kin alone: not from seed, options or order of drawing. A problem that is easy in
+  SFT and hard in evaluation is on the same side for both, and so are the shuffles of one list.
+- Drawing is deterministic in (family, options, split, seed), and fails with an error instead of looping forever.
 """
 
 import hashlib
 import random
-from collections.abc import Iterator
 from enum import StrEnum
 
 from shoal.errors import ConfigError
@@ -37,7 +36,7 @@ def split_task(task: Task) -> Split:
 
 
 def draw_task(family: Family, split: Split, seed: int) -> Task:
-    """The task that belongs to a seed on one side of the split."""
+    """The task that belongs to a seed, on one side of the split."""
     for attempt in range(MAX_ATTEMPTS):
         task = family.make_task(random.Random(derive_seed("task", split, seed, attempt)))
         if split_task(task) is split:
@@ -56,23 +55,17 @@ def train_task(family: Family, seed: int) -> Task:
 def heldout_tasks(family: Family, count: int, seed: int) -> list[Task]:
     """`count` distinct held-out tasks; a longer list begins with the shorter one."""
     tasks: dict[str, Task] = {}
+    rng = random.Random(derive_seed("tasks", Split.HELDOUT, seed))
     stale = 0
-    for task in _stream_tasks(family, seed):
-        if len(tasks) >= count:
-            return list(tasks.values())
+    while len(tasks) < count:
+        task = family.make_task(rng)
         fresh = split_task(task) is Split.HELDOUT and task.problem not in tasks
         stale = 0 if fresh else stale + 1
         if fresh:
             tasks[task.problem] = task
         elif stale >= MAX_ATTEMPTS:
-            break
-    raise ConfigError(
-        f"tasks.options: {family.name} has too few problems, only {len(tasks)} distinct held-out tasks of {count}; "
-        "widen its ranges or evaluate fewer tasks"
-    )
-
-
-def _stream_tasks(family: Family, seed: int) -> Iterator[Task]:
-    rng = random.Random(derive_seed("tasks", Split.HELDOUT, seed))
-    while True:
-        yield family.make_task(rng)
+            raise ConfigError(
+                f"tasks.options: {family.name} has too few problems, only {len(tasks)} distinct held-out tasks of "
+                f"{count}; widen its ranges or evaluate fewer tasks"
+            )
+    return list(tasks.values())

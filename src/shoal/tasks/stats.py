@@ -1,16 +1,16 @@
-"""What became of each task so far, and a curriculum that goes by it.
+"""Statistics per task, and a curriculum based on them.
 
     <run>/tasks.jsonl    {"step", "task", "index", "attempts", "solved", "tokens", "trained"}: one line per group drawn
 
 Invariants:
 - the statistics follow from the lines; a run that resumes after step n drops the lines of later steps, and so draws the
-  same tasks again that it would have drawn;
-- a line is of a task without its target length;
-- the curriculum draws the seed's own task unless that was solved too seldom or too often so far; then the next of a few
-  that follow from the same seed. A task that was never tried is always drawn. Off, not one draw differs.
+  same tasks as before;
+- a line refers to the task without its target length;
+- the curriculum draws the seed's own task unless it was solved too rarely or too often so far; then the next of a few
+  that follow from the same seed. A task that was never tried is always drawn. When it is off, no draw changes.
 
-It is for `shoal train`: in a swarm tasks follow from the beacon alone, or workers and validators would have to agree on
-statistics first.
+It is for `shoal train` only: in a swarm tasks follow from the beacon alone, because workers and validators would
+otherwise have to agree on statistics first.
 """
 
 import json
@@ -18,25 +18,25 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.config import BatchConfig
+from shoal.config.run import BatchConfig
 from shoal.errors import ConfigError
-from shoal.files import append_lines, repair_jsonl, write_atomic
 from shoal.rollout import Group
 from shoal.seeds import derive_seed
 from shoal.tasks.base import Family, Task
 from shoal.tasks.length import strip_target
 from shoal.tasks.split import train_task
+from shoal.util.files import append_lines, repair_jsonl, write_atomic
 
 STATS_NAME = "tasks.jsonl"
 SOLVED = 1.0
 """task reward of a solved attempt, as in evaluation"""
 MAX_TRIES = 8
-"""tasks that are looked at for one group; then the first is drawn after all"""
+"""tasks considered for one group; if none qualifies, the first is drawn"""
 
 
 @dataclass(slots=True)
 class TaskStat:
-    """One task so far."""
+    """Statistics of one task."""
 
     attempts: int = 0
     solved: int = 0
@@ -49,10 +49,10 @@ class TaskStat:
 
 
 class TaskStats:
-    """Statistics of all tasks of a run, kept in a file that this process alone writes."""
+    """Statistics of all tasks of a run, kept in a file that only this process writes."""
 
     def __init__(self, path: Path, *, last: int) -> None:
-        """Goes on after step `last`; later lines are dropped, all of them for -1."""
+        """Resumes after step `last`; later lines are dropped, all of them for -1."""
         self._path = path
         self.tasks: dict[str, TaskStat] = {}
         if path.exists():
@@ -77,7 +77,7 @@ class TaskStats:
                     self._count(values)
             except (ValueError, KeyError, TypeError):
                 raise ConfigError(
-                    f"{self._path}: line {number} is no line of task statistics; remove the file"
+                    f"{self._path}: line {number} is not a line of task statistics; remove the file"
                 ) from None
         if len(kept) < len(lines):
             write_atomic(self._path, b"".join(kept))
@@ -90,12 +90,12 @@ class TaskStats:
 
 
 class Curriculum:
-    """Chooses tasks of middling difficulty."""
+    """Chooses tasks of medium difficulty."""
 
     def __init__(self, stats: TaskStats, config: BatchConfig) -> None:
         self._stats, self._low, self._high = stats, config.curriculum_min, config.curriculum_max
         self.num_passed = 0
-        """tasks that were passed over so far"""
+        """tasks skipped so far"""
 
     def choose(self, family: Family, beacon: int, index: int) -> Task:
         """The task of a group."""
@@ -109,7 +109,7 @@ class Curriculum:
         return task if self.allows(task) else first
 
     def allows(self, task: Task) -> bool:
-        """Whether a task was tried never, or solved neither too seldom nor too often."""
+        """Whether a task was never tried, or solved neither too rarely nor too often."""
         stat = self._stats.tasks.get(task.problem)
         return stat is None or self._low <= stat.rate <= self._high
 

@@ -1,14 +1,14 @@
-"""The calibration file: how honest rollouts of a model look to its verifier here, and the thresholds that follow.
+"""The calibration file: what honest rollouts of a model measure, and the thresholds that follow.
 
-- The stated rate is of false alarms per rollout, all checks together, for a rollout as long as the model's context:
-  the rate is shared evenly by the checks that can err (SHARES). A check on chunks gives half of its share to the full
-  chunks of the longest rollout and half to the last, short one, and divides by how rare the rarest variant is among
-  the samples: the rate holds for a node that always runs the least favourable one.
-- Thresholds and bets come from samples (toploc/fit.py); how far each is proven and how far extrapolated stands beside
-  it.
-- Noise belongs to an architecture, a dtype, a way of computing and, in bfloat16, to the weights: sharper ones are
-  noisier. In float32 the floors are above all of it, and a file is good for every version of a run; in bfloat16 it is
-  good for weights like those measured, and a run calibrates again as it learns. A model of another shape is refused.
+- The stated rate is the false alarms per rollout, all checks together, for a rollout as long as the model's context:
+  it is shared evenly by the checks that can err (SHARES). A check on chunks gives half of its share to the full chunks
+  of the longest rollout and half to the last, short one, and divides by how rare the rarest variant is among the
+  samples: the rate holds for a node that always runs the least favourable variant.
+- Thresholds and bets come from samples (calibrate/calibrate.py); each records how far it is proven and how far it is
+  extrapolated.
+- Noise depends on architecture, dtype, the way of computing and, in bfloat16, on the weights: sharper ones are noisier.
+  In float32 the floors are above all of it, and a file is valid for every version of a run. In bfloat16 it is valid for
+  weights similar to those measured, and a run calibrates again as it learns. A model of another shape is refused.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ import torch
 from pydantic import Field, ValidationError, model_validator
 from transformers import PreTrainedModel
 
-from shoal.config import Settings
+from shoal.config.run import Settings
 from shoal.errors import ConfigError
-from shoal.files import write_output
 from shoal.toploc.chunks import ChunkStats
 from shoal.toploc.finding import Check
-from shoal.toploc.sequence import CALIBRATED, Bet, BetTable, Stream
-from shoal.toploc.tail import Method
+from shoal.toploc.sequential_test import CALIBRATED, Bet, BetTable, EvidenceStream
+from shoal.toploc.threshold import Method
+from shoal.util.files import write_output
 
 LIMITED = {
     Check.EXPONENT: "exponent",
@@ -36,7 +36,7 @@ LIMITED = {
     Check.SAMPLING: "distance",
     Check.LOGPROB: "logprob",
 }
-"""Checks with a threshold per chunk, and the statistic each looks at."""
+"""Checks with a threshold per chunk, and the statistic of each."""
 SHARES = len(LIMITED) + 6
 """Checks that share the rate: those above, places outside, end probability, hazard, shape, tail and sequence."""
 PUBLISHED = {Check.EXPONENT: 38.0, Check.MANTISSA: 10.0, Check.MEDIAN: 8.0}
@@ -47,13 +47,13 @@ Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 
 class Limit(Settings):
-    """The threshold of one check, what honest chunks measured, and how sure it is."""
+    """The threshold of one check, what honest chunks measured, and how certain it is."""
 
     threshold: float
     method: Method
     """order: proven by the samples; tail, margin: extrapolated; floor: allowance for other machines"""
     rate: float
-    """aimed false alarms per chunk"""
+    """target rate of false alarms per chunk"""
     proven: float
     """upper confidence limit of false alarms per chunk, from the samples alone"""
     num_samples: int
@@ -61,21 +61,21 @@ class Limit(Settings):
     """of honest chunks: "0.5", "0.9", "0.99", "0.999", "1" (the largest)"""
 
 
-class Kind(Settings):
-    """What holds for one kind of chunks, the full or the short ones."""
+class ChunkLimits(Settings):
+    """The limits of one kind of chunks, full or short ones."""
 
     limits: dict[Check, Limit]
-    bets: dict[Stream, Bet]
+    bets: dict[EvidenceStream, Bet]
 
     @model_validator(mode="after")
-    def _is_complete(self) -> "Kind":
+    def _is_complete(self) -> "ChunkLimits":
         if set(self.limits) != set(LIMITED) or set(self.bets) != set(CALIBRATED):
-            raise ValueError("a limit for every check and a bet for every stream are needed")
+            raise ValueError("every check needs a limit and every stream a bet")
         return self
 
 
 class Variant(Settings):
-    """One way of honest computing that was measured, or the reason why it was not."""
+    """One honest way of computing that was measured, or the reason why it was not."""
 
     name: str
     rollouts: int = 0
@@ -85,33 +85,33 @@ class Variant(Settings):
 
 
 class Calibration(Settings):
-    """Everything a verifier needs to know about honest noise."""
+    """Everything that a verifier needs to know about honest noise."""
 
     format: Literal[1] = 1
     model: str
     """folder or hub id that was calibrated"""
     model_hash: str
-    """of the architecture, see `hash_model`"""
+    """hash of the architecture, see `hash_model`"""
     weights_hash: str
-    """of the very weights that were measured; informative"""
+    """hash of the weights that were measured; informative"""
     backend: str
     dtype: str
     torch_version: str
     temperature: float
-    """lowest sampling temperature that the thresholds hold for: noise in log-probs grows as 1 / temperature"""
+    """lowest sampling temperature that the thresholds are valid for: noise in log-probs grows as 1 / temperature"""
     max_tokens: int = Field(ge=1)
-    """longest rollout that the rate holds for"""
+    """longest rollout that the rate is valid for"""
     rate: Share
     """false alarms per rollout, all checks together"""
     confidence: Share
-    """of all thresholds together"""
+    """confidence of all thresholds together"""
     variants: tuple[Variant, ...]
-    full: Kind
+    full: ChunkLimits
     """chunks of 32 tokens"""
-    short: Kind
-    """last chunks of fewer"""
+    short: ChunkLimits
+    """last chunks of fewer tokens"""
     heldout_rollouts: int
-    """honest rollouts judged by thresholds of which they were no part"""
+    """honest rollouts judged by thresholds that were computed without them"""
     heldout_alarms: int
 
     @property
@@ -132,7 +132,7 @@ class Calibration(Settings):
 
 
 def load_calibration(path: Path, model: PreTrainedModel | None = None) -> Calibration:
-    """A calibration file, refused if it is not one or is of another model or dtype than `model`."""
+    """Load a calibration file; ConfigError if it is invalid or for another model or dtype than `model`."""
     try:
         calibration = Calibration.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -140,14 +140,14 @@ def load_calibration(path: Path, model: PreTrainedModel | None = None) -> Calibr
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ConfigError(f"{path}: is no calibration file: {where}: {first['msg']}") from None
+        raise ConfigError(f"{path}: not a calibration file: {where}: {first['msg']}") from None
     if model is not None:
         check_model(calibration, model, str(path))
     return calibration
 
 
 def hash_model(model: PreTrainedModel) -> str:
-    """SHA-256 of what decides a model's arithmetic beside the weights' values: its settings and the tensors' shapes."""
+    """SHA-256 of what decides a model's arithmetic except the weights' values: settings and tensor shapes."""
     settings = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     text = json.dumps([settings, shapes], sort_keys=True, default=str)
@@ -164,10 +164,10 @@ def hash_weights(model: PreTrainedModel) -> str:
 
 
 def check_model(calibration: Calibration, model: PreTrainedModel, path: str = "calibration") -> None:
-    """Refuse a model of another shape or dtype than was calibrated."""
+    """Reject a model of another shape or dtype than was calibrated."""
     if calibration.model_hash != hash_model(model):
         names = f"{calibration.model_hash[:12]} ({calibration.model}), this one is {hash_model(model)[:12]}"
-        raise ConfigError(f"{path}: calibrates another model, {names}: run `shoal calibrate` on it")
+        raise ConfigError(f"{path}: is for another model, {names}: run `shoal calibrate` on this one")
     dtype = str(model.dtype).removeprefix("torch.")
     if calibration.dtype != dtype:
-        raise ConfigError(f"{path}: calibrates {calibration.dtype}, the model is loaded in {dtype}")
+        raise ConfigError(f"{path}: is for {calibration.dtype}, the model is loaded in {dtype}")

@@ -1,4 +1,4 @@
-"""The statistics of one chunk of 32 tokens: what calibration measures on honest rollouts and checks compare with it."""
+"""The statistics of one chunk of 32 tokens: measured on honest rollouts by calibration, and compared by the checks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -7,19 +7,19 @@ import numpy as np
 
 from shoal.engine.base import CHUNK
 from shoal.rollout import Rollout
-from shoal.toploc.logprobs import compare_logprobs
 from shoal.toploc.replay import Replay
+from shoal.toploc.token_checks import compare_logprobs
 from shoal.toploc.verify import ChunkResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkStats:
-    """Larger is worse in all but `bias`, which has a sign."""
+    """Larger is worse for all except `bias`, which is signed."""
 
     tokens: int
     """32, or fewer in a rollout's last chunk"""
     exponent: float
-    """of the verifier's top values, those whose exponent differs from the proof's"""
+    """how many of the verifier's top values have a different exponent in the proof"""
     mantissa: float
     """mean difference of the other values' mantissas, in units of the last bfloat16 bit"""
     median: float
@@ -37,7 +37,7 @@ class ChunkStats:
 
     @property
     def is_full(self) -> bool:
-        """A short chunk commits to smaller values of fewer tokens, and is noisier: it has thresholds of its own."""
+        """A short chunk commits to smaller values of fewer tokens and is noisier: it has thresholds of its own."""
         return self.tokens == CHUNK
 
 
@@ -49,10 +49,10 @@ def measure_chunks(
 ) -> list[ChunkStats]:
     """One record per chunk of an admitted rollout; `results` are those of its proofs.
 
-    Without seeds there was no draw to be distant from: the distances are 0.
+    Without seeds there is no draw to be distant from: the distances are 0.
     """
     starts = np.arange(0, rollout.num_tokens, CHUNK)
-    assert len(results) >= len(starts), "every chunk has a result; surplus proofs have one more"
+    assert len(results) >= len(starts), "every chunk has a result; surplus proofs add one more"
     counts = np.diff(starts, append=rollout.num_tokens)
     gaps = compare_logprobs(rollout.logprobs, replay.logprobs)
     distances = replay.distances if seeded else np.zeros(rollout.num_tokens)

@@ -1,10 +1,10 @@
 """Arithmetic in the prime field of 65497 elements, for the polynomials of many chunks at once.
 
 Shapes: B chunks, n points of each, k coefficients in ascending order.
-- An element is a float64 that holds an integer, and stands for its residue. `reduce` brings it to at most `REACH` in
+- An element is a float64 that holds an integer and represents its residue. `reduce` brings it to at most `REACH` in
   magnitude; a product of two such is at most 2^30, and float64 holds the sum of 2^22 of those exactly. Matrix products
-  of field elements are therefore exact, whatever order a library sums in: no result depends on threads or batch.
-- Powers of a point come as two short lists, x^(16 a + b) = (x^16)^a x^b, so a polynomial of 128 coefficients costs 22
+  of field elements are therefore exact, whatever the order of summation: no result depends on threads or batch.
+- Powers of a point are two short lists, x^(16 a + b) = (x^16)^a x^b, so a polynomial of 128 coefficients costs 22
   multiplications with reduction per point, and the rest is a matrix product.
 """
 
@@ -20,7 +20,7 @@ P = 65497
 REACH = 2**15
 """Bound on the magnitude of a reduced element."""
 LAZY = 128
-"""Products of three reduced elements, at most 2^45 each, whose sum needs no reduction on the way."""
+"""Products of three reduced elements, at most 2^45 each, that can be summed without intermediate reduction."""
 SHORT = 16
 """Entries in the list of low powers; the other list has k / 16."""
 BLOCK = 8
@@ -58,7 +58,7 @@ def raise_power(x: Elements, exponent: int) -> Elements:
 
 
 def list_powers(x: Elements, count: int) -> Elements:
-    """x^0 .. x^(count-1) along a new first axis; each round multiplies all powers known by the highest."""
+    """x^0 .. x^(count-1) along a new first axis; each round multiplies all known powers by the highest."""
     powers = np.empty((count, *x.shape))
     powers[0] = 1
     powers[1:2] = x
@@ -107,7 +107,7 @@ def expand_roots(points: Elements) -> Elements:
     """Coefficients (B, k + 1) of the products over i of (x - x_i), as a tree: factors, pairs, pairs of pairs."""
     chunks, k = points.shape
     padding = (1 << (k - 1).bit_length()) - k
-    # a root at 0 only shifts the coefficients by one, so any number of factors can be made a power of two
+    # A root at 0 only shifts the coefficients by one, so any number of factors can be padded to a power of two.
     factors = np.zeros((k + padding, chunks, 1))
     factors[:k, :, 0] = -points.T
     while len(factors) > 1:
@@ -129,7 +129,7 @@ def interpolate(points: Elements, values: Elements) -> Elements:
     powers = Vandermonde(points, k)
     slope = powers.evaluate(reduce(master[:, 1:] * np.arange(1, k + 1)))
     weights = reduce(values * invert(slope))
-    # read from the highest power down, the polynomial part is the beginning of a product
+    # Read from the highest power down, the polynomial part is the beginning of a product.
     return reduce(multiply(master[:, :0:-1], powers.sum_powers(weights))[:, k - 1 :: -1])
 
 

@@ -1,8 +1,8 @@
-"""What a check found: a number, the number allowed, and where.
+"""The result of a check: a number, its threshold, and where.
 
-- Every statistic is oriented so that larger is worse, and a finding fails when it exceeds its threshold. NaN fails:
-  what cannot be compared was not shown to be honest.
-- A finding is evidence for both sides. It says by how much, so a verdict can be explained to the accused.
+- Every statistic is oriented so that larger is worse, and a finding fails when it exceeds its threshold. NaN fails: a
+  value that cannot be compared was not shown to be honest.
+- A finding is evidence for both sides. It states by how much, so a verdict can be explained to the accused.
 """
 
 import math
@@ -11,47 +11,36 @@ from enum import StrEnum
 
 
 class Check(StrEnum):
-    """What was compared. Thresholds come from calibration, then from chance alone, at last from a rule."""
+    """What was compared. First checks with a calibrated threshold, then with one from probability, then rules."""
 
-    EXPONENT = "toploc_exponent"
-    MANTISSA = "toploc_mantissa"
-    MEDIAN = "toploc_median"
-    SIGN = "toploc_sign"
-    SAMPLING = "sampling"
-    LOGPROB = "logprob"
-    SEQUENCE = "sequence"
-    OUTSIDE = "toploc_outside"
-    EOS = "eos_probability"
-    HAZARD = "hazard"
-    SHAPE = "shape"
-    TAIL = "tail"
-    PROOF = "toploc_fault"
-    ENDING = "termination"
-    FORM = "form"
+    phrase: str
+    """description of the statistic"""
 
+    def __new__(cls, value: str, phrase: str) -> "Check":
+        member = str.__new__(cls, value)
+        member._value_, member.phrase = value, phrase
+        return member
 
-_PHRASES = {
-    Check.EXPONENT: "values whose exponent differs from the proof's",
-    Check.MANTISSA: "mean difference of mantissas from the proof's",
-    Check.MEDIAN: "median difference of mantissas from the proof's",
-    Check.SIGN: "values whose sign differs from the proof's",
-    Check.OUTSIDE: "other places where the proof shows a top value",
-    Check.SAMPLING: "probability between the seed's draw and the token",
-    Check.LOGPROB: "difference of the log-prob from the recomputed one",
-    Check.SEQUENCE: "log evidence of all chunks together",
-    Check.SHAPE: "log evidence that tokens were chosen in another way",
-    Check.TAIL: "log evidence that tokens come from too far out",
-    Check.EOS: "-log10 of the end token's probability",
-    Check.HAZARD: "log evidence that the end came too early or too late",
-    Check.PROOF: "proofs that are missing, surplus or malformed",
-    Check.ENDING: "breaches of the stop rule",
-    Check.FORM: "fields that differ from the request or are out of range",
-}
+    EXPONENT = "toploc_exponent", "values whose exponent differs from the proof's"
+    MANTISSA = "toploc_mantissa", "mean difference of mantissas from the proof's"
+    MEDIAN = "toploc_median", "median difference of mantissas from the proof's"
+    SIGN = "toploc_sign", "values whose sign differs from the proof's"
+    SAMPLING = "sampling", "probability between the seed's draw and the token"
+    LOGPROB = "logprob", "difference of the log-prob from the recomputed one"
+    SEQUENCE = "sequence", "log evidence of all chunks together"
+    OUTSIDE = "toploc_outside", "other places where the proof shows a top value"
+    EOS = "eos_probability", "-log10 of the end token's probability"
+    HAZARD = "hazard", "log evidence that the end came too early or too late"
+    SHAPE = "shape", "log evidence that tokens were chosen in another way"
+    TAIL = "tail", "log evidence that tokens come from too far out"
+    PROOF = "toploc_fault", "proofs that are missing, surplus or malformed"
+    ENDING = "termination", "breaches of the stop rule"
+    FORM = "form", "fields that differ from the request or are out of range"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One statistic against its threshold; `where` names the chunk, token or field."""
+class CheckResult:
+    """One statistic and its threshold; `where` names the chunk, token or field."""
 
     check: Check
     statistic: float
@@ -66,11 +55,11 @@ class Finding:
     def reason(self) -> str:
         verdict = "more than the allowed" if self.failed else "within the allowed"
         numbers = f"{self.statistic:.4g}, {verdict} {self.threshold:.4g}"
-        return f"{self.check} at {self.where}: {_PHRASES[self.check]} {numbers}"
+        return f"{self.check} at {self.where}: {self.check.phrase} {numbers}"
 
 
-def rank_finding(finding: Finding) -> tuple[bool, float]:
-    """For sorting: failed ones last, then by how many thresholds the statistic amounts to."""
+def rank_finding(finding: CheckResult) -> tuple[bool, float]:
+    """Sort key: failed findings last, then by statistic / threshold."""
     if math.isnan(finding.statistic):
         return True, math.inf
     if finding.threshold > 0:

@@ -1,8 +1,8 @@
-"""The proof format: a modulus and the coefficients of one polynomial, as bytes, and what makes bytes a proof.
+"""The proof format: a modulus and the coefficients of one polynomial, as bytes, and when bytes are a valid proof.
 
 A proof of k values is 2 + 2 k bytes: the modulus, then k coefficients by ascending power, each a big-endian uint16. It
-says: at (flat index mod modulus) of each committed value, the polynomial over the field of 65497 elements takes the
-value's bfloat16 pattern. Every commitment has one encoding; bytes that are not it are a `Fault`, never an exception.
+states: at (flat index mod modulus) of each committed value, the polynomial over the field of 65497 elements takes the
+value's bfloat16 pattern. Every commitment has one encoding; any other bytes are a `Fault`, never an exception.
 """
 
 from base64 import b64decode, b64encode
@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 from shoal.toploc.field import P
 
 CHUNK_SIZE = 32
-"""Tokens per proof. Changing breaks: exchange of proofs with everyone else."""
+"""Tokens per proof. Changing breaks: exchange of proofs with all other implementations."""
 TOPK = 128
-"""Values per proof. Changing breaks: exchange of proofs with everyone else."""
+"""Values per proof. Changing breaks: exchange of proofs with all other implementations."""
 MODULUS_SLACK = 1024
-"""How far below P a modulus may lie where a chunk has more values than P.
+"""How far below P a modulus may be if a chunk has more values than P.
 
 For 128 scattered indices a modulus fails with probability 0.12 (8128 pairs, each congruent with chance 1/P), so honest
-provers stop after a few steps. The slack is for models whose top values sit in runs of neighbouring channels."""
+provers stop after a few steps. The slack is for models whose top values are in runs of neighbouring channels."""
 MISSING_DEGREES = 2
-"""Leading coefficients that may be zero. The leading one of an honest proof is with chance 1/P, three with 4e-15."""
+"""Leading coefficients that may be zero. In an honest proof the leading one is with chance 1/P, three with 4e-15."""
 
 
 class Fault(StrEnum):
-    """Why a proof is void whatever it evaluates to."""
+    """Why a proof is invalid, whatever it evaluates to."""
 
     MISSING = "missing"
     """no proof for this chunk"""
@@ -38,13 +38,13 @@ class Fault(StrEnum):
     UNREADABLE = "unreadable"
     """not bytes, or text that is not base64"""
     NULL = "null"
-    """modulus 0: what the published builder writes when it fails"""
+    """modulus 0: written by the published builder when it fails"""
     LENGTH = "length"
     """not 2 + 2 k bytes"""
     MODULUS = "modulus"
     """a modulus that no honest prover finds"""
     COEFFICIENT = "coefficient"
-    """a coefficient of P or more, which is a second name of a smaller one"""
+    """a coefficient of P or more, which is equivalent to a smaller one"""
     DEGREE = "degree"
     """a polynomial of lower degree than 3 below its number of coefficients"""
 
@@ -57,13 +57,13 @@ def pack_proofs(moduli: NDArray[np.int64], coefficients: NDArray[np.uint16]) -> 
 
 
 def unpack_proofs(proofs: Sequence[bytes]) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
-    """Moduli (B) and coefficients (B, k) of proofs of equal length in which `find_fault` found none."""
+    """Moduli (B) and coefficients (B, k) of proofs of equal length for which `find_fault` found nothing."""
     words = np.frombuffer(b"".join(proofs), dtype=">u2").reshape(len(proofs), -1)
     return words[:, 0].astype(np.int64), words[:, 1:].astype(np.uint16)
 
 
 def find_fault(proof: object, *, points: int, values: int) -> Fault | None:
-    """What is wrong with the form of a proof of `points` out of `values`; coefficients are looked at elsewhere."""
+    """What is wrong with the format of a proof of `points` out of `values`; coefficients are checked elsewhere."""
     if not isinstance(proof, bytes):
         return Fault.UNREADABLE
     modulus = int.from_bytes(proof[:2])
@@ -76,12 +76,12 @@ def find_fault(proof: object, *, points: int, values: int) -> Fault | None:
 
 
 def encode_proofs(proofs: Sequence[bytes]) -> list[str]:
-    """Base64 forms of proofs."""
+    """Encode proofs as base64."""
     return [b64encode(proof).decode() for proof in proofs]
 
 
 def decode_proofs(texts: Sequence[object]) -> list[bytes | None]:
-    """Proofs of base64 forms; None, which verifies as `Fault.UNREADABLE`, for what is not the one form of any bytes."""
+    """Decode proofs from base64; None, which verifies as `Fault.UNREADABLE`, for text that is not canonical base64."""
     return [_decode_proof(text) for text in texts]
 
 
@@ -92,4 +92,4 @@ def _decode_proof(text: object) -> bytes | None:
         proof = b64decode(text, validate=True)
     except Base64Error:
         return None
-    return proof if b64encode(proof).decode() == text else None  # the last character may have idle bits
+    return proof if b64encode(proof).decode() == text else None  # the last character may have unused bits

@@ -1,7 +1,7 @@
-"""One prefill with the trusted weights over prompts and submitted tokens of many rollouts.
+"""One prefill with the trusted weights over the prompts and submitted tokens of many rollouts.
 
-- Rollouts come from strangers: `admit_rollout` compares every field with the request and checks type, length and range
-  before the model sees a token. It returns arrays of our own, so nothing of the peer's is read twice.
+- Rollouts are untrusted: `admit_rollout` compares every field with the request and checks type, length and range
+  before the model sees a token. It returns new arrays, so nothing from the peer is read twice.
 - Prompts that rollouts share are computed once per pack. Memory is bounded by `pack_tokens` for states and by
   `SLICE_ELEMENTS` for logits, whatever the vocabulary; a longer rollout has a pack to itself.
 - Row t of `hidden` is the state from which token t was chosen, as in the engine's sink.
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shoal.learner.sample import Pack, Sample, build_packs
 from shoal.policy.decoder import Layer, compute_logits, fuse_layers, is_lean, run_decoder
+from shoal.policy.packing import Pack, Sample, build_packs
 from shoal.rollout import Finish, Request, Rollout, VersionRange
 from shoal.seeds import uniform_rows
-from shoal.toploc.sampling import measure_distances
-from shoal.toploc.shape import measure_masses, measure_tilts
+from shoal.toploc.shape_test import measure_masses, measure_tilts
+from shoal.toploc.token_checks import measure_distances
 
 PACK_TOKENS = 2048
 SLICE_ELEMENTS = 2**23
@@ -30,7 +30,7 @@ _SCALARS = {"id": (str,), "seed": (int,), "temperature": (int, float)}
 
 
 class RolloutError(ValueError):
-    """A submitted rollout that cannot be replayed: `field` says which part, the text why."""
+    """A submitted rollout that cannot be replayed: `field` names the part, the text gives the reason."""
 
     def __init__(self, field: str, text: str) -> None:
         super().__init__(f"{field}: {text}")
@@ -39,24 +39,28 @@ class RolloutError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Replay:
-    """What the verifier finds for one rollout of T tokens."""
+    """What the verifier computes for one rollout of T tokens."""
 
     hidden: Tensor
     """(T, W) states after the final norm"""
     logprobs: np.ndarray
     """(T,) float32 behaviour log-probs of the submitted tokens"""
     distances: np.ndarray
-    """(T,) float64, see toploc/sampling.py"""
+    """(T,) float64, see toploc/token_checks.py"""
     eos_probs: np.ndarray
     """(T,) float32 probability of the end token at each place"""
     tilts: np.ndarray
-    """(T, S) float64, see toploc/shape.py; S = 0 unless asked for"""
+    """(T, S) float64, see toploc/shape_test.py; S = 0 unless asked for"""
     masses: np.ndarray
-    """(T,) float64, probability of all likelier tokens, see toploc/shape.py"""
+    """(T,) float64, probability of all likelier tokens, see toploc/shape_test.py"""
+
+
+_COLUMNS = ("logprobs", "distances", "eos_probs", "tilts", "masses")
+"""Arrays of a replay, in the order in which `_score_slice` returns them."""
 
 
 def admit_rollout(rollout: Rollout, request: Request, model: PreTrainedModel) -> Rollout:
-    """The rollout with checked arrays of our own, or a `RolloutError` that names what is wrong with it."""
+    """The rollout with checked arrays of our own; `RolloutError` names what is wrong with it."""
     config = model.config
     _check_fields(rollout, request)
     prompt_ids = _admit_ids("prompt_ids", rollout.prompt_ids, config.vocab_size)
@@ -84,7 +88,7 @@ def replay_rollouts(
     shape: bool = False,
     pack_tokens: int = PACK_TOKENS,
 ) -> list[Replay]:
-    """Replays in the order of the rollouts, which must have been admitted and have ids of their own."""
+    """Replays in the order of the rollouts, which must be admitted and have unique ids."""
     return replay_batches(model, [rollouts], eos_id=eos_id, shape=shape, pack_tokens=pack_tokens)[0]
 
 
@@ -97,24 +101,18 @@ def replay_batches(
     shape: bool = False,
     pack_tokens: int = PACK_TOKENS,
 ) -> list[list[Replay]]:
-    """Replays of several batches, each with the bits that it has alone: none shares a pack with another."""
+    """Replays of several batches, each bitwise as if alone: none shares a pack with another."""
     layers = fuse_layers(model) if is_lean(model) and any(batches) else None
     return [_replay_batch(model, layers, batch, eos_id, shape, pack_tokens) for batch in batches]
 
 
 def join_replays(spans: Sequence[VersionRange], replays: Mapping[int, Replay]) -> Replay:
-    """One replay of a rollout that several versions wrote, from whole replays under each of them."""
+    """One replay of a rollout that several versions generated, from full replays under each of them."""
     if len(spans) == 1:
         return replays[spans[0].version]
     parts = [(replays[span.version], slice(span.start, span.end)) for span in spans]
-    return Replay(
-        hidden=torch.cat([replay.hidden[rows] for replay, rows in parts]),
-        logprobs=np.concatenate([replay.logprobs[rows] for replay, rows in parts]),
-        distances=np.concatenate([replay.distances[rows] for replay, rows in parts]),
-        eos_probs=np.concatenate([replay.eos_probs[rows] for replay, rows in parts]),
-        tilts=np.concatenate([replay.tilts[rows] for replay, rows in parts]),
-        masses=np.concatenate([replay.masses[rows] for replay, rows in parts]),
-    )
+    columns = {name: np.concatenate([getattr(replay, name)[rows] for replay, rows in parts]) for name in _COLUMNS}
+    return Replay(hidden=torch.cat([replay.hidden[rows] for replay, rows in parts]), **columns)
 
 
 def _check_fields(rollout: Rollout, request: Request) -> None:
@@ -136,18 +134,14 @@ def _admit_ids(field: str, ids: np.ndarray, vocabulary: int) -> np.ndarray:
 
 def _check_spans(spans: Sequence[VersionRange], num_tokens: int) -> None:
     """Versions must cover the tokens in order, without gaps."""
-    if not isinstance(spans, list | tuple) or not all(_is_span(span) for span in spans):
+    if not isinstance(spans, list | tuple) or not all(isinstance(span, VersionRange) for span in spans):
+        raise RolloutError("versions", "must be a list of ranges")
+    if not all(isinstance(number, int) for span in spans for number in (span.version, span.start, span.end)):
         raise RolloutError("versions", "must be ranges of whole numbers")
     edges = [0, *(span.end for span in spans)]
     starts = [span.start for span in spans]
     if starts != edges[:-1] or edges[-1] != num_tokens or any(span.end <= span.start for span in spans):
         raise RolloutError("versions", "must cover the tokens in order, without gaps")
-
-
-def _is_span(span: object) -> bool:
-    return isinstance(span, VersionRange) and all(
-        isinstance(number, int) for number in (span.version, span.start, span.end)
-    )
 
 
 def _replay_batch(
@@ -158,7 +152,7 @@ def _replay_batch(
     shape: bool,
     pack_tokens: int,
 ) -> list[Replay]:
-    assert len({rollout.id for rollout in rollouts}) == len(rollouts), "every rollout has an id of its own"
+    assert len({rollout.id for rollout in rollouts}) == len(rollouts), "rollout ids are unique"
     if not rollouts:
         return []
     prompts: dict[bytes, int] = {}
@@ -180,24 +174,17 @@ def _replay_pack(
         _score_slice(compute_logits(model, rows), tokens, temperatures, draws, eos_id, shape)
         for rows, tokens, temperatures, draws in zip(*(values.split(size) for values in inputs), strict=True)
     ]
-    columns = [torch.cat(column).numpy() for column in zip(*parts, strict=True)]
+    columns = {name: torch.cat(part).numpy() for name, part in zip(_COLUMNS, zip(*parts, strict=True), strict=True)}
     ends = np.cumsum([rollout.num_tokens for rollout in rollouts])
     spans = [slice(end - rollout.num_tokens, end) for rollout, end in zip(rollouts, ends, strict=True)]
     return {
-        rollout.id: Replay(
-            hidden=hidden[span],
-            logprobs=columns[0][span],
-            distances=columns[1][span],
-            eos_probs=columns[2][span],
-            tilts=columns[3][span],
-            masses=columns[4][span],
-        )
+        rollout.id: Replay(hidden=hidden[span], **{name: column[span] for name, column in columns.items()})
         for rollout, span in zip(rollouts, spans, strict=True)
     }
 
 
 def _draw_uniforms(rollouts: Sequence[Rollout]) -> np.ndarray:
-    """Every token's uniform, in order of the rollouts: short rollouts are cheaper together than one by one."""
+    """The uniform of every token, in order of the rollouts: short rollouts are cheaper together than one by one."""
     lengths = [rollout.num_tokens for rollout in rollouts]
     seeds = np.repeat(np.array([rollout.seed for rollout in rollouts], dtype=np.uint64), lengths)
     return uniform_rows(seeds, np.concatenate([np.arange(length) for length in lengths]), 1)[:, 0]

@@ -1,12 +1,12 @@
-"""Proofs while an engine generates: hidden states go in as they are computed, proofs come out when a rollout is done.
+"""Proofs during generation: hidden states go in as they are computed, proofs come out when a rollout is done.
 
-- Feed rows of a rollout in order, any number at a time. A gap or a repeat is a bug of the engine's, and asserted.
-- Of a full chunk only the committed values are kept, 128 indices and patterns. Full chunks wait for that in a buffer of
-  at most `WAITING_BYTES`, and the values for interpolation, until `BATCH` chunks of any rollouts are together: one by
-  one either would cost many times more.
-- Which weights computed a row does not matter here; a swap in mid-rollout changes nothing.
+- Feed the rows of a rollout in order, any number at a time. A gap or a repeat is a bug in the engine, and asserted.
+- Of a full chunk only the committed values are kept, 128 indices and patterns. Full chunks wait for selection in a
+  buffer of at most `WAITING_BYTES`, and selected values wait for interpolation until there are `BATCH` chunks of any
+  rollouts: processed one by one, either would cost many times more.
+- It does not matter which weights computed a row; a swap during a rollout changes nothing.
 
-Life of a chunk: rows -> full -> values -> proof; a rollout's last, shorter chunk is full when the rollout is taken.
+Life of a chunk: rows -> full -> values -> proof; a rollout's last, shorter chunk counts as full when it is taken.
 """
 
 from collections.abc import Sequence
@@ -22,44 +22,42 @@ from shoal.toploc.proof import CHUNK_SIZE, TOPK
 from shoal.toploc.select import check_sizes, group_chunks, select_top
 
 WAITING_BYTES = 1 << 22
-"""Full chunks that wait for selection, unless one alone is larger."""
+"""Full chunks that wait for selection, unless a single one is larger."""
 
 
 @dataclass(slots=True)
-class _Draft:
-    """A rollout under way."""
+class _OpenRollout:
+    """A rollout in progress."""
 
     num_rows: int = 0
     pieces: list[Tensor] = field(default_factory=list)
-    """bfloat16 rows of the chunk under way"""
+    """bfloat16 rows of the current chunk"""
     proofs: list[bytes] = field(default_factory=list)
     """one per full chunk, empty until it is built"""
 
 
-_Slot = tuple[_Draft, int]
+_Slot = tuple[_OpenRollout, int]
 """Where a proof belongs."""
 _Values = tuple[NDArray[np.int64], NDArray[np.uint16]]
 
 
 class ProofBuilder:
-    """A sink for an engine's hidden states; `take` and `take_many` give the proofs of finished rollouts."""
+    """A sink for an engine's hidden states; `take` and `take_many` return the proofs of finished rollouts."""
 
     def __init__(self, *, topk: int = TOPK, chunk_size: int = CHUNK_SIZE) -> None:
         check_sizes(chunk_size, topk)
         self._topk, self._chunk_size = topk, chunk_size
-        self._drafts: dict[str, _Draft] = {}
+        self._drafts: dict[str, _OpenRollout] = {}
         self._buffer = torch.empty(0, chunk_size, 0, dtype=torch.bfloat16)
         self._places: tuple[Tensor, ...] = ()
-        self._full: list[tuple[_Slot, int]] = []  # of each chunk in the buffer, with its number of values
+        self._full: list[tuple[_Slot, int]] = []  # slot and number of values of each chunk in the buffer
         self._values: dict[int, list[tuple[list[_Slot], _Values]]] = {}
         self._num_values = 0
 
     def __call__(self, rollout_id: str, start: int, hidden: Tensor) -> None:
-        """Add rows (rows, width) of a rollout from token `start` on."""
-        draft = self._drafts.get(rollout_id)
-        if draft is None:
-            draft = self._drafts[rollout_id] = _Draft()
-        assert start == draft.num_rows, f"{rollout_id}: rows from {start} follow {draft.num_rows}"
+        """Add rows (rows, width) of a rollout, starting with token `start`."""
+        draft = self._drafts.setdefault(rollout_id, _OpenRollout())
+        assert start == draft.num_rows, f"{rollout_id}: got rows from {start}, expected {draft.num_rows}"
         if hidden.requires_grad:
             hidden = hidden.detach()
         room = self._chunk_size - start % self._chunk_size
@@ -70,12 +68,12 @@ class ProofBuilder:
             self._add_rows(draft, rows)
 
     def take(self, rollout_id: str) -> list[bytes]:
-        """The proofs of all rows that a rollout was fed, which is then forgotten; none if it was never fed."""
+        """The proofs of all rows of a rollout, which is then forgotten; none if it has no rows."""
         return self.take_many([rollout_id])[0]
 
     def take_many(self, rollout_ids: Sequence[str]) -> list[list[bytes]]:
         """`take` of each; their last chunks are built together, which is several times faster than one by one."""
-        drafts = [self._drafts.pop(rollout_id, _Draft()) for rollout_id in rollout_ids]
+        drafts = [self._drafts.pop(rollout_id, _OpenRollout()) for rollout_id in rollout_ids]
         for draft in drafts:
             if draft.pieces:
                 self._join_pieces(draft)
@@ -85,11 +83,11 @@ class ProofBuilder:
         return [draft.proofs for draft in drafts]
 
     def drop(self, rollout_id: str) -> None:
-        """Forget a rollout that was cancelled; what waits of it is built and lost."""
+        """Forget a cancelled rollout; its waiting chunks are built and discarded."""
         self._drafts.pop(rollout_id, None)
 
-    def _add_rows(self, draft: _Draft, hidden: Tensor) -> None:
-        """Add rows that do not reach beyond the chunk under way."""
+    def _add_rows(self, draft: _OpenRollout, hidden: Tensor) -> None:
+        """Add rows that fit into the current chunk."""
         rows, width = hidden.shape
         draft.num_rows += rows
         if rows == self._chunk_size:
@@ -99,27 +97,24 @@ class ProofBuilder:
             if not draft.num_rows % self._chunk_size:
                 self._join_pieces(draft)
 
-    def _join_pieces(self, draft: _Draft) -> None:
-        """Close the chunk under way."""
+    def _join_pieces(self, draft: _OpenRollout) -> None:
+        """Close the current chunk."""
         rows = torch.cat(draft.pieces)
         draft.pieces.clear()
         self._find_place(draft, *rows.shape)[: len(rows)] = rows
 
-    def _find_place(self, draft: _Draft, rows: int, width: int) -> Tensor:
-        """Where a rollout's next chunk, which is full, waits for selection."""
+    def _find_place(self, draft: _OpenRollout, rows: int, width: int) -> Tensor:
+        """The buffer in which a rollout's next full chunk waits for selection."""
         if len(self._full) == len(self._places) or width != self._places[0].shape[1]:
             self._select_values()
-            self._fit_places(width)
+            if self._buffer.shape[2] != width:
+                places = min(BATCH, max(1, WAITING_BYTES // (2 * self._chunk_size * width)))
+                with torch.inference_mode(False):  # the buffer outlives the inference mode of the calling engine
+                    self._buffer = torch.empty(places, self._chunk_size, width, dtype=torch.bfloat16)
+                    self._places = self._buffer.unbind(0)
         self._full.append(((draft, len(draft.proofs)), rows * width))
         draft.proofs.append(b"")
         return self._places[len(self._full) - 1]
-
-    def _fit_places(self, width: int) -> None:
-        if self._buffer.shape[2] != width:
-            places = min(BATCH, max(1, WAITING_BYTES // (2 * self._chunk_size * width)))
-            with torch.inference_mode(False):  # they outlive the mode in which an engine calls
-                self._buffer = torch.empty(places, self._chunk_size, width, dtype=torch.bfloat16)
-                self._places = self._buffer.unbind(0)
 
     def _select_values(self) -> None:
         slots = [slot for slot, _ in self._full]

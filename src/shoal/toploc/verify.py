@@ -1,15 +1,15 @@
-"""Checking proofs against the verifier's own hidden states: numbers for every chunk, and no exception for any bytes.
+"""Checking proofs against the verifier's own hidden states: numbers for every chunk; no bytes raise an exception.
 
 For each of the k positions where the verifier's own states are largest, the proof's polynomial gives the bfloat16
 pattern that the prover claims there:
-- exponents differ: a mismatch. A position the prover did not commit to gives a random pattern, a mismatch but for luck;
+- exponents differ: a mismatch. A position the prover did not commit to gives a random pattern, which mismatches except
+  by chance;
 - exponents equal: the mantissas differ by 0 .. 127, of which mean and median are taken, and the signs may differ.
   -0.0 and 0.0 agree. NaN agrees with NaN.
-Elsewhere an honest polynomial is as good as random. At `OUTSIDE` positions spread over the rest of the chunk, those are
-counted at which it shows an exponent that the top values have: one in a hundred by chance, all for a polynomial that
-says the same everywhere.
+Elsewhere an honest polynomial is effectively random. `OUTSIDE` positions spread over the rest of the chunk are tested
+for an exponent that the top values have: one in a hundred hits by chance, all hit for a polynomial that is constant.
 
-A result with a fault has failed, whatever its numbers are; numbers that could not be measured are the worst there are.
+A result with a fault has failed, whatever its numbers are; numbers that could not be measured get their worst value.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ from shoal.toploc.select import Bits, States, check_sizes, group_chunks, merge_n
 OUTSIDE = 32
 """Positions outside the top values at which a proof is evaluated."""
 BAND = 8
-"""Exponents, from the smallest of the top values upwards, that count as theirs: at most 3 % by chance."""
+"""Exponents, from the smallest of the top values upwards, that count as top exponents: at most 3 % by chance."""
 UNMEASURED = 2.0**64
-"""Mantissa errors where no exponent agrees, as in the published package."""
+"""Mantissa error if no exponent agrees, as in the published package."""
 
 _SHARES = token_uniforms(derive_seed("toploc", "outside"), 0, OUTSIDE) + np.arange(OUTSIDE)
 _EXPONENT, _MANTISSA, _SIGN = np.uint16(0x7F80), np.uint16(0x7F), np.uint16(0x8000)
@@ -42,7 +42,7 @@ class ChunkResult:
     exp_mismatches: int
     """positions whose exponents differ, of `points`"""
     mant_err_mean: float
-    """mean difference of mantissas, 0 .. 127, where exponents agree; `UNMEASURED` where none does"""
+    """mean difference of mantissas, 0 .. 127, where exponents agree; `UNMEASURED` if none does"""
     mant_err_median: float
     """median of the same; of an even number, the mean of the middle two"""
     sign_mismatches: int
@@ -50,13 +50,13 @@ class ChunkResult:
     outside_hits: int
     """positions outside the top values that look like top values, of `outside_points`"""
     outside_points: int
-    """positions outside that were tried: `OUTSIDE`, less where a chunk has few values"""
+    """positions outside that were tried: `OUTSIDE`, fewer if a chunk has few values"""
     degree: int
-    """degree of the polynomial, 0 for a constant; -1 where there is none to read"""
+    """degree of the polynomial, 0 for a constant; -1 if there is none to read"""
     points: int
     """values that a proof of this chunk commits to"""
     fault: Fault | None = None
-    """why the proof is void, if it is"""
+    """why the proof is invalid, if it is"""
 
 
 def verify_proofs(
@@ -80,7 +80,7 @@ def verify_batch(
     topk: int = TOPK,
     prefills: Sequence[States | None] | None = None,
 ) -> list[list[ChunkResult]]:
-    """`verify_proofs` of many rollouts, faster together than one by one."""
+    """`verify_proofs` of many rollouts; faster together than one by one."""
     check_sizes(chunk_size, topk)
     parts = list_chunks(hiddens, chunk_size, prefills)
     claims: list[object] = []
@@ -94,7 +94,7 @@ def verify_batch(
 
 
 def _verify_chunks(chunks: Sequence[Bits], claims: Sequence[object], topk: int) -> list[ChunkResult]:
-    """The result of each flat chunk with its claim: a proof, or anything else that stands in its place."""
+    """The result of each flat chunk with its claim: a proof, or anything else in its place."""
     found: dict[int, ChunkResult] = {}
     for k, members in group_chunks(chunks, topk).items():
         sound: list[tuple[int, bytes]] = []
@@ -114,17 +114,21 @@ def _verify_chunks(chunks: Sequence[Bits], claims: Sequence[object], topk: int) 
 
 
 def _compare_chunks(chunks: Sequence[Bits], proofs: Sequence[bytes], k: int) -> list[ChunkResult]:
-    """Results of chunks with proofs whose form is right, all of k values."""
+    """Results of chunks with well-formed proofs, all of k values."""
     moduli, coefficients = unpack_proofs(proofs)
     indices, own = select_top(chunks, k)
-    spread = _spread_positions(chunks)
+    steps = np.array([len(chunk) / OUTSIDE for chunk in chunks])
+    # One position in each of OUTSIDE equal parts of a chunk; ascending, and repeated in a short one.
+    spread = np.floor(_SHARES * steps[:, None]).astype(np.int64)
     places = np.concatenate((indices, spread), axis=1) % moduli[:, None]
     values = Vandermonde(places.astype(np.float64), k).evaluate(reduce(coefficients.astype(np.float64)))
     claimed = merge_nans(to_canonical(values).view(np.int16)).view(np.uint16)
-    degrees = _measure_degrees(coefficients)
+    # Index of the last coefficient that is not zero, 0 if all are.
+    last = k - 1 - (coefficients[:, ::-1] != 0).argmax(axis=1)
+    degrees = np.where(coefficients.any(axis=1), last, 0)
     columns = (
         *_compare_patterns(claimed[:, :k], own),
-        *_count_outside(claimed[:, k:], own, _find_strangers(spread, places, k)),
+        *_count_outside(claimed[:, k:], own, _find_outside(spread, places, k)),
         degrees,
     )
     rows = zip(*(column.tolist() for column in columns), _find_faults(coefficients, degrees), strict=True)
@@ -134,12 +138,6 @@ def _compare_chunks(chunks: Sequence[Bits], proofs: Sequence[bytes], k: int) -> 
         else ChunkResult(exponents, mean, median, signs, hits, tried, degree, k, fault)
         for exponents, mean, median, signs, hits, tried, degree, fault in rows
     ]
-
-
-def _spread_positions(chunks: Sequence[Bits]) -> NDArray[np.int64]:
-    """One position (B, OUTSIDE) in each of as many equal parts of a chunk; ascending, and repeated in a short one."""
-    steps = np.array([len(chunk) / OUTSIDE for chunk in chunks])
-    return np.floor(_SHARES * steps[:, None]).astype(np.int64)
 
 
 def _compare_patterns(
@@ -158,15 +156,15 @@ def _compare_patterns(
 def _find_medians(
     errors: NDArray[np.int16], agree: NDArray[np.bool_], counts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Medians of the errors (B, k) where patterns agree; those that do not are sorted behind."""
+    """Medians of the errors (B, k) where patterns agree; the others are sorted to the end."""
     ranked = np.sort(np.where(agree, errors, np.int16(0x7FFF)), axis=1)
     rows = np.arange(len(errors))
     middles = ranked[rows, (counts - 1) // 2].astype(np.float64) + ranked[rows, counts // 2]
     return np.where(counts > 0, middles / 2, UNMEASURED)
 
 
-def _find_strangers(spread: NDArray[np.int64], places: NDArray[np.int64], k: int) -> NDArray[np.bool_]:
-    """Which of the spread positions (B, OUTSIDE) are no top value's, and not the same as the one before."""
+def _find_outside(spread: NDArray[np.int64], places: NDArray[np.int64], k: int) -> NDArray[np.bool_]:
+    """Which of the spread positions (B, OUTSIDE) belong to no top value and differ from the one before."""
     short = places.astype(np.uint16)  # residues of at most P
     known = (short[:, k:, None] == short[:, None, :k]).any(axis=2)
     fresh = np.diff(spread, axis=1, prepend=-1) > 0
@@ -174,22 +172,15 @@ def _find_strangers(spread: NDArray[np.int64], places: NDArray[np.int64], k: int
 
 
 def _count_outside(
-    claimed: NDArray[np.uint16], own: NDArray[np.uint16], strangers: NDArray[np.bool_]
+    claimed: NDArray[np.uint16], own: NDArray[np.uint16], outside: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Hits and trials among positions outside the top values."""
     exponents = (own & _EXPONENT) >> 7
     lowest = exponents.min(axis=1, keepdims=True)
     highest = np.minimum(exponents.max(axis=1, keepdims=True), lowest + (BAND - 1))
     shown = (claimed & _EXPONENT) >> 7
-    hits = strangers & (lowest <= shown) & (shown <= highest)
-    return hits.sum(axis=1), strangers.sum(axis=1)
-
-
-def _measure_degrees(coefficients: NDArray[np.uint16]) -> NDArray[np.int64]:
-    """Index of the last coefficient that is not zero, 0 if all are."""
-    k = coefficients.shape[1]
-    last = k - 1 - (coefficients[:, ::-1] != 0).argmax(axis=1)
-    return np.where(coefficients.any(axis=1), last, 0)
+    hits = outside & (lowest <= shown) & (shown <= highest)
+    return hits.sum(axis=1), outside.sum(axis=1)
 
 
 def _find_faults(coefficients: NDArray[np.uint16], degrees: NDArray[np.int64]) -> list[Fault | None]:
@@ -201,7 +192,7 @@ def _find_faults(coefficients: NDArray[np.uint16], degrees: NDArray[np.int64]) -
 
 
 def _void_result(points: int, fault: Fault) -> ChunkResult:
-    """The worst numbers, of a chunk whose proof says nothing."""
+    """The worst numbers, for a chunk with an invalid proof."""
     return ChunkResult(
         exp_mismatches=points,
         mant_err_mean=UNMEASURED,

@@ -1,1 +1,1 @@
-"""The trainer of a swarm: takes batches, trains, publishes versions; and the evaluator and origin beside it."""
+"""The trainer of a swarm: takes batches, trains, publishes versions. Also the evaluator."""

@@ -1,69 +1,138 @@
-"""From the coordinator's batch n to the groups of step n, in their one order.
+"""From the coordinator's batch n to the groups of step n, in a fixed order.
 
-    cut or read the batch -> check it -> fetch its files, several at a time -> read each in the jail -> pick -> groups
+    cut or read the batch -> check it -> fetch its files, several at a time -> read each in a sandbox -> pick -> groups
 
 Invariants:
-- the batch is the coordinator's signed word: the hash is that of its entries, their order is that of their indices, and
-  no version is older than the bound. A batch that is not so is a `TrainerError`, never trained;
-- a file is known by its hash and read under limits in another process; what it says is checked again here;
-- a group whose file is lost, cannot be read, or is not what its entry says, is left out alone. Which ones and why is on
-  disk before the step is trained, and decides: a repeated step leaves out the same.
+- the batch is signed by the coordinator: its hash is that of its entries, they are in order of their indices, and no
+  version is older than allowed. Any other batch is a `TrainerError`, never trained;
+- a file is identified by its hash and read in a sandbox, as a validator reads it: what `submission/read.py` checks
+  (sizes, ids below the vocabulary size, finite log-probs, rewards from 0 to 1) is not checked again here;
+- `pick_group` checks the rest of what could end the trainer or poison its weights if a validator were wrong or bribed;
+- a group whose file is lost, unreadable, or does not match its entry, is left out alone. Which groups and why is on
+  disk before the step is trained, and is binding: a repeated step leaves out the same groups.
 
     <run>/batches/step-000012.json        {"step", "hash", "left_out": {"<index>": reason}, "document"}
-    <run>/batches/files/step-000012/      files of a batch under way; removed when its version is written
+    <run>/batches/files/step-000012/      files of the current batch; removed when its version is written
 """
 
 import asyncio
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from shoal.files import hash_file, write_atomic
-from shoal.node.waits import RoleWaits
-from shoal.rollout import Group
-from shoal.swarm.asking import RefusedError
-from shoal.swarm.keepsakes import KeepError
-from shoal.swarm.messages import Batch, BatchAnswer, BatchEntry
-from shoal.swarm.rules.age import is_allowed
-from shoal.swarm.rules.batch import hash_batch
-from shoal.swarm.tags import DocumentError, Tag, open_document
+import numpy as np
+
+from shoal.errors import UnreachableError
+from shoal.identity.documents import DocumentError, Tag, open_document
+from shoal.net.retry import RefusedError
+from shoal.node.client import NodeClient
+from shoal.node.receipts import InvalidDocumentError
+from shoal.protocol.messages import MAX_ROLLOUTS, Batch, BatchAnswer, BatchEntry
+from shoal.protocol.params import RunParams, hash_batch, is_allowed
+from shoal.rollout import Group, Rollout
+from shoal.submission.limits import FormError, SubmissionLimits
+from shoal.submission.read import ParserPool, ParserPoolError, read_submission
+from shoal.tasks.length import read_target
 from shoal.trainer.errors import TrainerError
-from shoal.trainer.pick import Expected, UnreadableError, pick_group
-from shoal.trainer.reading import MAX_FILE_BYTES
+from shoal.util.files import hash_file, write_atomic
+from shoal.util.waits import RoleWaits
 
+MAX_LOGPROB = 1e-3
+"""a probability is at most 1, except for rounding"""
+MAX_FILE_BYTES = 1 << 29
+"""largest file of a submission; a limit of this machine, not of the run"""
 BATCH_S, FETCH_S, READ_S = 600.0, 600.0, 600.0
-KEEP_BACK_S = 20
-"""how long the coordinator may keep back the answer that there is no batch yet"""
+POLL_S = 20
+"""how long the coordinator may hold a request while there is no batch yet"""
 NUM_FETCHES = 8
-"""files under way at once"""
+"""concurrent downloads"""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
-"""between two questions for a batch that is not there yet"""
+"""pause between two requests for a batch that does not exist yet"""
 _LOST = frozenset({"not_found", "no_file"})
-"""codes of refusals that say that a file is gone"""
+"""codes of refusals that mean that a file is gone"""
 
 
-class BatchClient(Protocol):
-    """What is asked of a coordinator; `NodeClient` answers it."""
-
-    async def cut_batch(self, step: int, *, wait_s: int = 0) -> BatchAnswer: ...
-    async def fetch_blob(self, submission: str, blob: str, size: int, path: Path) -> None: ...
+class UnreadableError(Exception):
+    """A file or group that cannot be trained on; the reason in a few words."""
 
 
-class ReadGroups(Protocol):
-    """Reads the groups of a stranger's file under limits.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """Properties that every group of a run has."""
 
-    `UnreadableError` says what is wrong with it, `UnreachableError` that it could not be found out now.
+    vocab_size: int
+    context: int
+    """longest prompt plus completion"""
+    temperature: float
+    targets: frozenset[int] = frozenset()
+    """target lengths; empty if tasks have no target"""
+
+
+def pick_group(groups: Sequence[Group], entry: BatchEntry, expected: GroupSpec) -> Group:
+    """The group that an entry of a batch names, from the groups of its file."""
+    if not entry.place < len(groups):
+        raise UnreadableError(f"the file has {len(groups)} groups, not the one at place {entry.place}")
+    group = groups[entry.place]
+    if group.index != entry.index:
+        raise UnreadableError(f"the file has group {group.index} where group {entry.index} should be")
+    if read_target(group.task_id) not in (expected.targets or {0}):
+        raise UnreadableError("a task with an unknown target length")
+    prompt = group.rollouts[0].prompt_ids
+    for rollout in group.rollouts:
+        if not np.array_equal(rollout.prompt_ids, prompt):
+            raise UnreadableError("rollouts of different prompts")
+        _check_rollout(rollout, entry, expected)
+    return group
+
+
+def _check_rollout(rollout: Rollout, entry: BatchEntry, expected: GroupSpec) -> None:
+    if {span.version for span in rollout.versions} != {entry.version}:
+        raise UnreadableError(f"a rollout of a different version than v{entry.version}")
+    length = len(rollout.prompt_ids) + rollout.num_tokens
+    if length > expected.context:
+        raise UnreadableError(f"prompt and completion of {length} tokens (context size {expected.context})")
+    if rollout.logprobs.max() > MAX_LOGPROB:
+        raise UnreadableError(f"invalid log-prob {rollout.logprobs.max():.6g}")
+    if rollout.temperature != expected.temperature:
+        raise UnreadableError(f"sampled at temperature {rollout.temperature:g}")
+
+
+async def read_sandboxed(parsers: ParserPool, limits: SubmissionLimits, path: Path) -> Sequence[Group]:
+    """The groups of a file, parsed in a sandbox."""
+    try:
+        return (await read_submission(parsers, path, limits)).groups
+    except FormError as error:
+        raise UnreadableError(str(error)) from None
+    except ParserPoolError as error:
+        raise UnreachableError(str(error)) from None
+
+
+def limit_files(params: RunParams, expected: GroupSpec) -> SubmissionLimits:
+    """Limits of one file of a run, for the whole run.
+
+    No limit depends on a parameter that the operator may change: files from before and after a change are trained on,
+    and a repeated step must find the same files readable.
     """
+    return SubmissionLimits(
+        max_rollouts=MAX_ROLLOUTS,
+        group_size=params.group_size,
+        max_tokens=params.max_tokens,
+        vocab_size=expected.vocab_size,
+        max_prompt_tokens=expected.context,
+        file_bytes=MAX_FILE_BYTES,
+    )
 
-    async def __call__(self, path: Path) -> Sequence[Group]: ...
+
+ReadGroups = Callable[[Path], Awaitable[Sequence[Group]]]
+"""Reads the groups of an untrusted file under limits: `UnreadableError` if the file is invalid, `UnreachableError` if
+it could not be checked now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """What a step trains on."""
+    """The groups that a step trains on."""
 
     step: int
     hash: str
@@ -75,34 +144,36 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTerms:
-    """What a batch is held against."""
+    """What a batch is compared with."""
 
     run: str
     coordinator: str
     async_level: int
-    expected: Expected
+    expected: GroupSpec
 
 
 class BatchReader:
-    """Reads batches, one after the other or one ahead."""
+    """Reads batches in order, at most one ahead."""
 
-    def __init__(self, client: BatchClient, read: ReadGroups, waits: RoleWaits, folder: Path, terms: RunTerms) -> None:
+    def __init__(self, client: NodeClient, read: ReadGroups, waits: RoleWaits, folder: Path, terms: RunTerms) -> None:
         self._client, self._read, self._waits, self._terms = client, read, waits, terms
         self._folder, self._files = folder, folder / "files"
-        shutil.rmtree(self._files, ignore_errors=True)  # of an earlier process
+        shutil.rmtree(self._files, ignore_errors=True)  # left by an earlier process
         folder.mkdir(parents=True, exist_ok=True)
         self._slots = asyncio.Semaphore(NUM_FETCHES)
         self.reason = ""
-        """why there was no batch when it was last asked for"""
+        """why there was no batch at the last request"""
 
     async def read_batch(self, step: int) -> TrainBatch:
-        """The batch of step n, as soon as it can be cut. Its waits are not told: who is kept waiting by it says so."""
-        answer = await self._ask(step, told=False)
+        """The batch of step n, as soon as it can be cut. Its waits are not reported: the caller reports its own."""
+        answer = await self._ask(step, reported=False)
         batch = check_batch(step, answer, self._terms)
         folder = self._files / f"step-{step:06d}"
         folder.mkdir(parents=True, exist_ok=True)
-        names = {entry.submission: entry for entry in batch.groups}
-        parts = await asyncio.gather(*(self._read_file(entry, batch, folder) for entry in names.values()))
+        files: dict[str, list[BatchEntry]] = {}
+        for entry in batch.groups:
+            files.setdefault(entry.submission, []).append(entry)
+        parts = await asyncio.gather(*(self._read_file(entries, folder) for entries in files.values()))
         found = {index: result for part in parts for index, result in part.items()}
         left_out = self._settle_left_out(answer, batch, found)
         groups = tuple(
@@ -111,80 +182,83 @@ class BatchReader:
         return TrainBatch(step=step, hash=batch.hash, groups=groups, left_out=left_out)
 
     async def find_hash(self, step: int) -> str:
-        """The hash of a batch that was trained on: from its record, or from the coordinator where that is gone."""
+        """The hash of a batch that was trained on: from its record, or from the coordinator if the record is gone."""
         try:
             return str(json.loads(self._record_path(step).read_bytes())["hash"])
         except FileNotFoundError:
-            return check_batch(step, await self._ask(step, told=True), self._terms).hash
+            return check_batch(step, await self._ask(step, reported=True), self._terms).hash
 
     def drop_files(self, step: int) -> None:
-        """Step n is written: its files are not needed any more."""
+        """Remove the files of step n, whose version is written."""
         shutil.rmtree(self._files / f"step-{step:06d}", ignore_errors=True)
 
-    async def _ask(self, step: int, *, told: bool) -> BatchAnswer:
+    async def _ask(self, step: int, *, reported: bool) -> BatchAnswer:
         whom = f"the groups of step {step}"
-        return await self._waits.insist(
-            "cut", lambda: self._poll(step), for_whom=whom, timeout_s=BATCH_S, told=told, step=step
+        return await self._waits.retry_forever(
+            "cut", lambda: self._poll(step), waiting_for=whom, timeout_s=BATCH_S, reported=reported, step=step
         )
 
     async def _poll(self, step: int) -> BatchAnswer:
         loop = asyncio.get_running_loop()
         while True:
             started_s = loop.time()
-            answer = await self._client.cut_batch(step, wait_s=KEEP_BACK_S)
+            answer = await self._client.cut_batch(step, wait_s=POLL_S)
             self.reason = answer.reason
             if answer.batch is not None:
                 return answer
-            # A coordinator that did not keep the answer back wants to be asked less often.
+            # A coordinator that answers at once should be asked less often.
             lasted_s = loop.time() - started_s
             await asyncio.sleep(min(max(answer.retry_after_s - lasted_s, MIN_PAUSE_S), MAX_PAUSE_S))
 
-    async def _read_file(self, entry: BatchEntry, batch: Batch, folder: Path) -> dict[int, Group | UnreadableError]:
-        """The groups of a batch that are in one file, or what is wrong with each."""
-        entries = [other for other in batch.groups if other.submission == entry.submission]
+    async def _read_file(self, entries: Sequence[BatchEntry], folder: Path) -> dict[int, Group | UnreadableError]:
+        """The groups of a batch that are in one file, or the error of each."""
         async with self._slots:
             try:
-                path = await self._fetch(entry, folder)
-                groups = await self._waits.insist(
-                    "reading", lambda: self._read(path), for_whom="the reader of files", timeout_s=READ_S, told=False
+                path = await self._fetch(entries[0], folder)
+                groups = await self._waits.retry_forever(
+                    "reading",
+                    lambda: self._read(path),
+                    waiting_for="the reader of files",
+                    timeout_s=READ_S,
+                    reported=False,
                 )
             except UnreadableError as error:
-                return {other.index: error for other in entries}
-        return {other.index: _try_pick(groups, other, self._terms.expected) for other in entries}
+                return {entry.index: error for entry in entries}
+        return {entry.index: _try_pick(groups, entry, self._terms.expected) for entry in entries}
 
     async def _fetch(self, entry: BatchEntry, folder: Path) -> Path:
         path = folder / entry.blob
         if path.exists() and await asyncio.to_thread(hash_file, path) == entry.blob:
             return path
         try:
-            await self._waits.insist(
+            await self._waits.retry_forever(
                 "file",
                 lambda: self._client.fetch_blob(entry.submission, entry.blob, MAX_FILE_BYTES, path),
-                for_whom=f"the file of {entry.submission}",
+                waiting_for=f"the file of {entry.submission}",
                 timeout_s=FETCH_S,
-                told=False,
+                reported=False,
             )
         except RefusedError as error:
             if error.refusal.code not in _LOST:
                 raise
             raise UnreadableError(f"the coordinator lost its file: {error}") from None
-        except KeepError as error:
+        except InvalidDocumentError as error:
             raise UnreadableError(str(error)) from None
         return path
 
     def _settle_left_out(
         self, answer: BatchAnswer, batch: Batch, found: dict[int, Group | UnreadableError]
     ) -> dict[int, str]:
-        """What is left out, written down; for a step that is repeated, what was left out then."""
+        """Record which groups are left out; for a repeated step, return what was recorded before."""
         bad = {index: str(error) for index, error in found.items() if isinstance(error, UnreadableError)}
         path = self._record_path(batch.step)
         if path.exists():
             known = json.loads(path.read_bytes())
             if known["hash"] != batch.hash:
-                raise TrainerError(f"{path}: the ledger has another batch for step {batch.step} than it had before")
+                raise TrainerError(f"{path}: the ledger has a different batch for step {batch.step} than before")
             left_out = {int(index): str(reason) for index, reason in known["left_out"].items()}
             if gone := {index: reason for index, reason in bad.items() if index not in left_out}:
-                raise TrainerError(f"{path}: groups of step {batch.step} were read before and cannot be now: {gone}")
+                raise TrainerError(f"{path}: groups of step {batch.step} that were readable before are not now: {gone}")
             return left_out
         record = {"step": batch.step, "hash": batch.hash, "left_out": bad, "document": answer.document}
         write_atomic(path, json.dumps(record).encode())
@@ -195,26 +269,26 @@ class BatchReader:
 
 
 def check_batch(step: int, answer: BatchAnswer, terms: RunTerms) -> Batch:
-    """The batch of an answer, if it is the coordinator's for this step and within the bound."""
+    """The batch of an answer, if the coordinator signed it for this step and it is within the staleness bound."""
     batch = answer.batch
-    assert batch is not None, "asked for until there is one"
+    assert batch is not None, "requested until there is one"
     try:
         body = open_document(terms.coordinator, Tag.BATCH, answer.document.encode())
     except DocumentError as error:
         raise TrainerError(f"the batch of step {step} is not signed by the coordinator: {error}") from None
-    said = {"run": terms.run, "step": step, "hash": batch.hash, "groups": len(batch.groups)}
-    if (batch.run, batch.step) != (terms.run, step) or {name: body.get(name) for name in said} != said:
-        raise TrainerError(f"the coordinator sent another batch than that of step {step}")
+    signed = {"run": terms.run, "step": step, "hash": batch.hash, "groups": len(batch.groups)}
+    if (batch.run, batch.step) != (terms.run, step) or {name: body.get(name) for name in signed} != signed:
+        raise TrainerError(f"the coordinator sent a different batch than that of step {step}")
     indices = [entry.index for entry in batch.groups]
     if indices != sorted(set(indices)) or hash_batch(batch.groups) != batch.hash:
-        raise TrainerError(f"the batch of step {step} does not have the hash or the order of its groups")
+        raise TrainerError(f"the batch of step {step} does not match its hash, or its groups are out of order")
     old = [entry.index for entry in batch.groups if not is_allowed(step, entry.version, terms.async_level)]
     if old:
-        raise TrainerError(f"groups {old[:5]} of step {step} are of a version outside the bound")
+        raise TrainerError(f"groups {old[:5]} of step {step} have versions outside the staleness bound")
     return batch
 
 
-def _try_pick(groups: Sequence[Group], entry: BatchEntry, expected: Expected) -> Group | UnreadableError:
+def _try_pick(groups: Sequence[Group], entry: BatchEntry, expected: GroupSpec) -> Group | UnreadableError:
     try:
         return pick_group(groups, entry, expected)
     except UnreadableError as error:

@@ -1,5 +1,5 @@
-"""What ends a trainer: a contradiction between what it computed and what is written down."""
+"""Errors that end a trainer: a contradiction between what it computed and what is recorded."""
 
 
 class TrainerError(Exception):
-    """Training cannot go on, and would not if it were started again as it is; a sentence says what to look at."""
+    """Training cannot continue, and restarting unchanged does not help; the text says what to check."""

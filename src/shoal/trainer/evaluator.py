@@ -1,66 +1,93 @@
-"""`shoal evaluator`: evaluates versions as the trainer writes them, in a process of its own: training never waits.
+"""`shoal evaluator`: evaluates versions as the trainer writes them, in a separate process, so training never waits.
 
     v0, every `eval.every`-th version and the last -> held-out tasks -> one line of eval.jsonl each
 
 Invariants:
-- each version that is due is evaluated once, also across restarts; a line names the one version that wrote all of it;
-- the trainer keeps the folder of a version that is due until its line is there;
-- one evaluator per run (flock on <run>/evaluator/.lock, given up by the kernel when the process ends).
+- each version that is due is evaluated once, also across restarts; a line names the one version that it belongs to;
+- the trainer keeps the folder of a version that is due until its line is written;
+- one evaluator per run (flock on <run>/evaluator/.lock, released by the kernel when the process ends).
+
+Results are in <run>/eval.jsonl, which only the evaluator writes.
+
+One line per version, as in metrics.jsonl: {"step": version, "time": unix seconds, name: value, ...}. It is a separate
+file because the trainer truncates its metrics when it resumes, while evaluations are not repeated.
 """
 
 import asyncio
-import os
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from shoal.config import RunConfig
-from shoal.disk import guard_disk
-from shoal.engine.torch import TorchEngine
-from shoal.eval import EvalResult, evaluate
-from shoal.files import repair_jsonl
-from shoal.node.room import outlast_disk
-from shoal.node.spans import SpanLog
-from shoal.node.stop import catch_signals
-from shoal.node.waits import Note, RoleWaits, WaitError
+from shoal.config.run import RunConfig
+from shoal.engine import open_engine
+from shoal.node.disk_full import outlast_disk
 from shoal.policy.model import open_policy
-from shoal.rundir import append_metrics, lock_dir
-from shoal.runtime import tune_process
-from shoal.shardcast.pool import run_blocking
-from shoal.tasks.source import open_tasks
-from shoal.trainer.evals import NAME, find_next, list_awaited
-from shoal.trainer.versions import path_of
+from shoal.tasks.open import open_tasks
+from shoal.train.eval import EvalResult, evaluate
+from shoal.train.report import read_metrics
+from shoal.train.rundir import append_metrics, hold_dir
+from shoal.trainer.versions import list_due, list_versions, path_of
+from shoal.util.aio import catch_signals, run_blocking
+from shoal.util.disk import guard_disk
+from shoal.util.files import repair_jsonl
+from shoal.util.process import tune_process
+from shoal.util.spans import SpanLog
+from shoal.util.waits import RoleWaits, WaitError
+
+logger = logging.getLogger(__name__)
+
+NAME = "eval.jsonl"
+
+
+def read_evals(run: Path) -> list[dict[str, Any]]:
+    """The evaluations so far."""
+    path = run / NAME
+    return read_metrics(path) if path.exists() else []
+
+
+def list_awaited(config: RunConfig, run: Path) -> list[int]:
+    """Versions that are due and not evaluated yet, whether they exist yet or not."""
+    done = {int(line["step"]) for line in read_evals(run)}
+    return [version for version in list_due(config) if version not in done]
+
+
+def find_next(config: RunConfig, run: Path) -> int | None:
+    """The lowest version that exists and is due."""
+    there = set(list_versions(run / "versions"))
+    return next((version for version in list_awaited(config, run) if version in there), None)
+
 
 POLL_S, PATIENCE_S = 0.5, 600.0
 Report = Callable[[int, EvalResult], None]
 
 
-async def run_evaluator(
-    config: RunConfig, run: Path, *, note: Note = lambda _: None, report: Report = lambda _version, _result: None
-) -> int:
-    """Evaluate what is due in a run directory until the last version is, or until a signal comes."""
+async def run_evaluator(config: RunConfig, run: Path, *, report: Report = lambda _version, _result: None) -> int:
+    """Evaluate what is due in a run directory, until the last version is done or a signal arrives."""
     stopping = asyncio.Event()
     with ExitStack() as stack:
-        lock = lock_dir(run / "evaluator")
-        stack.callback(os.close, lock)
+        stack.enter_context(hold_dir(run / "evaluator"))
         stack.enter_context(guard_disk(run))
         repair_jsonl(run / NAME)
         spans = SpanLog(run / "evaluator" / "spans.jsonl", "evaluator")
         stack.callback(spans.close)
-        stack.enter_context(catch_signals(stopping, note))
-        waits = RoleWaits("evaluator", spans=spans, note=note)
+        stack.enter_context(catch_signals(stopping))
+        waits = RoleWaits("evaluator", spans=spans)
         evaluator = Evaluator(config, run, spans)
         while not evaluator.is_done and not stopping.is_set():
             try:
-                await waits.bound(
-                    "version", _await_version(config, run, stopping), for_whom="the trainer", timeout_s=PATIENCE_S
+                await waits.with_timeout(
+                    "version", _await_version(config, run, stopping), waiting_for="the trainer", timeout_s=PATIENCE_S
                 )
             except WaitError as error:
-                note(str(error))
+                logger.warning(str(error))
                 continue
-            done = await outlast_disk(evaluator.evaluate_beside, run, waits, stopping=stopping)
+            done = await outlast_disk(
+                lambda: run_blocking(None, evaluator.evaluate_next), run, waits, stopping=stopping
+            )
             if done is not None:
                 report(*done)
     return 0
@@ -81,7 +108,7 @@ class Evaluator:
         tune_process(config.threads)
 
     def evaluate_next(self) -> tuple[int, EvalResult] | None:
-        """Evaluate the lowest version that is there and due, and record it; None if there is none now."""
+        """Evaluate the lowest version that exists and is due, and record it; None if there is none now."""
         version = find_next(self._config, self._run)
         if version is None:
             return None
@@ -90,19 +117,13 @@ class Evaluator:
         append_metrics(self._run / NAME, version, result.metrics())
         return version, result
 
-    async def evaluate_beside(self) -> tuple[int, EvalResult] | None:
-        """The same beside the event loop."""
-        return await run_blocking(None, self.evaluate_next)
-
     @property
     def is_done(self) -> bool:
-        """Whether every version that is due, the last one included, was evaluated."""
+        """Whether every version that is due, including the last one, was evaluated."""
         return not list_awaited(self._config, self._run)
 
     def _evaluate(self, version: int) -> EvalResult:
         config = self._config
         policy = open_policy(path_of(self._run / "versions", version), dtype=getattr(torch, config.policy.dtype))
-        engine = TorchEngine(policy.model, eos_id=policy.eos_id, slots=config.engine.slots, version=version)
-        return evaluate(
-            engine, self._family, policy, config.eval, seed=config.seed, max_tokens=config.engine.max_tokens
-        )
+        engine = open_engine(config.engine, policy.model, eos_id=policy.eos_id, version=version)
+        return evaluate(engine, self._family, policy, config)

@@ -1,60 +1,60 @@
-"""`shoal trainer`: the parts put together, from the settings and the run's own parameters."""
+"""`shoal trainer`: builds the trainer from the settings and the run's parameters."""
 
 import asyncio
-from collections.abc import Coroutine
+import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from shoal.config import RunConfig
-from shoal.console import Console
-from shoal.disk import guard_disk
+from shoal.config.run import RunConfig
 from shoal.errors import ConfigError
 from shoal.learner.checkpoint import find_newest
+from shoal.node.disk_full import outlast_disk
 from shoal.node.recipe import read_recipe
-from shoal.node.room import outlast_disk
-from shoal.node.session import Role, Session, State, open_session
-from shoal.node.waits import Note, RoleWaits
+from shoal.node.session import Role, RoleState, Session, open_session
 from shoal.policy.model import Policy
+from shoal.protocol.params import RunParams
 from shoal.recipe import Recipe
-from shoal.resume import TrainState, open_state
-from shoal.rundir import RunDir, run_path
-from shoal.runtime import tune_process
-from shoal.shardcast.pool import run_blocking
-from shoal.submission.jail import Jail
-from shoal.swarm.params import RunParams
-from shoal.tasks.source import check_swarm
-from shoal.track import open_tracker
-from shoal.train import settle_config
-from shoal.trainer.batch import BatchReader, ReadGroups, RunTerms
-from shoal.trainer.evals import list_awaited
-from shoal.trainer.handover import OriginFolder
-from shoal.trainer.loop import Desk, Trainer
-from shoal.trainer.pick import Expected
-from shoal.trainer.publish import Publisher
-from shoal.trainer.reading import JailReader, make_bounds
+from shoal.submission.read import ParserPool
+from shoal.tasks.open import check_swarm
+from shoal.train.loop import settle_config
+from shoal.train.resume import TrainState, open_state
+from shoal.train.rundir import RunDir, run_path
+from shoal.train.trackers import open_tracker
+from shoal.trainer.batch import BatchReader, GroupSpec, RunTerms, limit_files, read_sandboxed
+from shoal.trainer.evaluator import list_awaited
+from shoal.trainer.publish import OriginFolder, Publisher
+from shoal.trainer.trainer import Trainer, TrainerReporter
 from shoal.trainer.versions import Versions
+from shoal.util.aio import run_blocking
+from shoal.util.console import Console
+from shoal.util.disk import guard_disk
+from shoal.util.process import tune_process
+from shoal.util.waits import RoleWaits
+
+logger = logging.getLogger(__name__)
 
 NUM_READERS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerPlace:
-    """Where a trainer finds the others, and keeps what is its own."""
+class TrainerPaths:
+    """Where a trainer finds the other services and keeps its own files."""
 
     coordinator: str
     """address, or the file of the run's descriptor"""
     origin: Path
     """folder of the origin's store, on this machine"""
     folder: Path | None = None
-    """of the node's keys and receipts; None: `node` in the run directory"""
+    """folder of the node's keys and receipts; None: `node` in the run directory"""
     owner: Path | None = None
-    """file of the owner's key; None: one is made in the folder"""
+    """file of the owner's key; None: one is created in the folder"""
     authority: Path | None = None
-    """file of certificates to trust; None: the system's"""
+    """file of certificates to trust; None: those of the system"""
 
 
-async def run_trainer(config: RunConfig, place: TrainerPlace, *, fresh: bool = False) -> int:
+async def run_trainer(config: RunConfig, place: TrainerPaths, *, fresh: bool = False) -> int:
     """Train a swarm's policy to the last step, from the newest checkpoint if there is one."""
     config = check_config(settle_config(config))
     async with AsyncExitStack() as stack:
@@ -72,65 +72,25 @@ async def run_trainer(config: RunConfig, place: TrainerPlace, *, fresh: bool = F
                 role=Role.TRAINER,
                 owner=place.owner,
                 authority=place.authority,
-                note=console.note,
             )
         )
         check_params(config, session.params)
-        desk = Desk(run=run, console=console, tracker=tracker, spans=session.spans)
-
-        def train() -> Coroutine[None, None, None]:
-            return _train(config, desk, session, place)
-
+        reporter = TrainerReporter(run=run, console=console, tracker=tracker, spans=session.spans)
+        train = partial(_train, config, reporter, session, place)
         await session.run(outlast_disk(train, run.path, session.waits, stopping=session.stopping))
     return 0
 
 
-async def _train(config: RunConfig, desk: Desk, session: Session, place: TrainerPlace) -> None:
-    state = await run_blocking(None, _open_state, config, desk)
-    params, expected = session.params, describe_policy(config, state.policy)
+async def _train(config: RunConfig, reporter: TrainerReporter, session: Session, place: TrainerPaths) -> None:
+    state = await run_blocking(None, _open_state, config, reporter)
+    path, descriptor, params = reporter.run.path, session.descriptor, session.params
+    expected = describe_policy(config, state.policy)
     first_root = ""
-    if session.descriptor.tasks:
-        recipe = await read_recipe(session, find_folder(place, desk.run))
+    if descriptor.tasks:
+        recipe = await read_recipe(session, find_folder(place, reporter.run))
         check_recipe(config, recipe)
         first_root = recipe.weights
-    async with Jail(size=NUM_READERS) as jail:
-        trainer, publisher = build_trainer(
-            config,
-            desk,
-            session,
-            place,
-            state,
-            JailReader(jail, make_bounds(params, expected)),
-            expected,
-            first_root=first_root,
-        )
-        session.describe = lambda: State(version=publisher.newest)
-        await trainer.run()
-    stopped = session.stopping.is_set() and trainer.step < config.steps
-    desk.console.note(f"stopped after step {trainer.step}" if stopped else f"step {trainer.step} was the last")
-
-
-def build_trainer(
-    config: RunConfig,
-    desk: Desk,
-    session: Session,
-    place: TrainerPlace,
-    state: TrainState,
-    read: ReadGroups,
-    expected: Expected,
-    *,
-    first_root: str = "",
-) -> tuple[Trainer, Publisher]:
-    """A trainer of a run that is open, and its publisher."""
-    path, descriptor, params = desk.run.path, session.descriptor, session.params
     versions = Versions(path / "versions")
-    terms = RunTerms(
-        run=descriptor.run,
-        coordinator=descriptor.coordinator,
-        async_level=params.async_level,
-        expected=expected,
-    )
-    batches = BatchReader(session.client, read, session.waits, path / "batches", terms)
     publisher = Publisher(
         versions,
         session.client,
@@ -139,37 +99,50 @@ def build_trainer(
         newest=session.answer.newest_version,
         first_root=first_root,
         spans=session.spans,
-        note=desk.console.note,
         list_awaited=lambda: list_awaited(config, path),
     )
-    trainer = Trainer(config, desk, batches, publisher, versions, session.waits, stopping=session.stopping, state=state)
-    return trainer, publisher
+    session.read_state = lambda: RoleState(version=publisher.newest)
+    terms = RunTerms(
+        run=descriptor.run,
+        coordinator=descriptor.coordinator,
+        async_level=params.async_level,
+        expected=expected,
+    )
+    async with ParserPool(size=NUM_READERS) as parsers:
+        read = partial(read_sandboxed, parsers, limit_files(params, expected))
+        batches = BatchReader(session.client, read, session.waits, path / "batches", terms)
+        trainer = Trainer(
+            config, reporter, batches, publisher, versions, session.waits, stopping=session.stopping, state=state
+        )
+        await trainer.run()
+    stopped = session.stopping.is_set() and trainer.step < config.steps
+    logger.info(f"stopped after step {trainer.step}" if stopped else f"finished: step {trainer.step} was the last")
 
 
-def find_folder(place: TrainerPlace, run: RunDir) -> Path:
+def find_folder(place: TrainerPaths, run: RunDir) -> Path:
     """The folder of the node."""
     return place.folder or run.path / "node"
 
 
 def check_config(config: RunConfig) -> RunConfig:
-    """Refuse settings that mean nothing to a trainer of a swarm."""
+    """Reject settings that do not apply to a swarm's trainer."""
     if config.beacon:
-        raise ConfigError("beacon: a swarm's beacons are its coordinator's; it is for `shoal train` alone")
+        raise ConfigError("beacon: in a swarm the coordinator makes the beacons; use it only with `shoal train`")
     check_swarm(config)
     return config
 
 
 def check_recipe(config: RunConfig, recipe: Recipe) -> None:
-    """Refuse rewards other than those that the prompts tell, and another choice of groups than the validators'."""
+    """Reject rewards that differ from what the prompts state, and a different choice of groups than the validators'."""
     if config.length != recipe.length:
-        raise ConfigError("length: the run's recipe has other target lengths; it was fixed when the run was made")
+        raise ConfigError("length: the run's recipe has different target lengths; they were fixed at its creation")
     if config.batch.filter != recipe.filter:
         words = f"{config.batch.filter} here and {recipe.filter} in the run's recipe".lower()
-        raise ConfigError(f"batch.filter: {words}, which was fixed when the run was made")
+        raise ConfigError(f"batch.filter: {words}; it was fixed when the run was created")
 
 
 def check_params(config: RunConfig, params: RunParams) -> None:
-    """Refuse settings that contradict the run, which has its own for good."""
+    """Reject settings that contradict the run's fixed parameters."""
     pairs = {
         "steps": (config.steps, params.steps),
         "async_level": (config.async_level, params.async_level),
@@ -181,19 +154,17 @@ def check_params(config: RunConfig, params: RunParams) -> None:
         pairs["batch.groups x batch.max_oversample"] = count_most(config), params.max_groups
     for key, (ours, theirs) in pairs.items():
         if ours != theirs:
-            raise ConfigError(f"{key}: the run has {theirs}, got {ours}; it was fixed when the run was made")
+            raise ConfigError(f"{key}: the run has {theirs}, got {ours}; it was fixed when the run was created")
 
 
 def count_most(config: RunConfig) -> int:
-    """Most groups that are sampled for a step, as `shoal train` counts them."""
+    """Most groups that are sampled for a step, as counted by `shoal train`."""
     return int(config.batch.groups * config.batch.max_oversample)
 
 
-def describe_policy(config: RunConfig, policy: Policy) -> Expected:
-    """What every group of the run is like."""
-    return Expected(
-        group_size=config.batch.group_size,
-        max_tokens=config.engine.max_tokens,
+def describe_policy(config: RunConfig, policy: Policy) -> GroupSpec:
+    """The properties of every group of the run."""
+    return GroupSpec(
         vocab_size=int(policy.model.config.vocab_size),
         context=int(policy.model.config.max_position_embeddings),
         temperature=config.engine.temperature,
@@ -201,21 +172,18 @@ def describe_policy(config: RunConfig, policy: Policy) -> Expected:
     )
 
 
-def _open_state(config: RunConfig, desk: Desk) -> TrainState:
-    """The newest checkpoint, and nothing in the run directory that speaks of later steps. Blocking."""
+def _open_state(config: RunConfig, reporter: TrainerReporter) -> TrainState:
+    """Load the newest checkpoint, and remove traces of later steps from the run directory. Blocking."""
     tune_process(config.threads)
-    checkpoint = find_newest(desk.run.checkpoints_path)
-    state = open_state(config, checkpoint, desk.console.note)
-    desk.run.link()
-    desk.run.truncate_after(state.step if checkpoint is not None else -1)
-    desk.console.note(f"{state.policy.num_parameters:,} parameters, run directory {desk.run.path}")
+    checkpoint = find_newest(reporter.run.checkpoints_path)
+    state = open_state(config, checkpoint)
+    reporter.run.link()
+    reporter.run.truncate_after(state.step if checkpoint is not None else -1)
+    logger.info(f"{state.policy.num_parameters:,} parameters, run directory {reporter.run.path}")
     return state
 
 
-def start_trainer(config: RunConfig, place: TrainerPlace, *, fresh: bool = False, note: Note = lambda _: None) -> int:
-    """The same as a process of its own; `note` hears of a disk that is full before there is a console."""
-
-    def work() -> Coroutine[None, None, int]:
-        return run_trainer(config, place, fresh=fresh)
-
-    return asyncio.run(outlast_disk(work, run_path(config), RoleWaits("trainer", note=note)))
+def start_trainer(config: RunConfig, place: TrainerPaths, *, fresh: bool = False) -> int:
+    """`run_trainer` as a process of its own."""
+    work = partial(run_trainer, config, place, fresh=fresh)
+    return asyncio.run(outlast_disk(work, run_path(config), RoleWaits("trainer")))

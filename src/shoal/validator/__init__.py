@@ -1,1 +1,1 @@
-"""The validator: says of a submission what was found, with numbers, and pays nobody itself."""
+"""The validator: reports what it finds in a submission, with numbers. It does not decide pay."""

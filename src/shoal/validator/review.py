@@ -1,27 +1,27 @@
-"""A verdict held against what the same check finds here: each number beside the other, and whether both agree.
+"""Compare a recorded verdict with the findings of the same check on this machine, number by number.
 
     equal    the same number, to the six digits that a verdict has
-    close    another number on the same side of its threshold
-    DIFFERS  on the other side of it, or found by one of the two alone
+    close    a different number on the same side of its threshold
+    DIFFERS  on the other side of the threshold, or found by only one of the two
 
-What is compared without weights (form, meaning) is equal on every machine. Numbers of the proof follow from sums of
-floats: they are equal on machines of one kind, with the same build of torch, one number of threads and rollouts that
-are replayed together; elsewhere they differ in their last digits, which is what the thresholds were calibrated for.
+Checks without weights (form, consistency) give equal results on every machine. The numbers of the proof are sums of
+floats: they are equal on machines of one kind with the same build of torch, the same number of threads and the same
+rollouts replayed together. Elsewhere they differ in the last digits, which the thresholds are calibrated for.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shoal.swarm.messages import Finding, SubmissionState, Verdict, VerdictStatement
-from shoal.swarm.rules.outcome import agrees
+from shoal.protocol.messages import Finding, SubmissionState, Verdict, VerdictStatement
+from shoal.protocol.outcome import agrees
 
 TROUBLES = frozenset({"weights", "file", "reader", "limit"})
-"""checks by which a validator says that it could not look: they are about its machine, and about no file"""
+"""checks that state that the validator could not judge: they concern its machine, not the file"""
 
 
 class Match(StrEnum):
-    """What two findings of one check have to do with each other."""
+    """How two findings of one check compare."""
 
     EQUAL = "equal"
     CLOSE = "close"
@@ -29,8 +29,8 @@ class Match(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One check: as the ledger has it, and as it is here; None where it was not made or not told."""
+class CheckComparison:
+    """One check as recorded in the ledger and as found here; None if it was not made or not recorded."""
 
     said: Finding | None
     found: Finding | None
@@ -39,7 +39,7 @@ class Line:
     def check(self) -> str:
         """Its name."""
         own = self.said or self.found
-        assert own is not None, "a line is of one finding at least"
+        assert own is not None, "a comparison has at least one finding"
         return own.check
 
     @property
@@ -51,7 +51,7 @@ class Line:
 
     @property
     def gap(self) -> float:
-        """How far the numbers are apart, in thresholds; 0 where that has no meaning."""
+        """Distance between the numbers, in thresholds; 0 if it is not defined."""
         if self.said is None or self.found is None or float(self.said.threshold) == 0.0:
             return 0.0
         if self.said.statistic == self.found.statistic:
@@ -61,21 +61,21 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Review:
-    """One verdict, and what was found here of the same job."""
+    """One recorded verdict, and what was found here for the same job."""
 
     said: VerdictStatement
     found: VerdictStatement
-    lines: tuple[Line, ...]
+    lines: tuple[CheckComparison, ...]
 
     @property
     def is_trouble(self) -> bool:
-        """Whether the verdict says only that its validator could not look."""
+        """Whether the verdict only states that its validator could not judge."""
         checks = {finding.check for finding in self.said.findings}
         return self.said.verdict is Verdict.INCONCLUSIVE and bool(checks) and checks <= TROUBLES
 
     @property
     def match(self) -> Match:
-        """The worst of its lines; other verdicts, tokens or groups with a signal differ too."""
+        """The worst of its comparisons; different verdicts, tokens or groups with a signal count as DIFFERS."""
         if _describe_work(self.said) != _describe_work(self.found):
             return Match.DIFFERS
         matches = {line.match for line in self.lines}
@@ -83,12 +83,12 @@ class Review:
 
 
 def review_verdict(said: VerdictStatement, found: VerdictStatement) -> Review:
-    """Hold a verdict of the ledger against the one that would be given here."""
+    """Compare a verdict of the ledger with the verdict found here."""
     return Review(said=said, found=found, lines=tuple(_pair_findings(said.findings, found.findings)))
 
 
 def find_outcome(reviews: Sequence[Review], state: SubmissionState) -> Match | None:
-    """How the verdicts that made the outcome compare; None if none of them looked at the file."""
+    """How the verdicts that decided the outcome compare; None if none of them judged the file."""
     looked = [review for review in reviews if not review.is_trouble]
     made = [review for review in looked if agrees(review.said.verdict, state)] or looked
     matches = {review.match for review in made}
@@ -99,16 +99,16 @@ def _describe_work(verdict: VerdictStatement) -> tuple[Verdict, int, list[bool]]
     return verdict.verdict, verdict.tokens, [group.signal for group in verdict.groups]
 
 
-def _pair_findings(said: Sequence[Finding], found: Sequence[Finding]) -> list[Line]:
-    """Findings of one check at one place belong together; then those of one check, in order; then each alone."""
+def _pair_findings(said: Sequence[Finding], found: Sequence[Finding]) -> list[CheckComparison]:
+    """Pair findings of one check at one place; then those of one check, in order; the rest stay unpaired."""
     rest = list(found)
     pairs: list[tuple[Finding, Finding | None]] = [(own, _take(rest, own.check, own.where)) for own in said]
     pairs = [(own, other or _take(rest, own.check, None)) for own, other in pairs]
-    return [Line(own, other) for own, other in pairs] + [Line(None, other) for other in rest]
+    return [CheckComparison(own, other) for own, other in pairs] + [CheckComparison(None, other) for other in rest]
 
 
 def _take(rest: list[Finding], check: str, where: str | None) -> Finding | None:
-    """The first finding of a check, at a place if one is given, taken out of the rest."""
+    """Remove and return the first finding of a check, at a place if one is given."""
     for finding in rest:
         if finding.check == check and where in (None, finding.where):
             rest.remove(finding)

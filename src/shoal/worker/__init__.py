@@ -1,1 +1,1 @@
-"""The worker: takes leases, writes rollouts with their proofs, hands them in. It runs data, never code, of others."""
+"""The worker: takes leases, generates rollouts with proofs, submits them. It never runs code from others, only data."""

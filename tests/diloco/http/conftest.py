@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -12,19 +11,16 @@ pytest.register_assert_rewrite("fleet")
 
 from fleet import Fleet  # noqa: E402
 
-_MEMORY = Path("/dev/shm")
-
 
 @pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    """A folder in memory where there is one: every round waits for the disk, and a kill is no loss of power."""
-    with TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
-        yield Path(folder)
+def tmp_path(quick_folder: Path) -> Path:
+    """A folder in memory if possible: every round waits for the disk, and a kill is not a power cut."""
+    return quick_folder
 
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    """Reducer and peers as processes, none of which is left in the end."""
+    """Reducer and peers as processes, all of which are ended after the test."""
     made = Fleet(tmp_path)
     try:
         yield made

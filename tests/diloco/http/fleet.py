@@ -1,6 +1,6 @@
 """A reducer and its peers as real processes on loopback, each a fork of a process that has imported everything.
 
-Peers train a vector towards a point of their own with the package's `Peer`; a step takes as long as it is told to. What
+Peers train a vector towards a point of their own with the package's `Peer`; the duration of a step is a setting. What
 happens is written as lines of JSON by each process, and read here.
 """
 
@@ -23,33 +23,33 @@ import numpy as np
 from shoal.diloco.http.averager import HttpAverager
 from shoal.diloco.http.client import ReducerClient
 from shoal.diloco.http.messages import CHUNK_BYTES, make_offer
-from shoal.diloco.http.service import ReducerConfig, open_reducer
-from shoal.diloco.http.settings import Patience
-from shoal.diloco.plan import Plan, Rules
+from shoal.diloco.http.service import open_reducer
+from shoal.diloco.http.settings import ReducerConfig, ReducerTimeouts
+from shoal.diloco.outer import DilocoPlan, Rules
 from shoal.diloco.round import Update
 from shoal.diloco.state import start_state
-from shoal.keys import Key
-from shoal.swarm.client_auth import RequestSigner
-from shoal.swarm.link import Deadlines, parse_place
+from shoal.identity.keys import Key
+from shoal.identity.signer import RequestSigner
+from shoal.net.client import HttpDeadlines, parse_endpoint
 
 PATIENCE_S = 30.0
 SIZE = 64
-QUICK = Patience(grace_s=1.0, grace_share=0.0, presence_s=6.0, longest_s=20.0)
-DEADLINES = Deadlines(connect_s=2.0, answer_s=12.0, rest_s=5.0, window_s=5.0, min_rate=1024)
+QUICK = ReducerTimeouts(grace_s=1.0, grace_share=0.0, presence_s=6.0, longest_s=20.0)
+DEADLINES = HttpDeadlines(connect_s=2.0, answer_s=12.0, rest_s=5.0, window_s=5.0, min_rate=1024)
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a peer process does."""
+    """The settings of a peer process."""
 
     key: str
     url: str
     reducer: str
     out: str
-    plan: Plan
+    plan: DilocoPlan
     rounds: int = 4
     stay: int = 0
-    """leaves after so many rounds, if not 0"""
+    """leaves after this many rounds, if not 0"""
     step_s: float = 0.002
     delay: int = 0
     wait_s: float = 20.0
@@ -61,7 +61,7 @@ class Fleet:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.plan = Plan("test", (SIZE,), Rules(interval=20, codec="fp32", dynamic=False))
+        self.plan = DilocoPlan("test", (SIZE,), Rules(interval=20, codec="fp32", dynamic=False))
         os.environ["OMP_NUM_THREADS"] = "1"
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["fleet", "torch", "shoal.diloco.peer"])
@@ -71,7 +71,7 @@ class Fleet:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start_reducer(self, start_peers: int, folder: str = "reducer", *, rebuild: bool = False, **changes: Any) -> str:
-        """Start a reducer, new or again; its public key."""
+        """Start or restart a reducer; returns its public key."""
         data = self.root / folder
         data.mkdir(exist_ok=True)
         config = ReducerConfig(port=self.port, start_peers=start_peers, patience=QUICK).model_copy(update=changes)
@@ -81,7 +81,7 @@ class Fleet:
         return Key.load(data / "reducer.key").public
 
     def start_peer(self, name: str, reducer: str, *, stuck: bool = False, **changes: Any) -> None:
-        """Start a peer, new or again under the same key."""
+        """Start or restart a peer, under the same key."""
         path = self.root / f"{name}.key"
         if not path.exists():
             Key.generate().save(path)
@@ -94,14 +94,14 @@ class Fleet:
         return Key.load(self.root / f"{name}.key").public
 
     def read_lines(self, name: str) -> list[dict[str, Any]]:
-        """What a peer wrote so far."""
+        """The lines a peer has written so far."""
         path = self.root / f"{name}.jsonl"
         if not path.exists():
             return []
         return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
     def read_reports(self, name: str) -> list[dict[str, Any]]:
-        """The rounds that a peer has behind it."""
+        """The rounds that a peer has completed."""
         return [line for line in self.read_lines(name) if "round" in line]
 
     def read_end(self, name: str) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Fleet:
         return self.read_lines(name)[-1]
 
     def read_status(self) -> dict[str, Any]:
-        """What the reducer shows."""
+        """The status of the reducer."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=5) as sock:
             sock.sendall(b"GET /v1/diloco/status HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
             data = b""
@@ -120,20 +120,20 @@ class Fleet:
         return found
 
     def send_signal(self, name: str, number: int) -> None:
-        """A signal to one process."""
+        """Send a signal to one process."""
         os.kill(self._processes[name].pid, number)
         if number == signal.SIGKILL:
             self._processes[name].join(5)
 
     def join(self, name: str) -> None:
-        """Wait for a process to end well."""
+        """Wait for a process to exit successfully."""
         process = self._processes[name]
         process.join(PATIENCE_S)
         said = (self.root / f"{name}.log").read_text()[-2000:]
         assert process.exitcode == 0, f"{name}: {process.exitcode}, {self.read_lines(name)[-3:]} {said}"
 
     def wait_for(self, holds: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> float:
-        """Wait until something holds; how long it took."""
+        """Wait until a condition holds; returns how long it took."""
         start = time.monotonic()
         while not holds():
             assert time.monotonic() - start < patience_s, what
@@ -155,14 +155,14 @@ class Fleet:
 
 
 def run_logged(log: str, target: Callable[..., None], *args: Any) -> None:
-    """Be what was ordered, with what goes wrong in a file."""
+    """Run the ordered role; errors are written to a file."""
     with Path(log).open("a") as file:
         os.dup2(file.fileno(), 2)
     target(*args)
 
 
-def run_reducer(config: str, data: str, plan: Plan, rebuild: bool) -> None:
-    """A reducer until it is killed."""
+def run_reducer(config: str, data: str, plan: DilocoPlan, rebuild: bool) -> None:
+    """Run a reducer until it is killed."""
     theta = np.linspace(-1.0, 1.0, sum(plan.sizes), dtype=np.float32)
     parts = tuple(np.split(theta, np.cumsum(plan.sizes)[:-1]))
     initial = None if rebuild else start_state(parts, plan.num_lanes)
@@ -175,22 +175,22 @@ def run_reducer(config: str, data: str, plan: Plan, rebuild: bool) -> None:
 
 
 def run_peer(order: Order) -> None:
-    """A peer to the end of its rounds."""
+    """Run a peer to the end of its rounds."""
     import torch
 
     from shoal.diloco.fragments import map_model
-    from shoal.diloco.peer import Habits, Peer
+    from shoal.diloco.peer import Peer, PeerOptions
 
     torch.set_num_threads(1)
     write = _open_lines(order.out)
     key = Key.load(Path(order.key))
-    averager = HttpAverager(order.plan, key, [parse_place(order.url)], order.reducer, deadlines=DEADLINES)
+    averager = HttpAverager(order.plan, key, [parse_endpoint(order.url)], order.reducer, deadlines=DEADLINES)
     model = _Point(order.plan.sizes[0])
     target = torch.randn(order.plan.sizes[0], generator=torch.Generator().manual_seed(order.seed))
     inner = _make_descent(model.weight, 0.05)
-    habits = Habits(wait_s=PATIENCE_S, delay=order.delay)  # the others may still be starting
-    peer = Peer(key.public, order.plan, map_model(model), inner, averager, habits=habits)
-    peer.habits = replace(habits, wait_s=order.wait_s)
+    options = PeerOptions(wait_s=PATIENCE_S, delay=order.delay)  # the others may still be starting
+    peer = Peer(key.public, order.plan, map_model(model), inner, averager, options=options)
+    peer.options = replace(options, wait_s=order.wait_s)
     averager.hold_state = lambda: peer.state
     write(began=peer.state.fragments[0].round, position=peer.state.step, hash=peer.state.hash)
     steps, last = 0, peer.state.fragments[0].round + order.stay if order.stay else order.rounds
@@ -218,7 +218,7 @@ def run_peer(order: Order) -> None:
 def run_stuck(order: Order) -> None:
     """A peer that sends half of a chunk and then nothing, with its connection open."""
     key, write = Key.load(Path(order.key)), _open_lines(order.out)
-    averager = HttpAverager(order.plan, key, [parse_place(order.url)], order.reducer, deadlines=DEADLINES)
+    averager = HttpAverager(order.plan, key, [parse_endpoint(order.url)], order.reducer, deadlines=DEADLINES)
     state = averager.fetch_state(20.0)
     payload = np.ones(order.plan.sizes[0], dtype="<f4").tobytes()
     update = Update(order.plan.name_round(state, 0), key.public, 8, 1, payload, "fp32")
@@ -229,7 +229,7 @@ def run_stuck(order: Order) -> None:
 
 
 async def _send_half(order: Order, key: Key, update: Update) -> socket.socket:
-    client = ReducerClient(parse_place(order.url), key, order.plan, order.reducer)
+    client = ReducerClient(parse_endpoint(order.url), key, order.plan, order.reducer)
     offer = make_offer(update)
     await client.offer(offer)
     client.close()
@@ -243,7 +243,7 @@ async def _send_half(order: Order, key: Key, update: Update) -> socket.socket:
 
 
 class Cut:
-    """A way to a port that can be cut and mended: connections through it break, and new ones are refused."""
+    """A path to a port that can be cut and restored: connections through it break, and new ones are refused."""
 
     def __init__(self, port: int) -> None:
         self._port, self._is_open = port, True
@@ -257,7 +257,7 @@ class Cut:
         self._is_open = False
         for pair in self._pairs:
             for sock in pair:
-                with suppress(OSError):  # gone already
+                with suppress(OSError):  # already gone
                     sock.shutdown(socket.SHUT_RDWR)
         self._pairs.clear()
 
@@ -295,7 +295,7 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
 
 
 def find_port() -> int:
-    """A port that is free now."""
+    """A free port."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port: int = sock.getsockname()[1]
         return port
@@ -329,7 +329,7 @@ def _Point(size: int) -> Any:  # noqa: N802 - a class, made where torch is loade
 
 
 def _make_descent(weight: Any, lr: float) -> Any:
-    """Gradient descent. The first step of torch's own loads a compiler, which takes seconds in each process."""
+    """Gradient descent. The first step of torch's optimizer loads a compiler, which takes seconds in each process."""
     import torch
 
     class Descent(torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""What becomes of a run when peers and reducer die, hang, come, go and are cut off: real processes on loopback."""
+"""Runs in which peers and reducer die, hang, join, leave and are cut off: real processes on loopback."""
 
 import signal
 import time
@@ -8,8 +8,8 @@ from typing import Any
 
 from fleet import QUICK, SIZE, Cut, Fleet
 
-from shoal.diloco.http.chain import REBUILT, ROUND, read_chain
-from shoal.diloco.plan import Plan, Rules
+from shoal.diloco.http.round_log import REBUILT, ROUND, read_log
+from shoal.diloco.outer import DilocoPlan, Rules
 
 NAMES = ("a", "b", "c")
 
@@ -25,7 +25,7 @@ def find_late(fleet: Fleet) -> list[str]:
 
 
 def assert_agree(fleet: Fleet, names: tuple[str, ...]) -> None:
-    """Every round that two peers have behind them left both with one hash."""
+    """After every round that two peers completed, both have the same hash."""
     found: dict[int, str] = {}
     for name in names:
         for report in fleet.read_reports(name):
@@ -66,13 +66,13 @@ def test_a_peer_that_hangs_in_a_transfer_costs_the_grace_and_is_evicted_after_tw
     assert all(gap < 2.0 for gap in gaps[1:]), "and then no more"
 
 
-def test_the_others_are_hardly_idle_beside_a_peer_at_a_fifth_of_their_speed(fleet) -> None:
-    """Held to 10 % is what its pace makes the others wait; what a busy machine adds is held to less than no pace costs.
+def test_the_others_are_hardly_idle_next_to_a_peer_at_a_fifth_of_their_speed(fleet) -> None:
+    """Its pace makes the others wait at most 10 %; a busy machine adds less than running without pace would.
 
     The grace is longer than the slow peer would take for all steps: were it not for its pace, every round would be 80 %
     waiting. The middle of all rounds counts, so that single late ones do not decide.
     """
-    fleet.plan = Plan("test", (SIZE,), Rules(interval=80, codec="fp32"))
+    fleet.plan = DilocoPlan("test", (SIZE,), Rules(interval=80, codec="fp32"))
     reducer = fleet.start_reducer(4, patience=QUICK.model_copy(update={"grace_s": 15.0}))
     start_crew(fleet, reducer, rounds=8, step_s=0.01, delay=40)
     fleet.start_peer("slow", reducer, rounds=8, step_s=0.05, delay=8, seed=9)
@@ -80,7 +80,7 @@ def test_the_others_are_hardly_idle_beside_a_peer_at_a_fifth_of_their_speed(flee
         fleet.join(name)
     spent, idle = {}, []
     for name in (*NAMES, "slow"):
-        computed, waited = split_rounds(fleet.read_reports(name)[1:])  # in the first nobody knows who is slow
+        computed, waited = split_rounds(fleet.read_reports(name)[1:])  # in the first round nobody knows who is slow
         spent[name] = computed
         idle += [] if name == "slow" else [b / (a + b) for a, b in zip(computed, waited, strict=True)]
     longer = [1.0 - fast / slow for name in NAMES for fast, slow in zip(spent[name], spent["slow"], strict=True)]
@@ -94,7 +94,7 @@ def test_the_others_are_hardly_idle_beside_a_peer_at_a_fifth_of_their_speed(flee
 
 
 def split_rounds(reports: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
-    """Seconds of each round but the first that a peer computed, and that it waited."""
+    """Compute and wait seconds of a peer in each round but the first."""
     computed, waited = ([line[key] for line in reports] for key in ("compute_s", "waited_s"))
     return [b - a for a, b in pairwise(computed)], [b - a for a, b in pairwise(waited)]
 
@@ -134,7 +134,7 @@ def test_a_peer_cut_off_for_a_round_trains_on_and_comes_back_to_the_same_state(f
     assert_agree(fleet, ("a", "b", "cut"))
 
 
-def test_a_new_reducer_takes_the_state_that_most_peers_hold_and_the_run_goes_on(fleet) -> None:
+def test_a_new_reducer_takes_the_state_that_most_peers_hold_and_the_run_continues(fleet) -> None:
     reducer = fleet.start_reducer(3)
     start_crew(fleet, reducer, rounds=8, step_s=0.01, wait_s=1.0)
     fleet.wait_for(lambda: all(len(fleet.read_reports(name)) >= 3 for name in NAMES), "no rounds")
@@ -148,7 +148,7 @@ def test_a_new_reducer_takes_the_state_that_most_peers_hold_and_the_run_goes_on(
     assert took_s <= 10.0
     for name in NAMES:
         fleet.join(name)
-    events = read_chain(fleet.root / "second" / "rounds.jsonl", "test", reducer)
+    events = list(read_log(fleet.root / "second" / "rounds.jsonl", "test", reducer))
     rebuilt = next(event for event in events if event.kind == REBUILT)
     assert rebuilt.content["outer"] in {line["hash"] for line in held.values()}
     assert len(rebuilt.content["holders"]) >= 2
@@ -157,7 +157,7 @@ def test_a_new_reducer_takes_the_state_that_most_peers_hold_and_the_run_goes_on(
     assert_agree(fleet, NAMES)
 
 
-def test_all_killed_and_started_again_from_disk_go_on_from_the_last_round(fleet) -> None:
+def test_all_killed_and_restarted_from_disk_continue_from_the_last_round(fleet) -> None:
     reducer = fleet.start_reducer(3)
     start_crew(fleet, reducer, rounds=100, step_s=0.005)
     fleet.wait_for(lambda: all(len(fleet.read_reports(name)) >= 3 for name in NAMES), "no rounds")
@@ -167,7 +167,7 @@ def test_all_killed_and_started_again_from_disk_go_on_from_the_last_round(fleet)
     assert fleet.start_reducer(3) == reducer, "the same key"
     status = fleet.read_status()
     reached = status["rounds"][0]["round"]
-    assert reached in (last["round"] + 1, last["round"] + 2), "no round that was told is lost"
+    assert reached in (last["round"] + 1, last["round"] + 2), "no reported round is lost"
     if reached == last["round"] + 1:
         assert status["outer"] == last["hash"]
     start_crew(fleet, reducer, rounds=reached + 2, step_s=0.005)

@@ -1,4 +1,4 @@
-"""One of four peers does what it should not: each thing is refused, or bounded in what it does to the mean."""
+"""One of four peers is hostile: each attack is refused, or its effect on the mean is bounded."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,30 +11,31 @@ import pytest
 from fleet import QUICK
 
 from shoal.diloco.codecs import find_codec
-from shoal.diloco.http.app import MAX_BODY_BYTES
 from shoal.diloco.http.averager import HttpAverager
 from shoal.diloco.http.client import ReducerClient, fetch_card
-from shoal.diloco.http.messages import JoinAnswer, TalkError, make_offer, sign_message
-from shoal.diloco.http.service import ReducerConfig, Service, open_reducer
-from shoal.diloco.plan import Plan, Rules
+from shoal.diloco.http.messages import JoinAnswer, MessageError, make_offer, sign_message
+from shoal.diloco.http.service import ReducerService, open_reducer
+from shoal.diloco.http.settings import ReducerConfig
+from shoal.diloco.outer import DilocoPlan, Rules
 from shoal.diloco.round import RoundKey, Update
 from shoal.diloco.state import OuterState, start_state
-from shoal.keys import Key
-from shoal.swarm.asking import RefusedError
-from shoal.swarm.link import Link, parse_place
-from shoal.swarm.refusal import AuthError
-from shoal.swarm.tags import Tag
+from shoal.identity.documents import Tag
+from shoal.identity.keys import Key
+from shoal.identity.routes import MAX_BODY_BYTES
+from shoal.net.api_error import ApiError
+from shoal.net.client import HttpClient, parse_endpoint
+from shoal.net.retry import RefusedError
 
 SIZE = 300
 TRUTH = np.linspace(-1.0, 1.0, SIZE, dtype=np.float32)
-PLAN = Plan("test", (SIZE,), Rules(interval=5, codec="fp32"))
+PLAN = DilocoPlan("test", (SIZE,), Rules(interval=5, codec="fp32"))
 
 
 @dataclass
-class Stand:
-    """A reducer and four peers of it, the last of whom is hostile."""
+class Cluster:
+    """A reducer and four peers, the last of which is hostile."""
 
-    service: Service
+    service: ReducerService
     clients: list[ReducerClient]
     keys: list[Key]
     state: OuterState
@@ -45,7 +46,7 @@ class Stand:
 
     @property
     def round_key(self) -> RoundKey:
-        return self.service.desk.reducer.rounds[0].key
+        return self.service.context.reducer.rounds[0].key
 
     def make_update(self, client: ReducerClient, values: np.ndarray, **changes: object) -> Update:
         payload = values.astype("<f4").tobytes()
@@ -53,7 +54,7 @@ class Stand:
         return replace(made, **changes)  # type: ignore[arg-type]
 
     async def close_round(self, key: RoundKey | None = None) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Have the honest ones deliver, each a little off the truth; the mean, and who is in it."""
+        """Let the honest peers deliver slightly different updates; returns the mean and the peers in it."""
         key = key or self.round_key
         for number, client in enumerate(self.clients[:3]):
             values = TRUTH * np.float32(0.99 + 0.01 * number)
@@ -71,17 +72,17 @@ async def deliver(client: ReducerClient, update: Update) -> None:
 
 
 @asynccontextmanager
-async def open_stand(folder: Path, plan: Plan = PLAN, **changes: object) -> AsyncIterator[Stand]:
+async def open_cluster(folder: Path, plan: DilocoPlan = PLAN, **changes: object) -> AsyncIterator[Cluster]:
     config = ReducerConfig(port=0, start_peers=4, patience=QUICK).model_copy(update=changes)
     initial = start_state((np.zeros(SIZE, dtype=np.float32),))
     async with open_reducer(config, folder, plan, initial=initial) as service:
         running = asyncio.create_task(service.run())
         keys = sorted((Key.generate() for _ in range(4)), key=lambda key: key.public)
-        clients = [ReducerClient(parse_place(service.url), key, plan, service.public) for key in keys]
+        clients = [ReducerClient(parse_endpoint(service.url), key, plan, service.public) for key in keys]
         try:
             for client in clients:
                 await client.join()
-            yield Stand(service, clients, keys, await clients[0].fetch_state())
+            yield Cluster(service, clients, keys, await clients[0].fetch_state())
             assert not running.done(), "no peer ends the reducer"
         finally:
             for client in clients:
@@ -89,10 +90,10 @@ async def open_stand(folder: Path, plan: Plan = PLAN, **changes: object) -> Asyn
             running.cancel()
 
 
-def run_stand(folder: Path, work: Callable[[Stand], Awaitable[None]], **changes: object) -> None:
+def run_cluster(folder: Path, work: Callable[[Cluster], Awaitable[None]], **changes: object) -> None:
     async def run() -> None:
-        async with asyncio.timeout(20), open_stand(folder, **changes) as stand:  # type: ignore[arg-type]
-            await work(stand)
+        async with asyncio.timeout(20), open_cluster(folder, **changes) as cluster:  # type: ignore[arg-type]
+            await work(cluster)
 
     asyncio.run(run())
 
@@ -101,143 +102,143 @@ def assert_refused(error: pytest.ExceptionInfo[RefusedError], code: str) -> None
     assert error.value.refusal.code == code
 
 
-def assert_without_evil(stand: Stand, mean: np.ndarray, peers: tuple[str, ...]) -> None:
-    assert stand.evil.peer not in peers and len(peers) == 3
+def assert_without_evil(cluster: Cluster, mean: np.ndarray, peers: tuple[str, ...]) -> None:
+    assert cluster.evil.peer not in peers and len(peers) == 3
     np.testing.assert_allclose(mean, TRUTH, atol=0.02)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_numbers_that_are_not_finite_are_refused_and_the_round_goes_on_without_them(tmp_path, bad) -> None:
-    async def work(stand: Stand) -> None:
+def test_numbers_that_are_not_finite_are_refused_and_the_round_continues_without_them(tmp_path, bad) -> None:
+    async def work(cluster: Cluster) -> None:
         values = TRUTH.copy()
         values[SIZE // 2] = bad
         with pytest.raises(RefusedError) as error:
-            await deliver(stand.evil, stand.make_update(stand.evil, values))
+            await deliver(cluster.evil, cluster.make_update(cluster.evil, values))
         assert_refused(error, "refused")
-        assert_without_evil(stand, *await stand.close_round())
+        assert_without_evil(cluster, *await cluster.close_round())
 
-    run_stand(tmp_path, work)
+    run_cluster(tmp_path, work)
 
 
 @pytest.mark.parametrize(
     "values", [np.full(SIZE, 1e30), -5.0 * TRUTH, -1.0 * TRUTH], ids=["1e30", "times -5", "sign flipped"]
 )
 def test_a_wild_update_moves_the_mean_no_further_than_the_honest_ones_lie_apart(tmp_path, values) -> None:
-    async def work(stand: Stand) -> None:
-        await deliver(stand.evil, stand.make_update(stand.evil, values))
-        mean, peers = await stand.close_round()
+    async def work(cluster: Cluster) -> None:
+        await deliver(cluster.evil, cluster.make_update(cluster.evil, values))
+        mean, peers = await cluster.close_round()
         assert len(peers) == 4
         assert np.all(np.abs(mean - TRUTH) <= 0.0101 * np.abs(TRUTH) + 1e-6)
 
-    run_stand(tmp_path, work)
+    run_cluster(tmp_path, work)
 
 
 def test_a_claim_of_a_billion_tokens_weighs_at_most_twice_the_others(tmp_path) -> None:
-    async def work(stand: Stand) -> None:
-        await deliver(stand.evil, stand.make_update(stand.evil, 2 * TRUTH, tokens=10**9))
-        mean, peers = await stand.close_round()
+    async def work(cluster: Cluster) -> None:
+        await deliver(cluster.evil, cluster.make_update(cluster.evil, 2 * TRUTH, tokens=10**9))
+        mean, peers = await cluster.close_round()
         assert len(peers) == 4
         share = 2 / 5
         np.testing.assert_allclose(mean, (1 - share) * TRUTH + share * 2 * TRUTH, rtol=0.02)
 
     plain = replace(PLAN, rules=Rules.model_validate({"codec": "fp32", "guard": {"mode": "mean"}}))
-    run_stand(tmp_path, work, plan=plain)
+    run_cluster(tmp_path, work, plan=plain)
 
 
 def test_a_stale_round_is_refused(tmp_path) -> None:
-    async def work(stand: Stand) -> None:
-        old = stand.round_key
-        assert_without_evil(stand, *await stand.close_round())
+    async def work(cluster: Cluster) -> None:
+        old = cluster.round_key
+        assert_without_evil(cluster, *await cluster.close_round())
         with pytest.raises(RefusedError) as error:
-            await deliver(stand.evil, stand.make_update(stand.evil, TRUTH, key=old))
+            await deliver(cluster.evil, cluster.make_update(cluster.evil, TRUTH, key=old))
         assert_refused(error, "stale")
         with pytest.raises(RefusedError) as error:
-            await deliver(stand.evil, stand.make_update(stand.evil, TRUTH, key=replace(old, round=7)))
+            await deliver(cluster.evil, cluster.make_update(cluster.evil, TRUTH, key=replace(old, round=7)))
         assert_refused(error, "stale")
 
-    run_stand(tmp_path, work)
+    run_cluster(tmp_path, work)
 
 
 def test_an_update_from_another_base_or_for_another_fragment_is_refused(tmp_path) -> None:
-    async def work(stand: Stand) -> None:
+    async def work(cluster: Cluster) -> None:
         for changes, code in (({"base": "ab" * 32}, "wrong_base"), ({"fragment": 3}, "not_found")):
-            key = replace(stand.round_key, **changes)
+            key = replace(cluster.round_key, **changes)
             with pytest.raises(RefusedError) as error:
-                await deliver(stand.evil, stand.make_update(stand.evil, TRUTH, key=key))
+                await deliver(cluster.evil, cluster.make_update(cluster.evil, TRUTH, key=key))
             assert_refused(error, code)
-        assert_without_evil(stand, *await stand.close_round())
+        assert_without_evil(cluster, *await cluster.close_round())
 
-    run_stand(tmp_path, work)
+    run_cluster(tmp_path, work)
 
 
 def test_a_truncated_or_swollen_update_is_refused_before_anything_is_kept_for_it(tmp_path) -> None:
-    async def work(stand: Stand) -> None:
+    async def work(cluster: Cluster) -> None:
         for values in (TRUTH[:-1], np.zeros(1 << 20)):
             with pytest.raises(RefusedError) as error:
-                await deliver(stand.evil, stand.make_update(stand.evil, values))
+                await deliver(cluster.evil, cluster.make_update(cluster.evil, values))
             assert_refused(error, "length")
-        assert not stand.service.desk.reducer.rounds[0].incoming
-        update = stand.make_update(stand.evil, TRUTH)
+        assert not cluster.service.context.reducer.rounds[0].incoming
+        update = cluster.make_update(cluster.evil, TRUTH)
         offer = make_offer(update)
-        await stand.evil.offer(offer)
+        await cluster.evil.offer(offer)
         with pytest.raises(RefusedError) as error:
-            await stand.evil.send_update(offer, update.payload[:-4], [(0, 1)])
+            await cluster.evil.send_update(offer, update.payload[:-4], [(0, 1)])
         assert_refused(error, "length")
-        assert_without_evil(stand, *await stand.close_round())
+        assert_without_evil(cluster, *await cluster.close_round())
 
-    run_stand(tmp_path, work)
+    run_cluster(tmp_path, work)
 
 
-def test_other_bytes_than_were_offered_are_refused(tmp_path) -> None:
-    async def work(stand: Stand) -> None:
-        offer = make_offer(stand.make_update(stand.evil, TRUTH))
-        await stand.evil.offer(offer)
+def test_bytes_that_differ_from_the_offer_are_refused(tmp_path) -> None:
+    async def work(cluster: Cluster) -> None:
+        offer = make_offer(cluster.make_update(cluster.evil, TRUTH))
+        await cluster.evil.offer(offer)
         with pytest.raises(RefusedError) as error:
-            await stand.evil.send_update(offer, (-TRUTH).tobytes(), [(0, 1)])
+            await cluster.evil.send_update(offer, (-TRUTH).tobytes(), [(0, 1)])
         assert_refused(error, "digest")
-        assert (await stand.evil.offer(offer)).missing == ((0, 1),), "it may still send what it offered"
+        assert (await cluster.evil.offer(offer)).missing == ((0, 1),), "it may still send what it offered"
 
-    run_stand(tmp_path, work)
+    run_cluster(tmp_path, work)
 
 
 def test_one_peer_counts_once_and_cannot_change_its_mind(tmp_path) -> None:
-    async def work(stand: Stand) -> None:
-        update = stand.make_update(stand.evil, TRUTH)
-        await deliver(stand.evil, update)
-        assert (await stand.evil.offer(make_offer(update))).status == "delivered", "the same again is no matter"
+    async def work(cluster: Cluster) -> None:
+        update = cluster.make_update(cluster.evil, TRUTH)
+        await deliver(cluster.evil, update)
+        assert (await cluster.evil.offer(make_offer(update))).status == "delivered", "the same again is no matter"
         with pytest.raises(RefusedError) as error:
-            await deliver(stand.evil, stand.make_update(stand.evil, -TRUTH))
+            await deliver(cluster.evil, cluster.make_update(cluster.evil, -TRUTH))
         assert_refused(error, "second")
-        _, peers = await stand.close_round()
-        assert sorted(peers) == sorted(client.peer for client in stand.clients)
+        _, peers = await cluster.close_round()
+        assert sorted(peers) == sorted(client.peer for client in cluster.clients)
 
-    run_stand(tmp_path, work)
+    run_cluster(tmp_path, work)
 
 
 def test_a_request_heard_before_and_an_offer_of_another_peer_are_refused(tmp_path) -> None:
-    async def work(stand: Stand) -> None:
-        place, honest = parse_place(stand.service.url), stand.clients[0]
+    async def work(cluster: Cluster) -> None:
+        place, honest = parse_endpoint(cluster.service.url), cluster.clients[0]
         from shoal.diloco.http.messages import sign_message
-        from shoal.swarm.client_auth import RequestSigner
+        from shoal.identity.signer import RequestSigner
 
-        document = sign_message(stand.keys[0], Tag.UPDATE, make_offer(stand.make_update(honest, TRUTH)))
-        signer = RequestSigner(stand.keys[0], "test", stand.service.public)
+        document = sign_message(cluster.keys[0], Tag.UPDATE, make_offer(cluster.make_update(honest, TRUTH)))
+        signer = RequestSigner(cluster.keys[0], "test", cluster.service.public)
         headers = signer.sign_request("POST", "/v1/diloco/offers", document)
-        link = Link(place)
+        link = HttpClient(place)
         answers = [await link.ask("POST", "/v1/diloco/offers", headers, document, 4096) for _ in range(2)]
         assert [answer.status for answer in answers] == [200, 401] and b"replay" in answers[1].body
-        signer = RequestSigner(stand.keys[-1], "test", stand.service.public)
+        signer = RequestSigner(cluster.keys[-1], "test", cluster.service.public)
         headers = signer.sign_request("POST", "/v1/diloco/offers", document)
         stolen = await link.ask("POST", "/v1/diloco/offers", headers, document, 4096)
         link.close()
         assert stolen.status == 403 and b"other_peer" in stolen.body
 
-    run_stand(tmp_path, work)
+    run_cluster(tmp_path, work)
 
 
-def test_nothing_unsigned_and_nobody_unknown_is_heard(tmp_path) -> None:
-    async def work(stand: Stand) -> None:
-        link = Link(parse_place(stand.service.url))
+def test_unsigned_requests_and_unknown_peers_are_refused(tmp_path) -> None:
+    async def work(cluster: Cluster) -> None:
+        link = HttpClient(parse_endpoint(cluster.service.url))
         for method, path in (
             ("POST", "offers"),
             ("GET", "state"),
@@ -247,22 +248,22 @@ def test_nothing_unsigned_and_nobody_unknown_is_heard(tmp_path) -> None:
             answer = await link.ask(method, f"/v1/diloco/{path}", [], b"", 4096)
             assert answer.status == 401 and b"unsigned" in answer.body
         link.close()
-        stranger = ReducerClient(parse_place(stand.service.url), Key.generate(), PLAN, stand.service.public)
+        stranger = ReducerClient(parse_endpoint(cluster.service.url), Key.generate(), PLAN, cluster.service.public)
         with pytest.raises(RefusedError) as error:
             await stranger.fetch_state()
         assert_refused(error, "unknown_node")
         stranger.close()
 
-    run_stand(tmp_path, work)
+    run_cluster(tmp_path, work)
 
 
-def test_a_run_that_names_its_peers_takes_no_other(tmp_path) -> None:
+def test_a_run_that_lists_its_peers_accepts_no_other(tmp_path) -> None:
     async def work() -> None:
         key, other = Key.generate(), Key.generate()
         config = ReducerConfig(port=0, peers=(key.public,))
         initial = start_state((np.zeros(SIZE, dtype=np.float32),))
         async with open_reducer(config, tmp_path, PLAN, initial=initial) as service:
-            place = parse_place(service.url)
+            place = parse_endpoint(service.url)
             invited, stranger = (ReducerClient(place, who, PLAN, service.public) for who in (key, other))
             assert (await invited.join()).is_member
             with pytest.raises(RefusedError) as error:
@@ -274,49 +275,49 @@ def test_a_run_that_names_its_peers_takes_no_other(tmp_path) -> None:
     asyncio.run(work())
 
 
-def test_another_reducers_plan_and_outcomes_are_not_taken(tmp_path) -> None:
-    async def work(stand: Stand) -> None:
-        place = parse_place(stand.service.url)
-        assert (await fetch_card(place, stand.service.public))[1] == PLAN
-        with pytest.raises(TalkError):
+def test_plans_and_outcomes_of_another_reducer_are_not_accepted(tmp_path) -> None:
+    async def work(cluster: Cluster) -> None:
+        place = parse_endpoint(cluster.service.url)
+        assert (await fetch_card(place, cluster.service.public))[1] == PLAN
+        with pytest.raises(MessageError):
             await fetch_card(place, Key.generate().public)
 
-    run_stand(tmp_path, work)
+    run_cluster(tmp_path, work)
 
 
 def test_an_offer_too_long_for_the_chain_is_refused_and_the_round_closes(tmp_path) -> None:
-    async def work(stand: Stand) -> None:
-        update = stand.make_update(stand.evil, TRUTH)
-        short = len(sign_message(stand.keys[-1], Tag.UPDATE, make_offer(update)))
+    async def work(cluster: Cluster) -> None:
+        update = cluster.make_update(cluster.evil, TRUTH)
+        short = len(sign_message(cluster.keys[-1], Tag.UPDATE, make_offer(update)))
         lanes = tuple((lane % 4, 10**15 + lane) for lane in range((MAX_BODY_BYTES - short) // 21))  # of 21 characters
         update = replace(update, lanes=lanes)
         with pytest.raises(RefusedError) as error:
-            await deliver(stand.evil, update)
+            await deliver(cluster.evil, update)
         assert_refused(error, "length")
-        await stand.evil.leave()
-        assert_without_evil(stand, *await stand.close_round())
+        await cluster.evil.leave()
+        assert_without_evil(cluster, *await cluster.close_round())
 
-    run_stand(tmp_path, work, plan=replace(PLAN, num_lanes=4))
+    run_cluster(tmp_path, work, plan=replace(PLAN, num_lanes=4))
 
 
 @pytest.mark.parametrize("tries", [1, 3])
-def test_a_challenge_that_became_void_meanwhile_costs_a_peer_nothing_but_another(tmp_path, monkeypatch, tries) -> None:
-    """As after a restart of the reducer, or when crowds join."""
-    join, left = ReducerClient.join, [AuthError(401, "work", "the challenge has expired")] * tries
+def test_a_challenge_that_expired_meanwhile_is_only_replaced_by_another(tmp_path, monkeypatch, tries) -> None:
+    """For example after a restart of the reducer, or when many peers join."""
+    join, left = ReducerClient.join, [ApiError(401, "work", "the challenge has expired")] * tries
 
     async def join_late(client: ReducerClient) -> JoinAnswer:
         if left:
             raise RefusedError(left.pop())
         return await join(client)
 
-    async def work(stand: Stand) -> None:
+    async def work(cluster: Cluster) -> None:
         monkeypatch.setattr(ReducerClient, "join", join_late)
-        averager = HttpAverager(PLAN, Key.generate(), [parse_place(stand.service.url)], stand.service.public)
+        averager = HttpAverager(PLAN, Key.generate(), [parse_endpoint(cluster.service.url)], cluster.service.public)
         try:
             async with asyncio.timeout(10):
-                while averager.rounds != (0,):  # only the task that shows presence hears of rounds
+                while averager.rounds != (0,):  # only the presence task receives rounds
                     await asyncio.sleep(0.02)
         finally:
             await asyncio.to_thread(averager.close)
 
-    run_stand(tmp_path, work)
+    run_cluster(tmp_path, work)

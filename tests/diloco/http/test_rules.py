@@ -1,13 +1,12 @@
-"""When a round closes, who is waited for, and what a claim is worth: rules without sockets."""
+"""When a round closes, which peers it waits for, and how much a claim counts: rules without sockets."""
 
 import pytest
 
-from shoal.diloco.http.open_round import Delivery, OpenRound
-from shoal.diloco.http.roll import Roll
-from shoal.diloco.http.settings import Patience, ReducerLimits
-from shoal.diloco.http.weight import cap_claims
+from shoal.diloco.http.membership import PeerRegistry
+from shoal.diloco.http.open_round import OpenRound, ReceivedUpdate, cap_claims
+from shoal.diloco.http.settings import ReducerLimits, ReducerTimeouts
 from shoal.diloco.round import RoundKey, Update
-from shoal.swarm.refusal import AuthError
+from shoal.net.api_error import ApiError
 
 KEY = RoundKey("test", 0, 0, "00" * 32)
 
@@ -15,7 +14,7 @@ KEY = RoundKey("test", 0, 0, "00" * 32)
 def make_round(*delivered: tuple[str, float]) -> OpenRound:
     made = OpenRound(KEY, 0.0)
     for peer, now_s in delivered:
-        made.deliver(peer, Delivery(Update(KEY, peer, 1, 1, b"", "fp32"), b"", ""), now_s)
+        made.deliver(peer, ReceivedUpdate(Update(KEY, peer, 1, 1, b"", "fp32"), b"", ""), now_s)
     return made
 
 
@@ -47,43 +46,43 @@ def test_a_refused_update_is_not_waited_for_and_does_not_count_for_the_quorum() 
 
 
 def test_a_broken_connection_counts_after_half_a_second_unless_the_peer_is_heard_again() -> None:
-    roll = Roll(Patience(), ReducerLimits())
-    roll.join("a", 0.0)
-    roll.note_lost("a", 1.0)
-    assert roll.is_here("a", 1.5) and not roll.is_here("a", 1.6)
-    roll.note_seen("a", 1.7)
-    assert roll.is_here("a", 1.8)
+    registry = PeerRegistry(ReducerTimeouts(), ReducerLimits())
+    registry.join("a", 0.0)
+    registry.note_lost("a", 1.0)
+    assert registry.is_here("a", 1.5) and not registry.is_here("a", 1.6)
+    registry.note_seen("a", 1.7)
+    assert registry.is_here("a", 1.8)
 
 
 def test_a_silent_peer_is_gone_after_a_while_and_a_leaver_at_once() -> None:
-    roll = Roll(Patience(presence_s=15.0), ReducerLimits())
-    roll.join("a", 0.0)
-    roll.join("b", 0.0)
-    roll.leave("b")
-    assert roll.list_here(15.0) == ("a",) and roll.list_here(15.1) == ()
-    roll.join("b", 16.0)
-    assert roll.list_here(16.0) == ("b",)
+    registry = PeerRegistry(ReducerTimeouts(presence_s=15.0), ReducerLimits())
+    registry.join("a", 0.0)
+    registry.join("b", 0.0)
+    registry.leave("b")
+    assert registry.list_here(15.0) == ("a",) and registry.list_here(15.1) == ()
+    registry.join("b", 16.0)
+    assert registry.list_here(16.0) == ("b",)
 
 
 def test_two_misses_evict_and_a_delivery_brings_back() -> None:
-    roll = Roll(Patience(max_misses=2), ReducerLimits())
-    roll.join("a", 0.0)
-    roll.note_miss("a")
-    assert roll.is_awaited("a", 1.0)
-    roll.note_miss("a")
-    assert not roll.is_awaited("a", 1.0) and roll.is_here("a", 1.0)
-    roll.note_delivery("a")
-    assert roll.is_awaited("a", 1.0)
+    registry = PeerRegistry(ReducerTimeouts(max_misses=2), ReducerLimits())
+    registry.join("a", 0.0)
+    registry.note_miss("a")
+    assert registry.is_awaited("a", 1.0)
+    registry.note_miss("a")
+    assert not registry.is_awaited("a", 1.0) and registry.is_here("a", 1.0)
+    registry.note_delivery("a")
+    assert registry.is_awaited("a", 1.0)
 
 
-def test_a_full_roll_takes_a_newcomer_only_for_one_that_is_gone() -> None:
-    roll = Roll(Patience(presence_s=10.0), ReducerLimits(max_peers=2))
-    roll.join("a", 0.0)
-    roll.join("b", 5.0)
-    with pytest.raises(AuthError):
-        roll.join("c", 6.0)
-    roll.join("c", 12.0)
-    assert "a" not in roll and "b" in roll and len(roll) == 2
+def test_a_full_registry_accepts_a_new_peer_only_in_place_of_one_that_is_gone() -> None:
+    registry = PeerRegistry(ReducerTimeouts(presence_s=10.0), ReducerLimits(max_peers=2))
+    registry.join("a", 0.0)
+    registry.join("b", 5.0)
+    with pytest.raises(ApiError):
+        registry.join("c", 6.0)
+    registry.join("c", 12.0)
+    assert "a" not in registry and "b" in registry and len(registry) == 2
 
 
 def test_a_claim_counts_up_to_twice_the_median_and_twice_its_own_record() -> None:

@@ -5,22 +5,24 @@ from pathlib import Path
 
 import pytest
 
+from shoal.config.tasks import FilterConfig
 from shoal.errors import ConfigError
-from shoal.tasks.base import Message
-from shoal.tasks.sets import SetError, SetFamily, SetFilter, TaskSet, open_set
-from shoal.tasks.sets.family import make_task
+from shoal.tasks.base import ChatMessage
+from shoal.tasks.sets.family import SetFamily, make_task
+from shoal.tasks.sets.sources import open_set
+from shoal.tasks.sets.taskset import SetError, TaskSet
 from shoal.tasks.split import Split, split_task
 
 SORT = "family:sort?items=numbers&min_length=3&max_length=3"
 
 
 def ask(tasks: TaskSet) -> SetFamily:
-    return SetFamily(tasks, SetFilter(), {})
+    return SetFamily(tasks, FilterConfig(), {})
 
 
 def test_a_prompt_becomes_the_message_of_a_user() -> None:
     plain, chat = open_set([f"{SORT}:20"]), open_set([f"chat:{SORT}:20"])
-    assert [record.prompt for record in chat.records] == [(Message("user", r.text),) for r in plain.records]
+    assert [record.prompt for record in chat.records] == [(ChatMessage("user", r.text),) for r in plain.records]
     assert chat.hash != plain.hash
 
 
@@ -90,7 +92,7 @@ def test_options_of_a_family_are_part_of_its_place() -> None:
         "family:sort?min_length=9&max_length=2:10",
     ],
 )
-def test_a_place_that_means_nothing_is_refused_in_a_sentence(place: str) -> None:
+def test_an_invalid_place_is_refused_with_one_sentence(place: str) -> None:
     with pytest.raises(ConfigError, match=r"tasks\.") as caught:
         open_set([place])
     assert "\n" not in str(caught.value)
@@ -99,5 +101,5 @@ def test_a_place_that_means_nothing_is_refused_in_a_sentence(place: str) -> None
 def test_a_source_with_too_few_solutions_cannot_show_any(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text(json.dumps({"id": "t", "task_type": "math", "prompt": "1+1=", "info": {"answer": "2"}}) + "\n")
-    with pytest.raises(SetError, match="0 other solved tasks to show, 1 are wanted"):
+    with pytest.raises(SetError, match="0 other solved tasks to show, 1 are needed"):
         open_set([f"chat:1:{path}"])

@@ -1,4 +1,4 @@
-"""Records of task sets: one spelling, and refusal of everything else in a few words."""
+"""Records of task sets: one encoding, and rejection of everything else in a few words."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.tasks.base import Message
+from shoal.tasks.base import ChatMessage
 from shoal.tasks.sets.record import MAX_LINE_BYTES, RecordError, TaskRecord, dump_record, parse_record
 
 BASE: dict[str, Any] = {"id": "a-1", "task_type": "math", "prompt": "1+1=", "info": {"answer": "2"}}
@@ -19,9 +19,9 @@ values = st.recursive(
     max_leaves=6,
 )
 tables = st.dictionaries(texts, values, max_size=3)
-prompts = texts | st.lists(st.builds(Message, st.sampled_from(["system", "user"]), texts), min_size=1, max_size=3).map(
-    tuple
-)
+prompts = texts | st.lists(
+    st.builds(ChatMessage, st.sampled_from(["system", "user"]), texts), min_size=1, max_size=3
+).map(tuple)
 
 
 def spell(**changes: Any) -> bytes:
@@ -58,7 +58,7 @@ def test_keys_and_spaces_do_not_matter() -> None:
         (b"", "not JSON"),
         (b"[1]", "not a JSON object"),
         (b"\xff{}", "not UTF-8"),
-        (b'{"id":"a","id":"b"}', "one key twice"),
+        (b'{"id":"a","id":"b"}', "a duplicate key"),
         (b"{" * 50_000, "not JSON|nested"),
         (b'{"a":' * 50_000, "not JSON|nested"),
         (b'{"x": NaN}', "NaN"),
@@ -66,8 +66,8 @@ def test_keys_and_spaces_do_not_matter() -> None:
         (b" " * (MAX_LINE_BYTES + 1), "allowed are"),
         (spell(info={"x": [[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]}), "nested more than"),
         (b'{"id":"a","task_type":"math","prompt":"x","info":{"x":1e999}}', "not finite"),
-        (b'{"id":"a","task_type":"math","prompt":"\\ud800","info":{}}', "half of a character"),
-        (b'{"id":"a","task_type":"math","prompt":"x","info":{"\\ud800":1}}', "half of a character"),
+        (b'{"id":"a","task_type":"math","prompt":"\\ud800","info":{}}', "a lone surrogate"),
+        (b'{"id":"a","task_type":"math","prompt":"x","info":{"\\ud800":1}}', "a lone surrogate"),
         (spell(path="/etc/passwd"), "unknown column 'path'"),
         (spell(id=None), "id 'NoneType'"),
         (spell(id="a b"), "id 'a b'"),

@@ -1,4 +1,4 @@
-"""Boxes, started once for all tests of them, and real problems, where somebody has put them beside the checkout."""
+"""Sandboxes, started once for all their tests, and real problems, if they are available next to the checkout."""
 
 import json
 import sys
@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from shoal.box.walls import Limits
+from shoal.sandbox.isolate import SandboxLimits
 from shoal.tasks.verify.code.verifier import CodeVerifier
 
-LIMITS = Limits(cpu_s=1, wall_s=20.0, memory_bytes=256 << 20)
+LIMITS = SandboxLimits(cpu_s=1, wall_s=20.0, memory_bytes=256 << 20)
 
 
 @pytest.fixture(scope="session")
 def boxes():
-    """Boxes with the best walls that this machine permits."""
+    """Sandboxes with the best isolation that this machine permits."""
     yield from open_boxes(namespaces=True)
 
 
 @pytest.fixture(scope="session")
 def bare_boxes():
-    """Boxes as where namespaces are not permitted."""
+    """Sandboxes as on a machine that does not permit namespaces."""
     yield from open_boxes(namespaces=False)
 
 
@@ -34,13 +34,13 @@ def open_boxes(*, namespaces):
 
 @pytest.fixture(scope="session")
 def load_lines():
-    """The records of a file in a folder `shared/data` beside any parent of this one; skips where there is none."""
+    """The records of a file in a folder `shared/data` next to any parent of this one; skips if there is none."""
 
     def load(name):
         for folder in Path(__file__).resolve().parents:
             path = folder / "shared" / "data" / name
             if path.is_file():
                 return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        pytest.skip(f"no shared/data/{name} beside the checkout")
+        pytest.skip(f"no shared/data/{name} next to the checkout")
 
     return load

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from shoal.box.wire import WireError, decode_value, encode_value
 from shoal.errors import ConfigError
+from shoal.sandbox.frames import ChannelError, decode_value, encode_value
 from shoal.tasks.verify.base import Agreement, Attempt, compare_claim, is_firm
 from shoal.tasks.verify.code.compare import match_output, match_values
 from shoal.tasks.verify.code.verifier import find_source
@@ -180,7 +180,7 @@ def test_a_plain_value_crosses_as_it_is(value):
     "value", [object(), print, range(3), [object()], {1: object()}], ids=lambda one: type(one).__name__
 )
 def test_nothing_but_plain_values_crosses(value):
-    with pytest.raises(WireError):
+    with pytest.raises(ChannelError):
         encode_value(value)
 
 

@@ -11,11 +11,12 @@ from shoal.tasks.verify.base import (
     compare_claim,
     give_up,
     is_firm,
+    list_verifiers,
     mark_near,
+    open_verifier,
     own_fault,
     score_safely,
 )
-from shoal.tasks.verify.registry import list_verifiers, open_verifier
 
 INFOS = {
     "math": {"answer": "72"},
@@ -49,7 +50,7 @@ def test_every_task_type_has_its_verifier():
 
 def test_a_verifier_names_itself_and_its_version(verifier):
     assert verifier.stamp.startswith(f"{verifier.name}/{verifier.version}")
-    assert verifier.dear is (verifier.name == "code")
+    assert verifier.expensive is (verifier.name == "code")
     with pytest.raises(ConfigError):
         verifier.check_info({})
 
@@ -74,7 +75,7 @@ def test_what_is_too_long_is_not_read(verifier):
     assert score_safely(verifier, INFOS[verifier.name], "", text) == Score(0.0, "too long")
 
 
-def test_a_claim_is_held_against_nobody_where_the_score_is_not_firm():
+def test_a_claim_is_not_rejected_if_the_score_is_not_firm():
     firm, near = Score(0.0, "wrong"), mark_near(Score(1.0, "passed"))
     assert compare_claim(1.0, firm) is Agreement.DIFFERS
     assert compare_claim(0.0, firm) is Agreement.AGREES

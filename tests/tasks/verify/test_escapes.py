@@ -1,4 +1,4 @@
-"""Code that does not solve its task but tries to be paid, to get out, or to stay: 0 for all, and nothing is left."""
+"""Code that does not solve its task but tries to be paid, to escape, or to stay: all score 0, and nothing remains."""
 
 import os
 import signal
@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from shoal.box import warden
-from shoal.box.walls import Limits
-from shoal.box.warden import BoxError, Warden
 from shoal.errors import ConfigError
+from shoal.sandbox import pool
+from shoal.sandbox.isolate import SandboxLimits
+from shoal.sandbox.pool import SandboxError, SandboxProcess
 from shoal.tasks.verify.base import is_firm
 from shoal.tasks.verify.code.verifier import CodeVerifier
 
-LIMITS = Limits(cpu_s=60, wall_s=60.0, memory_bytes=256 << 20)
+LIMITS = SandboxLimits(cpu_s=60, wall_s=60.0, memory_bytes=256 << 20)
 SECRET = 7_919_113
-"""the expected value, which no candidate is told"""
+"""the expected value, which candidates do not get"""
 INFO = {"test_cases": [{"type": "function_call", "fn_name": "f", "input": [1], "output": SECRET}]}
 SCRIPT = {"test_cases": [{"type": "stdin_stdout", "input": "1\n", "output": str(SECRET)}]}
 
@@ -90,7 +90,8 @@ ESCAPES = {
     "true": "def f(x): return True",
 }
 NO_WALLS = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from shoal.box import calls, kernel, walls\n"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from shoal.sandbox import isolate as walls, linux as kernel, seccomp as calls\n"
     "def refuse(*_): raise PermissionError(1, 'not permitted')\n"
     "kernel.unshare = refuse; walls.build_filter = lambda _: None\n"
 )
@@ -129,14 +130,14 @@ def test_an_escape_scores_nothing(request, walls, source):
 
 
 @pytest.mark.parametrize("source", [*SLOW.values(), SLEEPY["closed channel"]], ids=[*SLOW, "closed channel"])
-def test_what_does_not_end_is_ended_and_not_held_against_anybody(boxes, source):
+def test_code_that_does_not_end_is_stopped_and_inconclusive(boxes, source):
     score = boxes.score(INFO, "", f"```python\n{source}\n```")
     assert score.value == 0.0
     assert not is_firm(score)
 
 
 def test_a_sleeper_is_ended_at_the_wall_clock_limit(boxes, monkeypatch):
-    monkeypatch.setattr(boxes, "limits", Limits(cpu_s=1, wall_s=1.0, memory_bytes=256 << 20))
+    monkeypatch.setattr(boxes, "limits", SandboxLimits(cpu_s=1, wall_s=1.0, memory_bytes=256 << 20))
     start = time.monotonic()
     score = boxes.score(INFO, "", f"```python\n{SLEEPY['sleep']}\n```")
     assert score.value == 0.0 and not is_firm(score)
@@ -174,21 +175,22 @@ def test_candidates_leave_no_process_behind(boxes):
 
 
 def test_a_zygote_that_is_killed_takes_its_cells_along_and_is_replaced():
-    keeper = Warden("shoal.box.code")
+    keeper = SandboxProcess("shoal.sandbox.programs.code")
     job = {"source": SLOW["loop at import"], "function": "f"}
-    with pytest.raises(BoxError), keeper.open_cell("calls", job, LIMITS):
+    with pytest.raises(SandboxError), keeper.open_job("calls", job, LIMITS):
         kill_zygote(keeper)
-    with keeper.open_cell("calls", {"source": "def f(): pass", "function": "f"}, LIMITS) as cell:
+    with keeper.open_job("calls", {"source": "def f(): pass", "function": "f"}, LIMITS) as cell:
         assert cell.receive() == {"ready": True}
     keeper.kill()
 
 
 def test_boxes_end_with_the_process_that_asked_for_them():
     script = (
-        "import sys\nfrom shoal.box.warden import Warden\nfrom shoal.box.walls import Limits\n"
-        "warden = Warden('shoal.box.code')\n"
-        "limits = Limits(cpu_s=60, wall_s=60.0, memory_bytes=1 << 28)\n"
-        "with warden.open_cell('calls', {'source': 'import time; time.sleep(60)', 'function': 'f'}, limits):\n"
+        "import sys\nfrom shoal.sandbox.pool import SandboxProcess\n"
+        "from shoal.sandbox.isolate import SandboxLimits\n"
+        "process = SandboxProcess('shoal.sandbox.programs.code')\n"
+        "limits = SandboxLimits(cpu_s=60, wall_s=60.0, memory_bytes=1 << 28)\n"
+        "with process.open_job('calls', {'source': 'import time; time.sleep(60)', 'function': 'f'}, limits):\n"
         "    print('open', flush=True)\n    sys.stdin.read()\n"
     )
     asker = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -201,12 +203,12 @@ def test_boxes_end_with_the_process_that_asked_for_them():
 
 
 def test_a_machine_without_walls_runs_nothing(monkeypatch):
-    monkeypatch.setattr(warden, "_BOOT", NO_WALLS + warden._BOOT)
-    with pytest.raises(ConfigError, match="cannot be run safely"):
+    monkeypatch.setattr(pool, "_BOOT", NO_WALLS + pool._BOOT)
+    with pytest.raises(ConfigError, match="cannot run untrusted code safely"):
         CodeVerifier(size=1)
 
 
-def kill_zygote(keeper: Warden) -> None:
+def kill_zygote(keeper: SandboxProcess) -> None:
     held = list_session(keeper._process.pid)
     os.killpg(keeper._process.pid, signal.SIGKILL)
     keeper._process.wait(5)
@@ -217,7 +219,7 @@ def await_end(pids: list[int]) -> None:
     assert len(pids) >= 1
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, "something outlived the process that it belongs to"
+        assert time.monotonic() < deadline, "something outlived its parent process"
         time.sleep(0.02)
 
 
@@ -242,7 +244,7 @@ def list_session(parent: int) -> list[int]:
 
 
 def count_cpu() -> float:
-    """CPU seconds of our descendants that live."""
+    """CPU seconds of our live descendants."""
     total = 0
     for child in list_session(os.getpid()):
         try:

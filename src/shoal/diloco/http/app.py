@@ -1,276 +1,358 @@
-"""The reducer's routes, as an ASGI app for `swarm.serve`.
+"""The routes of a DiLoCo reducer under /v1/diloco, and the context that they share.
 
-    GET  /v1/diloco/plan | status | challenges/<node>                     open
-    POST /v1/diloco/join                                                  signed, with a stamp of work
-    POST /v1/diloco/leave | offers | holdings                             signed
-    PUT  /v1/diloco/updates/<f>/<r>/<sha256>/<chunk>                      signed
-    PUT  /v1/diloco/holdings/<hash>/<chunk>                               signed
-    GET  /v1/diloco/watch/<rounds> | state | states/<hash>/<chunk>        signed
-    GET  /v1/diloco/outcomes/<f>/<r>/<base>/<chunk>                       signed
+A context either has a reducer or recovers a state from the peers to start one; never both.
 
 Invariants:
-- no byte of a body is read for who is not who it says, and none that its route does not expect;
-- answers that wait do so for `?wait=` seconds at most; a peer that ends its connection meanwhile is noted as lost.
+- chunks of a payload are read only if they are expected, and only at their expected length;
+- a waiting response takes at most `?wait=` seconds; a peer that disconnects meanwhile is noted as lost.
 """
 
 import asyncio
 import os
-import re
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 
-from shoal.diloco.http.desk import Desk
-from shoal.diloco.http.messages import CHUNK_BYTES, TalkError
-from shoal.diloco.http.parcel import Parcel
+from prometheus_client import CollectorRegistry
+
+from shoal import __version__
+from shoal.diloco.http.messages import (
+    CHUNK_BYTES,
+    HeldState,
+    JoinAnswer,
+    MessageError,
+    Payload,
+    StateHead,
+    UpdateOffer,
+    WantedChunks,
+    WatchAnswer,
+    make_card,
+    open_message,
+    sign_message,
+)
+from shoal.diloco.http.reducer import Reducer, refuse_stale
+from shoal.diloco.http.settings import ReducerConfig
+from shoal.diloco.http.state_recovery import StateRecovery
+from shoal.diloco.outer import DilocoPlan
 from shoal.diloco.round import RoundKey
-from shoal.shardcast.http import HttpError
-from shoal.swarm.exchange import ENDED, Receive, Scope, Send
-from shoal.swarm.refusal import AuthError
-from shoal.swarm.server_auth import Caller
+from shoal.diloco.state import OuterState
+from shoal.identity.authenticator import Authenticator, Caller, Member, name_address, take_token
+from shoal.identity.documents import Tag
+from shoal.identity.keys import Key
+from shoal.identity.nonces import NonceStore
+from shoal.identity.proof_of_work import JoinRate, WorkGate
+from shoal.identity.routes import BINARY, Access, Route, RouteApp, RouteContext, RouteRequest, RouteTable, WaitSeconds
+from shoal.net.api_error import ApiError
+from shoal.net.http import HttpError
+from shoal.net.limits import Buckets
+from shoal.protocol.messages import Digest, Number
+from shoal.util.aio import wait_any
+from shoal.util.canonical import encode_canonical
+from shoal.util.clock import read_clock
+from shoal.util.metrics import METRICS_TYPE, Counter, render_metrics
 
-PREFIX = "/v1/diloco/"
-MAX_WAIT_S = 20
-MAX_BODY_BYTES = 1 << 16
-_NUM, _HEX = r"(0|[1-9][0-9]{0,15})", r"([0-9a-f]{64})"
-_WAIT = re.compile(rb"wait=([0-9]|1[0-9]|20)")
+PUBLIC_RATE, PUBLIC_BURST = 20.0, 60.0
+TIMEOUT_S = 600.0
+"""timeout of a handler: the states of large models take a while to write and hash"""
+_MAX_TRACKED = 4096
+MakeReducer = Callable[[OuterState, StateRecovery], Reducer]
+
+reducer_routes = RouteTable("/v1/diloco", "peers")
+operator_routes = RouteTable(tag="operator")
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One request, as a route sees it."""
+class ReducerContext(RouteContext):
+    """Shared state of the handlers. One per process, for one event loop."""
 
-    desk: Desk
-    scope: Scope
-    receive: Receive
-    parts: tuple[str, ...]
-    caller: Caller | None
-    wait_s: int
+    def __init__(
+        self,
+        plan: DilocoPlan,
+        key: Key,
+        config: ReducerConfig,
+        *,
+        start: Reducer | StateRecovery,
+        make_reducer: MakeReducer,
+        nonces: NonceStore,
+        registry: CollectorRegistry,
+    ) -> None:
+        self.plan, self.key, self.clock_ms = plan, key, read_clock
+        self.gate = WorkGate(os.urandom(32), plan.run, JoinRate(base_work=config.limits.join_work))
+        self.signed_plan = sign_message(key, Tag.PLAN, make_card(plan))
+        text = "Requests refused, by code."
+        self.registry = registry
+        self.refusals = Counter("shoal_diloco_refused_total", text, ["code"], registry=registry)
+        self._allowed = frozenset(config.peers)
+        self._active, self._make_reducer = start, make_reducer
+        self._finishing = asyncio.Lock()
+        self._joined: set[str] = set()
+        """peers that joined while there was no reducer"""
+        self._addresses = Buckets(PUBLIC_RATE, PUBLIC_BURST, _MAX_TRACKED)
+        self.authenticator = Authenticator(
+            run=plan.run,
+            audience=key.public,
+            find_member=self._find_member,
+            nonces=nonces,
+            gate=self.gate,
+            limits=config.auth,
+        )
 
     @property
-    def peer(self) -> str:
-        """Who signed."""
-        assert self.caller is not None, "only on routes that are signed"
-        return self.caller.node
+    def max_stream_bytes(self) -> int:
+        """Bytes of a chunk."""
+        return CHUNK_BYTES
 
-    async def read_body(self, note_piece: Callable[[], None] = lambda: None) -> bytes:
-        """The body, whole and as it was signed; a connection that breaks in it is noted."""
-        assert self.caller is not None, "open routes have no body"
-        checker, pieces = self.caller.open_body(), []
-        try:
-            while True:
-                message = await self.receive()
-                if message["type"] != "http.request":
-                    raise HttpError("closed in the middle of a body")
-                if piece := message.get("body", b""):
-                    checker.feed(piece)
-                    pieces.append(piece)
-                    note_piece()
-                if not message.get("more_body", False):
-                    break
-        except HttpError as error:
-            if error.status != 408:  # too slow is not gone
-                self.desk.note_lost(self.peer)
-            raise
-        except OSError:
-            self.desk.note_lost(self.peer)
-            raise
-        checker.finish()
-        return b"".join(pieces)
+    @property
+    def is_recovering(self) -> bool:
+        """Whether there is no state yet."""
+        return isinstance(self._active, StateRecovery)
 
-    async def wait_until(self, is_ready: Callable[[], bool]) -> bool:
-        """Wait for something to become true while the peer is there; whether it did."""
-        ended = asyncio.ensure_future(self.scope["extensions"][ENDED]["wait"]())
-        until_s = asyncio.get_running_loop().time() + self.wait_s
-        try:
-            while True:
-                bell = asyncio.ensure_future(self.desk.bell.wait())
-                left_s = until_s - asyncio.get_running_loop().time()
-                if (is_over := is_ready()) or left_s <= 0:
-                    bell.cancel()
-                    return is_over
-                await asyncio.wait([bell, ended], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                bell.cancel()
-                if ended.done():
-                    self.desk.note_lost(self.peer)
-                    raise HttpError("the peer went away")
-        finally:
-            ended.cancel()
+    @property
+    def reducer(self) -> Reducer:
+        """The reducer; `ApiError` during recovery."""
+        if not isinstance(self._active, Reducer):
+            raise ApiError(503, "rebuilding", "this reducer has no state yet; offer the one you hold")
+        return self._active
 
+    @property
+    def recovery(self) -> StateRecovery:
+        """The recovery of a state; `ApiError` after it has finished."""
+        if not isinstance(self._active, StateRecovery):
+            raise ApiError(410, "serving", "this reducer already has a state")
+        return self._active
 
-Handler = Callable[[Request], Awaitable[bytes]]
+    def check_address(self, access: Access, method: str, address: str) -> None:
+        """See `RouteContext.check_address`."""
+        take_token(self._addresses, name_address(address), self.clock_ms() / 1000)
 
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """A method and a path, and who may use it."""
-
-    method: str
-    path: re.Pattern[str]
-    handle: Handler
-    kind: str = "signed"
-    max_body_bytes: int = 0
-
-
-async def _join(request: Request) -> bytes:
-    return request.desk.join(request.peer)
-
-
-async def _leave(request: Request) -> bytes:
-    return request.desk.leave(request.peer)
-
-
-async def _show_plan(request: Request) -> bytes:
-    return request.desk.card
-
-
-async def _show_status(request: Request) -> bytes:
-    return request.desk.describe()
-
-
-async def _challenge(request: Request) -> bytes:
-    return request.desk.make_challenge(request.parts[0], os.urandom(8))
-
-
-async def _watch(request: Request) -> bytes:
-    known = int(request.parts[0])
-    await request.wait_until(lambda: request.desk.num_rounds != known)
-    return request.desk.tell_rounds()
-
-
-async def _offer(request: Request) -> bytes:
-    return request.desk.take_offer(request.peer, await request.read_body())
-
-
-async def _put_chunk(request: Request) -> bytes:
-    fragment, number, digest, index = request.parts
-    parcel = request.desk.reducer.find_parcel(request.peer, int(fragment), int(number), digest)
-    await _fill_chunk(request, parcel, int(index))
-    if parcel.is_whole:
-        await request.desk.reducer.deliver_parcel(request.peer, int(fragment), parcel)
-    return b"{}"
-
-
-async def _hold(request: Request) -> bytes:
-    return request.desk.take_holding(request.peer, await request.read_body())
-
-
-async def _put_holding(request: Request) -> bytes:
-    digest, index = request.parts
-    search = request.desk.search
-    parcel = search.find_parcel(request.peer, digest)
-    await _fill_chunk(request, parcel, int(index), search.note_progress)
-    if parcel.is_whole:
-        await request.desk.end_search(parcel)
-    return b"{}"
-
-
-async def _fill_chunk(
-    request: Request, parcel: Parcel, index: int, note_piece: Callable[[], None] = lambda: None
-) -> None:
-    assert request.caller is not None
-    if request.caller.length != parcel.measure_chunk(index) or request.caller.length == 0:
-        raise AuthError(422, "length", "a chunk of another length than it must have")
-    data = await request.read_body(note_piece)
-    parcel.put_chunk(index, data)
-
-
-async def _outcome(request: Request) -> bytes:
-    fragment, number, base, index = request.parts
-    desk = request.desk
-    desk.check_round(int(fragment), int(number), base)
-    await request.wait_until(lambda: desk.is_closed(int(fragment), int(number)))
-    return await desk.read_outcome(RoundKey(desk.plan.run, int(number), int(fragment), base), int(index))
-
-
-async def _state(request: Request) -> bytes:
-    await request.wait_until(lambda: request.desk.may_fetch(request.peer))
-    return await request.desk.offer_state(request.peer)
-
-
-async def _state_chunk(request: Request) -> bytes:
-    digest, index = request.parts
-    return await request.desk.read_state(digest, int(index))
-
-
-def _route(method: str, path: str, handle: Handler, kind: str = "signed", max_body_bytes: int = 0) -> Route:
-    return Route(method, re.compile(PREFIX + path), handle, kind, max_body_bytes)
-
-
-ROUTES = (
-    _route("GET", "plan", _show_plan, "open"),
-    _route("GET", "status", _show_status, "open"),
-    _route("GET", f"challenges/{_HEX}", _challenge, "open"),
-    _route("POST", "join", _join, "join"),
-    _route("POST", "leave", _leave),
-    _route("GET", f"watch/{_NUM}", _watch),
-    _route("POST", "offers", _offer, max_body_bytes=MAX_BODY_BYTES),
-    _route("PUT", f"updates/{_NUM}/{_NUM}/{_HEX}/{_NUM}", _put_chunk, max_body_bytes=CHUNK_BYTES),
-    _route("POST", "holdings", _hold, "search", MAX_BODY_BYTES),
-    _route("PUT", f"holdings/{_HEX}/{_NUM}", _put_holding, "search", CHUNK_BYTES),
-    _route("GET", f"outcomes/{_NUM}/{_NUM}/{_HEX}/{_NUM}", _outcome),
-    _route("GET", "state", _state),
-    _route("GET", f"states/{_HEX}/{_NUM}", _state_chunk),
-)
-
-
-class ReducerApp:
-    """Answers for one desk."""
-
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Called for each request."""
-        status, headers = 200, [(b"content-type", b"application/octet-stream")]
-        try:
-            body = await self._answer(scope, receive)
-        except TalkError as error:
-            status, body = 422, AuthError(422, "invalid", str(error)).to_bytes()
-        except AuthError as refusal:
-            self._desk.refusals.add(label=refusal.code)
-            refusal.server_time_ms = self._desk.clock_ms()
-            status, body = refusal.status, refusal.to_bytes()
-            if refusal.retry_after_s is not None:
-                headers.append((b"retry-after", str(refusal.retry_after_s).encode()))
-        headers.append((b"content-length", str(len(body)).encode()))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    async def _answer(self, scope: Scope, receive: Receive) -> bytes:
-        route, parts = _find_route(scope)
-        wait_s = _read_wait(scope["query_string"])
-        caller = self._check_caller(route, scope)
-        return await route.handle(Request(self._desk, scope, receive, parts, caller, wait_s))
-
-    def _check_caller(self, route: Route, scope: Scope) -> Caller | None:
-        desk, address = self._desk, scope["client"][0]
-        if route.kind == "open":
-            desk.check_stranger(address)
-            return None
-        query = scope["query_string"]
-        target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("ascii")
-        head = scope["method"], target, scope["headers"], address, desk.clock_ms()
-        if route.kind == "join":
-            return desk.check_join(*head)
-        caller = desk.check_caller(*head, max_body_bytes=route.max_body_bytes)
-        if (route.kind == "search") != desk.is_searching:
-            raise desk.refuse_phase()
+    def check_caller(self, route: Route, request: RouteRequest) -> Caller | None:
+        """See `RouteContext.check_caller`; a call marks a member as present."""
+        caller = super().check_caller(route, request)
+        if caller is not None and caller.member is not None and not self.is_recovering:
+            self.reducer.note_seen(caller.node)
         return caller
 
+    def explain_error(self, error: Exception) -> ApiError | None:
+        """See `RouteContext.explain_error`; also covers malformed documents."""
+        if isinstance(error, MessageError):
+            return ApiError(422, "invalid", str(error))
+        return super().explain_error(error)
 
-def _find_route(scope: Scope) -> tuple[Route, tuple[str, ...]]:
-    path = scope["raw_path"].decode("ascii")
-    for route in ROUTES:
-        match = route.path.fullmatch(path)
-        if match is not None and route.method == scope["method"]:
-            return route, match.groups()
-    raise AuthError(404, "not_found", "there is nothing here")
+    def note_disconnect(self, caller: Caller) -> None:
+        """Note that a connection of this peer broke."""
+        if not self.is_recovering:
+            self.reducer.note_lost(caller.node)
+
+    def join(self, peer: str) -> JoinAnswer:
+        """Admit a peer."""
+        if self._allowed and peer not in self._allowed:
+            raise ApiError(403, "not_invited", "this key is not in the run's list of peers")
+        self.gate.rate.note_join(self.clock_ms() / 1000)
+        if self.is_recovering:
+            self._joined.add(peer)
+            return JoinAnswer(rounds=(), is_member=False)
+        is_member = self.reducer.admit_peer(peer)
+        return JoinAnswer(rounds=self.reducer.state.rounds, is_member=is_member)
+
+    async def finish_recovery(self, payload: Payload) -> None:
+        """Serve the state that has arrived completely, if it is valid."""
+        async with self._finishing:  # a repeated chunk must not create two reducers for one folder
+            if not self.is_recovering or not payload.is_whole:
+                return
+            recovery = self.recovery
+            state = await asyncio.to_thread(recovery.open_state, payload)
+            if state is None:
+                raise ApiError(422, "digest", "the state does not match the offered digest")
+            self._active = reducer = await asyncio.to_thread(self._make_reducer, state, recovery)
+        for peer in self._joined:
+            reducer.admit_peer(peer)
+
+    async def wait_until(
+        self, is_ready: Callable[[], bool], caller: Caller, request: RouteRequest, wait_s: float
+    ) -> None:
+        """Wait until something is true or `wait_s` have passed, as long as the peer is connected."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + wait_s
+        disconnect = asyncio.ensure_future(request.wait_disconnect())
+        try:
+            while not is_ready() and (left_s := end_s - loop.time()) > 0:
+                await wait_any([self.reducer.changed], left_s, disconnect)
+                if disconnect.done():
+                    self.note_disconnect(caller)
+                    raise HttpError("the peer disconnected")
+        finally:
+            disconnect.cancel()
+
+    def describe(self) -> dict[str, object]:
+        """Summary of the run: rounds, peers present, peers awaited."""
+        if self.is_recovering:
+            return {"phase": "rebuilding", "offers": self.recovery.num_offers, "run": self.plan.run}
+        return {"phase": "serving", "run": self.plan.run, **self.reducer.describe()}
+
+    def _find_member(self, peer: str) -> Member | None:
+        known = self._joined if self.is_recovering else self.reducer.peers
+        return Member(owner=peer, scopes=frozenset()) if peer in known else None
 
 
-def _read_wait(query: bytes) -> int:
-    if not query:
-        return 0
-    match = _WAIT.fullmatch(query)
-    if match is None:
-        raise AuthError(400, "malformed", f"a query here is wait= and up to {MAX_WAIT_S} seconds")
-    return int(match[1])
+def build_reducer_app(context: ReducerContext) -> RouteApp:
+    """The ASGI app of a reducer."""
+    return RouteApp(
+        context,
+        (reducer_routes, operator_routes),
+        title="shoal DiLoCo reducer",
+        version=__version__,
+        timeout_s=TIMEOUT_S,
+        media_type=BINARY,
+    )
+
+
+@reducer_routes.get("/plan", Access.PUBLIC, answer=BINARY)
+def get_plan(context: ReducerContext) -> bytes:
+    """The agreed settings of the run, signed."""
+    return context.signed_plan
+
+
+@reducer_routes.get("/status", Access.PUBLIC, answer=BINARY)
+def get_status(context: ReducerContext) -> bytes:
+    """Summary of the run, as JSON."""
+    return encode_canonical(context.describe())
+
+
+@operator_routes.get("/metrics", Access.PUBLIC, answer=METRICS_TYPE)
+def get_metrics(context: ReducerContext) -> bytes:
+    """Metrics for Prometheus."""
+    return render_metrics(context.registry)
+
+
+@reducer_routes.get("/challenges/{node}", Access.PUBLIC, answer=BINARY)
+def get_challenge(context: ReducerContext, node: Digest) -> bytes:
+    """The proof of work that this peer must do to join."""
+    return context.gate.make_challenge(node, context.clock_ms(), os.urandom(8)).encode()
+
+
+@reducer_routes.post("/join", Access.JOIN)
+def post_join(context: ReducerContext, caller: Caller) -> JoinAnswer:
+    """Join the run; requires a proof of work in the header Shoal-Work."""
+    return context.join(caller.node)
+
+
+@reducer_routes.post("/leave", Access.MEMBER, answer=BINARY)
+def post_leave(context: ReducerContext, caller: Caller) -> bytes:
+    """Leave the run: rounds no longer wait for this peer."""
+    context.reducer.remove_peer(caller.node)
+    return b"{}"
+
+
+@reducer_routes.get("/watch/{known}", Access.MEMBER)
+async def watch_rounds(
+    context: ReducerContext, caller: Caller, request: RouteRequest, known: Number, wait_s: WaitSeconds
+) -> WatchAnswer:
+    """Completed rounds of every fragment, once their sum differs from `known`."""
+    await context.wait_until(lambda: sum(context.reducer.state.rounds) != known, caller, request, wait_s)
+    return WatchAnswer(rounds=context.reducer.state.rounds)
+
+
+@reducer_routes.post("/offers", Access.MEMBER)
+def post_offer(context: ReducerContext, caller: Caller, body: bytes) -> WantedChunks:
+    """Announce an update; the body is signed by the peer that made it."""
+    signer, offer = open_message(None, Tag.UPDATE, body, UpdateOffer)
+    if signer != caller.node:
+        raise ApiError(403, "other_peer", "an update must be offered by the peer that signed it")
+    return context.reducer.take_offer(caller.node, offer, body)
+
+
+@reducer_routes.put("/updates/{fragment}/{number}/{digest}/{index}", Access.MEMBER, answer=BINARY)
+async def put_update_chunk(
+    context: ReducerContext,
+    caller: Caller,
+    chunks: AsyncIterator[bytes],
+    fragment: Number,
+    number: Number,
+    digest: Digest,
+    index: Number,
+) -> bytes:
+    """Upload a chunk of an offered update."""
+    reducer = context.reducer
+    payload = reducer.find_payload(caller.node, fragment, number, digest)
+    await _receive_chunk(caller, chunks, payload, index)
+    if payload.is_whole:
+        await reducer.deliver(caller.node, fragment, payload)
+    return b"{}"
+
+
+@reducer_routes.post("/holdings", Access.MEMBER)
+def post_held_state(context: ReducerContext, caller: Caller, message: HeldState) -> WantedChunks:
+    """Announce which state this peer holds, to a reducer that has none."""
+    return context.recovery.take_holding(caller.node, message)
+
+
+@reducer_routes.put("/holdings/{digest}/{index}", Access.MEMBER, answer=BINARY)
+async def put_state_chunk(
+    context: ReducerContext, caller: Caller, chunks: AsyncIterator[bytes], digest: Digest, index: Number
+) -> bytes:
+    """Upload a chunk of the state that this peer was asked for."""
+    recovery = context.recovery
+    payload = recovery.find_payload(caller.node, digest)
+    await _receive_chunk(caller, chunks, payload, index, recovery.note_progress)
+    if payload.is_whole:
+        await context.finish_recovery(payload)
+    return b"{}"
+
+
+@reducer_routes.get("/outcomes/{fragment}/{number}/{base}/{index}", Access.MEMBER, answer=BINARY)
+async def get_outcome(
+    context: ReducerContext,
+    caller: Caller,
+    request: RouteRequest,
+    fragment: Number,
+    number: Number,
+    base: Digest,
+    index: Number,
+    wait_s: WaitSeconds,
+) -> bytes:
+    """A chunk of the outcome of a closed round; the first begins with the head. Empty while the round is open."""
+    reducer = context.reducer
+    reducer.check_round(fragment, number, base)
+    await context.wait_until(lambda: reducer.is_closed(fragment, number), caller, request, wait_s)
+    if not reducer.is_closed(fragment, number):
+        return b""
+    key = RoundKey(context.plan.run, number, fragment, base)
+    data = await asyncio.to_thread(reducer.snapshots.read_outcome, key, index)
+    if data is None:
+        raise refuse_stale()
+    return data
+
+
+@reducer_routes.get("/state", Access.MEMBER, answer=BINARY)
+async def get_state(context: ReducerContext, caller: Caller, request: RouteRequest, wait_s: WaitSeconds) -> bytes:
+    """The signed head of the newest state, once this peer may start from it."""
+    reducer, peer = context.reducer, caller.node
+    await context.wait_until(lambda: reducer.may_fetch(peer), caller, request, wait_s)
+    if not reducer.may_fetch(peer):
+        raise ApiError(503, "not_yet", "this peer takes part from the next round on; ask again", retry_after_s=0)
+    state = reducer.state
+    size, digest = await asyncio.to_thread(reducer.snapshots.export, state)
+    head = StateHead(run=context.plan.run, hash=state.hash, size=size, digest=digest, rounds=state.rounds)
+    return sign_message(context.key, Tag.STATE, head)
+
+
+@reducer_routes.get("/states/{digest}/{index}", Access.MEMBER, answer=BINARY)
+async def get_state_chunk(context: ReducerContext, digest: Digest, index: Number) -> bytes:
+    """A chunk of a state whose head was fetched."""
+    data = await asyncio.to_thread(context.reducer.snapshots.read_state, digest, index)
+    if data is None:
+        raise ApiError(410, "stale", "this state is no longer available; fetch the newest one")
+    return data
+
+
+async def _receive_chunk(
+    caller: Caller,
+    chunks: AsyncIterator[bytes],
+    payload: Payload,
+    index: int,
+    note_progress: Callable[[], None] = lambda: None,
+) -> None:
+    if caller.length != payload.measure_chunk(index) or caller.length == 0:
+        raise ApiError(422, "length", "wrong chunk length")
+    pieces = []
+    async for piece in chunks:
+        pieces.append(piece)
+        note_progress()
+    payload.put_chunk(index, b"".join(pieces))

@@ -1,31 +1,39 @@
-"""What peers and a reducer say to each other: canonical JSON, signed where it must outlive its connection.
+"""Messages between peers and a reducer: canonical JSON, signed if they must outlive their connection.
 
 Invariants:
 - every field has a bound, an unknown field is an error, and all lengths of payloads follow from the plan;
-- an update names its round, its maker, its weight and the SHA-256 of its payload under the maker's signature; an
-  outcome names the round, whose updates are in it, its payload and the state after it under the reducer's;
+- an update names its round, its peer, its weight and the SHA-256 of its payload under the peer's signature. An outcome
+  names the round, the peers in it, its payload and the state after it under the reducer's signature;
 - an outcome as bytes is a length of 4 bytes, the signed document, and the payload.
 
-Changing breaks: the talk between releases, and outcomes on disk.
+Changing breaks: communication between releases, and outcomes on disk.
+
+Payloads arrive in chunks, in any order and over several connections, into a buffer of known length.
+
+Invariants:
+- the receiver knows the length by itself; what a sender claims only decides whether it may send at all;
+- a chunk is written only after its own digest, which its sender signed, was verified;
+- nothing is returned before the digest of the whole was verified.
 """
 
 import hashlib
 import struct
+from dataclasses import asdict
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, StringConstraints, ValidationError
 
-from shoal.canonical import encode_canonical
 from shoal.diloco.codecs import find_codec
-from shoal.diloco.plan import Plan, Rules
-from shoal.diloco.round import MAX_STEPS, MAX_TOKENS, Outcome, RoundKey, Update
-from shoal.keys import Key
-from shoal.runname import RUN
-from shoal.swarm.messages.base import Digest, Message, Number, ShortText
-from shoal.swarm.tags import DocumentError, Tag, open_claimed, open_document, sign_document
+from shoal.diloco.outer import DilocoPlan, Rules
+from shoal.diloco.round import MAX_STEPS, MAX_TOKENS, RoundKey, RoundOutcome, Update
+from shoal.identity.documents import DocumentError, Tag, open_claimed, sign_document
+from shoal.identity.keys import Key
+from shoal.protocol.messages import Digest, Message, Number, ShortText
+from shoal.util.canonical import encode_canonical
+from shoal.util.units import RUN
 
 CHUNK_BYTES = 1 << 20
-"""of a payload that goes in one request. Changing breaks: uploads between releases."""
+"""bytes of a payload per request. Changing breaks: uploads between releases."""
 MAX_PEERS = 128
 MAX_FRAGMENTS = 256
 MAX_LANES = 4096
@@ -36,33 +44,45 @@ _LENGTH = struct.Struct("<I")
 
 RunName = Annotated[str, StringConstraints(pattern=rf"^{RUN.pattern}$")]
 Fragment = Annotated[int, Field(ge=0, lt=MAX_FRAGMENTS)]
+Rounds = Annotated[tuple[Number, ...], Field(max_length=MAX_FRAGMENTS)]
+"""completed rounds of every fragment"""
 Lane = tuple[Annotated[int, Field(ge=0, lt=MAX_LANES)], Number]
 M = TypeVar("M", bound=Message)
 
 
-class TalkError(ValueError):
-    """Bytes that are no message of this kind, or not signed by whom they must be."""
+class MessageError(ValueError):
+    """The bytes are not a message of this kind, or were not signed by the expected key."""
 
 
-class Card(Message):
-    """What a reducer says of its run to whoever asks."""
+class ReducerInfo(Message):
+    """The description of a run that a reducer gives to anyone."""
 
     run: RunName
     sizes: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_ELEMENTS)], ...], Field(max_length=MAX_FRAGMENTS)]
     num_lanes: Annotated[int, Field(ge=0, le=MAX_LANES)]
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
-    """of the data's order"""
+    """seed of the data order"""
     rules: Annotated[str, StringConstraints(max_length=4096)]
-    """JSON of `Rules`; as text, for it holds fractions"""
+    """JSON of `Rules`; as text, because it contains fractions"""
 
 
-class Offer(Message):
-    """An update, but for its payload."""
+class RoundMessage(Message):
+    """A message about a round."""
 
     run: RunName
     round: Number
     fragment: Fragment
     base: Digest
+
+    @property
+    def key(self) -> RoundKey:
+        """The round."""
+        return RoundKey(self.run, self.round, self.fragment, self.base)
+
+
+class UpdateOffer(RoundMessage):
+    """An update without its payload."""
+
     tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     steps: Annotated[int, Field(ge=0, le=MAX_STEPS)]
     codec: ShortText
@@ -73,27 +93,18 @@ class Offer(Message):
     lanes: Annotated[tuple[Lane, ...], Field(max_length=MAX_LANES)] = ()
     compute_ms: Number = 0
 
-    @property
-    def key(self) -> RoundKey:
-        """The round that it is for."""
-        return RoundKey(self.run, self.round, self.fragment, self.base)
 
+class WantedChunks(Message):
+    """What the reducer still needs of an update (open, delivered), or of a state that it lost (waiting, wanted)."""
 
-class OfferAnswer(Message):
-    """What the reducer still wants of an update."""
-
-    status: Literal["open", "delivered"]
+    status: Literal["open", "delivered", "waiting", "wanted"]
     missing: tuple[tuple[Number, Number], ...] = ()
-    """chunks from the first number up to and without the second"""
+    """missing chunks, as half-open ranges"""
 
 
-class OutcomeHead(Message):
-    """An outcome, but for its payload."""
+class OutcomeHead(RoundMessage):
+    """An outcome without its payload."""
 
-    run: RunName
-    round: Number
-    fragment: Fragment
-    base: Digest
     peers: Annotated[tuple[Digest, ...], Field(min_length=1, max_length=MAX_PEERS)]
     size: Number
     digest: Digest
@@ -105,70 +116,54 @@ class OutcomeHead(Message):
     number: Number = 0
 
 
-class StateHead(Message):
-    """An outer state, but for its arrays."""
-
-    run: RunName
-    hash: Digest
-    size: Number
-    digest: Digest
-    """SHA-256 of its bytes"""
-    rounds: Annotated[tuple[Number, ...], Field(max_length=MAX_FRAGMENTS)]
-
-
-class Holding(Message):
+class HeldState(Message):
     """The state that a peer holds, offered to a reducer that lost its own."""
 
     hash: Digest
     size: Number
     digest: Digest
-    rounds: Annotated[tuple[Number, ...], Field(max_length=MAX_FRAGMENTS)]
+    """SHA-256 of its bytes"""
+    rounds: Rounds
 
 
-class HoldingAnswer(Message):
-    """Whether the reducer wants it, and which chunks."""
+class StateHead(HeldState):
+    """The state that a reducer holds, without its arrays."""
 
-    status: Literal["waiting", "wanted", "done"]
-    missing: tuple[tuple[Number, Number], ...] = ()
-
-
-class JoinAnswer(Message):
-    """What a peer hears that was taken in."""
-
-    rounds: Annotated[tuple[Number, ...], Field(max_length=MAX_FRAGMENTS)]
-    is_member: bool
-    """whether it reads data from now on, or from the next round on"""
+    run: RunName
 
 
 class WatchAnswer(Message):
-    """Rounds that every fragment has behind it."""
+    """The progress of the run."""
 
-    rounds: Annotated[tuple[Number, ...], Field(max_length=MAX_FRAGMENTS)]
+    rounds: Rounds
 
 
-def make_card(plan: Plan) -> Card:
-    """A plan as it is shown."""
+class JoinAnswer(WatchAnswer):
+    """The response to a peer that joined."""
+
+    is_member: bool
+    """whether it reads data from now on; otherwise from the next round on"""
+
+
+def make_card(plan: DilocoPlan) -> ReducerInfo:
+    """Describe a plan."""
     rules = plan.rules.model_dump_json()
-    return Card(run=plan.run, sizes=plan.sizes, num_lanes=plan.num_lanes, seed=plan.seed, rules=rules)
+    return ReducerInfo(run=plan.run, sizes=plan.sizes, num_lanes=plan.num_lanes, seed=plan.seed, rules=rules)
 
 
-def read_card(card: Card) -> Plan:
-    """The plan that a card shows."""
+def read_card(card: ReducerInfo) -> DilocoPlan:
+    """The plan in a description."""
     try:
         rules = Rules.model_validate_json(card.rules)
     except ValidationError:
-        raise TalkError("the reducer's rules are none that this release knows") from None
-    return Plan(card.run, card.sizes, rules, card.num_lanes, card.seed)
+        raise MessageError("unknown rules from the reducer; it may run a different release") from None
+    return DilocoPlan(card.run, card.sizes, rules, card.num_lanes, card.seed)
 
 
-def make_offer(update: Update) -> Offer:
-    """What is said of an update before its payload goes."""
-    key = update.key
-    return Offer(
-        run=key.run,
-        round=key.round,
-        fragment=key.fragment,
-        base=key.base,
+def make_offer(update: Update) -> UpdateOffer:
+    """The offer that announces an update before its payload is sent."""
+    return UpdateOffer(
+        **asdict(update.key),
         tokens=update.tokens,
         steps=update.steps,
         codec=update.codec,
@@ -179,46 +174,41 @@ def make_offer(update: Update) -> Offer:
     )
 
 
-def read_update(offer: Offer, peer: str, payload: bytes) -> Update:
-    """The update of an offer whose payload is here."""
-    said = offer.tokens, offer.steps, payload, offer.codec, offer.lanes, offer.compute_ms
-    return Update(offer.key, peer, *said)
+def read_update(offer: UpdateOffer, peer: str, payload: bytes) -> Update:
+    """The update of an offer whose payload has arrived."""
+    fields = offer.tokens, offer.steps, payload, offer.codec, offer.lanes, offer.compute_ms
+    return Update(offer.key, peer, *fields)
 
 
 def sign_message(key: Key, tag: Tag, message: Message) -> bytes:
-    """A message as a document under a key."""
+    """Sign a message as a document."""
     return sign_document(key, tag, message.model_dump(mode="json"))
 
 
 def open_message(public: str | None, tag: Tag, data: bytes, model: type[M]) -> tuple[str, M]:
-    """Signer and message of a document; `TalkError` if it is another's than `public`, where that is given."""
+    """Signer and message of a document; `MessageError` if `public` is given and did not sign it."""
     try:
-        if public is None:
-            signer, body = open_claimed(tag, data, max_bytes=MAX_DOCUMENT_BYTES)
-        else:
-            signer, body = public, open_document(public, tag, data, max_bytes=MAX_DOCUMENT_BYTES)
+        signer, body = open_claimed(tag, data, max_bytes=MAX_DOCUMENT_BYTES)
     except DocumentError as error:
-        raise TalkError(str(error)) from None
+        raise MessageError(str(error)) from None
+    if public not in (None, signer):
+        raise MessageError("signed by a different key")
     return signer, read_message(encode_canonical(body), model)
 
 
 def read_message(data: bytes, model: type[M]) -> M:
-    """The message in a body."""
+    """Parse the message in a body."""
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
         names = ".".join(str(part) for part in error.errors(include_input=False)[0]["loc"])[:80]
-        raise TalkError(f"not a message of this kind, at {names or 'its top'}") from None
+        raise MessageError(f"not a message of this kind, at {names or 'its top'}") from None
 
 
-def encode_outcome(key: Key, outcome: Outcome) -> bytes:
-    """An outcome as the reducer keeps and sends it."""
-    named = outcome.key
+def encode_outcome(key: Key, outcome: RoundOutcome) -> bytes:
+    """Encode an outcome as the reducer stores and sends it."""
     head = OutcomeHead(
-        run=named.run,
-        round=named.round,
-        fragment=named.fragment,
-        base=named.base,
+        **asdict(outcome.key),
         peers=outcome.peers,
         size=len(outcome.payload),
         digest=hashlib.sha256(outcome.payload).hexdigest(),
@@ -233,34 +223,76 @@ def encode_outcome(key: Key, outcome: Outcome) -> bytes:
     return b"".join((_LENGTH.pack(len(document)), document, outcome.payload))
 
 
-def split_outcome(data: bytes, reducer: str, plan: Plan) -> tuple[OutcomeHead, int]:
-    """The head of an outcome that this reducer signed, and where its payload begins; of the payload nothing is said."""
+def split_outcome(data: bytes, reducer: str, plan: DilocoPlan) -> tuple[OutcomeHead, int]:
+    """The head of an outcome that this reducer signed, and where its payload begins. Does not check the payload."""
     if len(data) < _LENGTH.size:
-        raise TalkError("an outcome shorter than its length field")
+        raise MessageError("outcome shorter than its length field")
     (length,) = _LENGTH.unpack_from(data)
     start = _LENGTH.size + length
     if length > MAX_DOCUMENT_BYTES or len(data) < start:
-        raise TalkError("an outcome shorter than its head")
+        raise MessageError("outcome shorter than its head")
     _, head = open_message(reducer, Tag.OUTCOME, data[_LENGTH.size : start], OutcomeHead)
     if head.run != plan.run or head.fragment >= len(plan.sizes) or head.size != count_payload(plan, head.fragment):
-        raise TalkError("an outcome of another run or size")
+        raise MessageError("outcome of a different run or size")
     return head, start
 
 
-def join_outcome(head: OutcomeHead, payload: bytes) -> Outcome:
-    """The outcome of a head and its payload; `TalkError` if they do not belong together."""
+def join_outcome(head: OutcomeHead, payload: bytes) -> RoundOutcome:
+    """Combine a head and its payload; `MessageError` if they do not belong together."""
     if len(payload) != head.size or hashlib.sha256(payload).hexdigest() != head.digest:
-        raise TalkError("the payload is not the one that the outcome names")
-    named = RoundKey(head.run, head.round, head.fragment, head.base)
+        raise MessageError("the payload does not match the outcome's digest")
     positions = head.step, head.members, head.lanes, head.steps, head.number
-    return Outcome(named, head.peers, payload, head.state, *positions)
+    return RoundOutcome(head.key, head.peers, payload, head.state, *positions)
 
 
-def count_payload(plan: Plan, fragment: int) -> int:
-    """Bytes of an update or outcome of a fragment."""
+def count_payload(plan: DilocoPlan, fragment: int) -> int:
+    """Payload size of an update or outcome of a fragment in bytes."""
     return find_codec(plan.rules.codec).count_bytes(plan.sizes[fragment])
 
 
 def count_chunks(size: int) -> int:
-    """Chunks of so many bytes."""
+    """Number of chunks for so many bytes."""
     return -(-size // CHUNK_BYTES)
+
+
+class Payload:
+    """A payload that arrives in chunks."""
+
+    def __init__(self, size: int, digest: str) -> None:
+        self.size, self.digest = size, digest
+        self._data = bytearray(size)
+        self._missing = set(range(count_chunks(size)))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all chunks have arrived."""
+        return not self._missing
+
+    def measure_chunk(self, index: int) -> int:
+        """The length that a chunk must have; 0 if there is no such chunk."""
+        return max(0, min(CHUNK_BYTES, self.size - index * CHUNK_BYTES))
+
+    def put_chunk(self, index: int, data: bytes) -> None:
+        """Store a chunk whose digest was checked."""
+        assert len(data) == self.measure_chunk(index) > 0, "the length must be checked before the chunk is read"
+        self._data[index * CHUNK_BYTES : index * CHUNK_BYTES + len(data)] = data
+        self._missing.discard(index)
+
+    def list_missing(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of missing chunks: first, and one after the last."""
+        runs: list[tuple[int, int]] = []
+        for index in sorted(self._missing):
+            if runs and runs[-1][1] == index:
+                runs[-1] = (runs[-1][0], index + 1)
+            else:
+                runs.append((index, index + 1))
+        return tuple(runs)
+
+    def open(self) -> bytes | None:
+        """The whole payload, or None if it does not match its digest: then all of it counts as missing again."""
+        assert self.is_whole, "the payload is incomplete"
+        data = bytes(self._data)  # its sender may rewrite a chunk while this one is hashed
+        if hashlib.sha256(data).hexdigest() == self.digest:
+            return data
+        self._missing = set(range(count_chunks(self.size)))
+        return None

@@ -1,181 +1,188 @@
-"""The reducer: takes updates, closes rounds, answers with one outcome for all.
+"""The reducer: receives updates, closes rounds, and returns one outcome to all.
 
-    offer -> chunks -> whole, finite -> delivered -> round due (open_round) -> close_round -> disk -> chain -> told
+    offer -> chunks -> whole, finite -> delivered -> round due (open_round) -> close_round -> disk, round log -> answer
 
 Invariants:
-- who sends is who signed; an update counts for its signer alone, once in a round;
-- rounds close one after the other, by one task; what is told is on disk and in the chain before;
-- an update for another round, another base, another run, of another length or not finite is refused and leaves nothing;
-- what a peer says never decides how much memory is taken: payloads have the plan's length.
+- the sender is the signer; an update counts only for its signer, once in a round;
+- one task closes rounds, one after the other; a result is on disk and in the round log before it is sent;
+- an update for a different round, base or run, of wrong length or not finite is refused and has no effect;
+- a peer's claims never decide how much memory is allocated: payloads have the plan's length.
 
-A round closes with what has arrived whole at that moment. An update that is one chunk short then is stale: its peer
-hears so, takes the outcome, and goes on from the new state.
+A round closes with the updates that are complete at that moment. An update that then lacks a chunk is stale: its peer
+is informed, takes the outcome, and continues from the new state.
 """
 
 import asyncio
 import hashlib
+import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
+from statistics import median_low
 
 import numpy as np
 
 from shoal.diloco.aggregate import measure_payload
 from shoal.diloco.codecs import CodecError, find_codec
-from shoal.diloco.http.chain import ROUND, UPDATE, RoundChain
-from shoal.diloco.http.messages import Offer, OfferAnswer, count_payload, encode_outcome, read_update
-from shoal.diloco.http.open_round import Delivery, Incoming, OpenRound
-from shoal.diloco.http.parcel import Parcel
-from shoal.diloco.http.roll import Roll
-from shoal.diloco.http.settings import Patience, ReducerLimits
-from shoal.diloco.http.shelf import Shelf
-from shoal.diloco.http.weight import cap_claims
-from shoal.diloco.plan import Plan
-from shoal.diloco.reduce import Closed, close_round
+from shoal.diloco.http.membership import PeerRegistry
+from shoal.diloco.http.messages import (
+    Payload,
+    UpdateOffer,
+    WantedChunks,
+    count_payload,
+    encode_outcome,
+    read_update,
+)
+from shoal.diloco.http.open_round import Incoming, OpenRound, ReceivedUpdate, cap_claims
+from shoal.diloco.http.round_log import ROUND, UPDATE, RoundLog
+from shoal.diloco.http.settings import ReducerConfig
+from shoal.diloco.http.snapshots import SnapshotStore
+from shoal.diloco.outer import DilocoPlan
+from shoal.diloco.reduce import FinishedRound, close_round
 from shoal.diloco.round import MAX_TOKENS, RoundKey, Update
 from shoal.diloco.state import OuterState
-from shoal.keys import Key
-from shoal.swarm.event import EventError, encode_body
-from shoal.swarm.refusal import AuthError
+from shoal.identity.keys import Key
+from shoal.ledger.event import EventError, encode_body
+from shoal.net.api_error import ApiError
+from shoal.util.aio import Notifier, wait_any
 
-LOOK_S = 0.05
-"""between two looks at what is due: deadlines are met this closely"""
+POLL_S = 0.05
+"""polling interval for due rounds: the precision of deadlines"""
 _NUM_TIMES = 16
 
 
 class Reducer:
-    """One run's rounds. Call from one event loop."""
+    """The rounds of one run. Call from one event loop."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: DilocoPlan,
         key: Key,
+        config: ReducerConfig,
         state: OuterState,
-        shelf: Shelf,
-        chain: RoundChain,
-        *,
-        patience: Patience,
-        limits: ReducerLimits,
-        start_peers: int = 1,
-        clock_s: Callable[[], float],
+        snapshots: SnapshotStore,
+        round_log: RoundLog,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.plan, self.state, self.shelf, self.chain = plan, state, shelf, chain
-        self.roll = Roll(patience, limits)
-        self._key, self._patience, self._limits, self._clock_s = key, patience, limits, clock_s
-        self._start_peers = start_peers
+        self.plan, self.state, self.snapshots, self.round_log = plan, state, snapshots, round_log
+        self.peers = PeerRegistry(config.patience, config.limits)
+        self.changed = Notifier()
+        self._key, self._config, self._clock_s = key, config, clock_s
         self._residuals: dict[int, np.ndarray | None] = {}
         self._times: deque[float] = deque(maxlen=_NUM_TIMES)
-        self._changed = asyncio.Event()
         self.rounds = [self._open_round(index) for index in range(len(plan.sizes))]
-        for peer in state.members[: limits.max_peers]:
-            # They were here when this state was made and may come back: without this the first would be a round alone.
-            self.roll.join(peer, clock_s())
+        for peer in state.members[: config.limits.max_peers]:
+            # They were present when this state was made and may come back; without this the first peer would close a
+            # round alone.
+            self.peers.join(peer, clock_s())
 
     @property
     def grace_s(self) -> float:
-        """How long a quorum waits for the others."""
-        times = sorted(self._times)
-        median_s = times[(len(times) - 1) // 2] if times else 0.0
-        return max(self._patience.grace_s, self._patience.grace_share * median_s)
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Rounds that every fragment has behind it."""
-        return tuple(part.round for part in self.state.fragments)
+        """How long a round waits for the others after a quorum has delivered."""
+        median_s = median_low(self._times) if self._times else 0.0
+        timeouts = self._config.patience
+        return max(timeouts.grace_s, timeouts.grace_share * median_s)
 
     def admit_peer(self, peer: str) -> bool:
-        """Take a peer in; whether it reads data from now on, or only from the next round on."""
-        self.roll.join(peer, self._clock_s())
-        self._reseat_members()
-        self._ring()
+        """Admit a peer; returns whether it reads data from now on, or only from the next round on."""
+        self.peers.join(peer, self._clock_s())
+        self._replace_members()
+        self.changed.notify()
         return peer in self.state.members
 
-    def take_offer(self, peer: str, offer: Offer, document: bytes) -> OfferAnswer:
-        """An update is announced; what of it is wanted."""
+    def take_offer(self, peer: str, offer: UpdateOffer, document: bytes) -> WantedChunks:
+        """Accept an announced update; returns which chunks are missing."""
         round_ = self._find_round(offer.key)
         if (held := round_.delivered.get(peer)) is not None:
             if held.digest != offer.digest:
-                raise AuthError(409, "second", "another update of this peer is in this round already")
-            return OfferAnswer(status="delivered")
+                raise ApiError(409, "second", "this peer has already delivered a different update in this round")
+            return WantedChunks(status="delivered")
         self._check_offer(offer)
         check_document(document)
         incoming = round_.incoming.get(peer)
         if incoming is None or incoming.offer != offer:
             size = count_payload(self.plan, offer.fragment)
-            incoming = round_.incoming[peer] = Incoming(offer, document, Parcel(size, offer.digest))
-        return OfferAnswer(status="open", missing=incoming.parcel.list_missing())
+            incoming = round_.incoming[peer] = Incoming(offer, document, Payload(size, offer.digest))
+        return WantedChunks(status="open", missing=incoming.payload.list_missing())
 
-    def find_parcel(self, peer: str, fragment: int, round_number: int, digest: str) -> Parcel:
-        """Where a chunk of this peer's update goes."""
-        if fragment >= len(self.rounds):
-            raise AuthError(404, "not_found", "there is no such fragment")
-        round_ = self.rounds[fragment]
+    def find_payload(self, peer: str, fragment: int, round_number: int, digest: str) -> Payload:
+        """The buffer for a chunk of this peer's update."""
+        round_ = self._find_fragment(fragment)
         if round_.key.round != round_number or round_.is_closing:
             raise refuse_stale()
         incoming = round_.incoming.get(peer)
         if incoming is None or incoming.offer.digest != digest:
-            raise AuthError(409, "no_offer", "this update was not offered, or another one since")
-        return incoming.parcel
+            raise ApiError(409, "no_offer", "this update was not offered, or was replaced by a newer offer")
+        return incoming.payload
 
-    async def deliver_parcel(self, peer: str, fragment: int, parcel: Parcel) -> None:
-        """All chunks are here: look whether it is sound, and count it."""
+    async def deliver(self, peer: str, fragment: int, payload: Payload) -> None:
+        """All chunks have arrived: check the update and count it."""
         round_ = self.rounds[fragment]
         incoming = round_.incoming.get(peer)
-        if incoming is None or incoming.parcel is not parcel or round_.is_closing:
+        if incoming is None or incoming.payload is not payload or round_.is_closing:
             raise refuse_stale()
-        payload = await asyncio.to_thread(parcel.open)
-        if payload is None:
-            raise AuthError(422, "digest", "the payload is not the one that was offered")
-        update = read_update(incoming.offer, peer, payload)
+        data = await asyncio.to_thread(payload.open)
+        if data is None:
+            raise ApiError(422, "digest", "the payload does not match the offered digest")
+        update = read_update(incoming.offer, peer, data)
         reason = await asyncio.to_thread(self._find_fault, update)
         if reason:
             round_.refuse(peer, reason)
-            self._ring()
-            raise AuthError(422, "refused", reason)
+            self.changed.notify()
+            raise ApiError(422, "refused", reason)
         if round_.is_closing or self.rounds[fragment] is not round_:
             raise refuse_stale()
-        round_.deliver(peer, Delivery(update, incoming.document, parcel.digest), self._clock_s())
-        self.roll.note_delivery(peer)
-        self._ring()
+        round_.deliver(peer, ReceivedUpdate(update, incoming.document, payload.digest), self._clock_s())
+        self.peers.note_delivery(peer)
+        self.changed.notify()
 
     def note_lost(self, peer: str) -> None:
-        """A connection of this peer broke."""
-        self.roll.note_lost(peer, self._clock_s())
-        self._ring()
+        """Note that a connection of this peer broke."""
+        self.peers.note_lost(peer, self._clock_s())
+        self.changed.notify()
 
     def note_seen(self, peer: str) -> None:
-        """This peer was heard of."""
-        self.roll.note_seen(peer, self._clock_s())
+        """Note that this peer was heard from."""
+        self.peers.note_seen(peer, self._clock_s())
 
     def remove_peer(self, peer: str) -> None:
-        """This peer leaves."""
-        self.roll.leave(peer)
-        self._ring()
+        """Remove a peer that leaves."""
+        self.peers.leave(peer)
+        self.changed.notify()
 
     def describe(self) -> dict[str, object]:
-        """Rounds, who is here and whom each round waits for."""
+        """Completed rounds, present peers, and whom each round waits for."""
         now_s = self._clock_s()
         awaited = self._list_awaited(now_s)
         rounds: list[object] = [
             {"delivered": sorted(round_.delivered), "late": round_.list_late(awaited), "round": round_.key.round}
             for round_ in self.rounds
         ]
-        here = list(self.roll.list_here(now_s))
+        here = list(self.peers.list_here(now_s))
         return {"here": here, "members": list(self.state.members), "outer": self.state.hash, "rounds": rounds}
 
-    @property
-    def bell(self) -> asyncio.Event:
-        """Rings at the next change. Take it before you look at what you wait for."""
-        return self._changed
+    def check_round(self, fragment: int, number: int, base: str) -> None:
+        """Refuse to wait for a round that can never close."""
+        open_key = self._find_fragment(fragment).key
+        if number > open_key.round or (number == open_key.round and base != open_key.base):
+            raise _refuse_base()
+
+    def is_closed(self, fragment: int, number: int) -> bool:
+        """Whether a round is over."""
+        return self.state.rounds[fragment] > number
+
+    def may_fetch(self, peer: str) -> bool:
+        """Whether this peer can start from the current state; a new peer cannot before it is a member.
+
+        An evicted peer is not a member until it delivers again, and it can only deliver from the newest state.
+        """
+        return peer in self.state.members or self.peers.is_evicted(peer)
 
     async def run(self) -> None:
-        """Close rounds for ever."""
+        """Close rounds forever."""
         while True:
-            with suppress(TimeoutError):  # time alone makes rounds due, too
-                async with asyncio.timeout(LOOK_S):
-                    await self._changed.wait()
-            self._reseat_members()
+            await wait_any([self.changed], POLL_S)  # rounds also become due by time alone
+            self._replace_members()
             for index in range(len(self.rounds)):
                 if self._is_due(self.rounds[index]):
                     await self._close_round(index)
@@ -185,21 +192,27 @@ class Reducer:
 
     def _find_round(self, key: RoundKey) -> OpenRound:
         if key.run != self.plan.run or key.fragment >= len(self.rounds):
-            raise AuthError(404, "not_found", "there is no such run or fragment")
+            raise ApiError(404, "not_found", "unknown run or fragment")
         round_ = self.rounds[key.fragment]
         if key.round != round_.key.round or round_.is_closing:
             raise refuse_stale()
         if key.base != round_.key.base:
-            raise AuthError(409, "wrong_base", "this round starts from another outer state; fetch it")
+            raise _refuse_base()
         return round_
 
-    def _check_offer(self, offer: Offer) -> None:
+    def _find_fragment(self, fragment: int) -> OpenRound:
+        """The open round of a fragment."""
+        if fragment >= len(self.rounds):
+            raise ApiError(404, "not_found", "unknown fragment")
+        return self.rounds[fragment]
+
+    def _check_offer(self, offer: UpdateOffer) -> None:
         if offer.codec != self.plan.rules.codec:
-            raise AuthError(422, "codec", f"updates are written in {self.plan.rules.codec} here")
+            raise ApiError(422, "codec", f"wrong codec; this run uses {self.plan.rules.codec}")
         if offer.size != count_payload(self.plan, offer.fragment):
-            raise AuthError(422, "length", "an update of another length than this fragment's")
+            raise ApiError(422, "length", "the update's length does not match this fragment")
         if any(lane >= self.plan.num_lanes for lane, _ in offer.lanes):
-            raise AuthError(422, "lanes", "a data lane that there is not")
+            raise ApiError(422, "lanes", "unknown data lane")
 
     def _find_fault(self, update: Update) -> str:
         """Why an update cannot be used; empty if it can."""
@@ -210,24 +223,24 @@ class Reducer:
         return ""
 
     def _list_awaited(self, now_s: float) -> set[str]:
-        return {peer for peer in self.state.members if self.roll.is_awaited(peer, now_s)}
+        return {peer for peer in self.state.members if self.peers.is_awaited(peer, now_s)}
 
-    def _reseat_members(self) -> None:
-        """Change the members without a round, where there is nobody whom it could take by surprise.
+    def _replace_members(self) -> None:
+        """Change the members between rounds, when that surprises no peer.
 
-        That is at the start, once there are enough, and when no member is here any more and nothing is on its way.
+        That is at the start, once there are enough peers, and when no member is present and nothing is in flight.
         """
         now_s = self._clock_s()
-        here = self.roll.list_here(now_s)
+        here = self.peers.list_here(now_s)
         is_busy = any(round_.delivered or round_.incoming for round_ in self.rounds)
-        enough = 1 if self.state.members else self._start_peers
+        enough = 1 if self.state.members else self._config.start_peers
         if len(here) >= enough and not is_busy and not self._list_awaited(now_s):
-            self.state = OuterState(self.state.fragments, self.state.step, here, self.state.lanes)
-            self._ring()
+            self.state = replace(self.state, members=here, number=0)
+            self.changed.notify()
 
     def _is_due(self, round_: OpenRound) -> bool:
         now_s = self._clock_s()
-        return round_.is_due(self._list_awaited(now_s), now_s, self.grace_s, self._patience.longest_s)
+        return round_.is_due(self._list_awaited(now_s), now_s, self.grace_s, self._config.patience.longest_s)
 
     async def _close_round(self, index: int) -> None:
         round_, now_s = self.rounds[index], self._clock_s()
@@ -235,79 +248,68 @@ class Reducer:
         late = round_.list_late(self._list_awaited(now_s))
         deliveries = dict(round_.delivered)
         claims = {peer: held.update.tokens for peer, held in deliveries.items()}
-        weights = cap_claims(claims, self.roll.read_records(), self._limits.record_factor)
+        weights = cap_claims(claims, self.peers.read_records(), self._config.limits.record_factor)
         updates = [replace(held.update, tokens=weights[peer]) for peer, held in deliveries.items()]
-        members = self.roll.list_here(now_s)
+        members, residual = self.peers.list_here(now_s), self._residuals.get(index)
         closed = await asyncio.to_thread(
-            close_round,
-            self.plan,
-            self.state,
-            round_.key,
-            updates,
-            members=members,
-            residual=self._residuals.get(index),
+            close_round, self.plan, self.state, round_.key, updates, members=members, residual=residual
         )
-        if not isinstance(closed, Closed):
+        if not isinstance(closed, FinishedRound):
             for refusal in closed.refused:
                 round_.refuse(refusal.peer, refusal.reason)
             round_.is_closing, round_.first_s, round_.quorum_s = False, None, None
             return
         await asyncio.to_thread(self._keep_round, closed, deliveries, weights, late)
-        self._finish_round(index, closed, weights, late)
+        for peer in closed.outcome.peers:
+            self.peers.note_weight(peer, weights[peer])
+        for peer in late:
+            self.peers.note_miss(peer)
+        self._times.append(self._clock_s() - round_.opened_s)
+        self.state = closed.state
+        self._residuals[index] = closed.aggregate.residual
+        self.rounds[index] = self._open_round(index)
+        self.changed.notify()
 
     def _keep_round(
-        self, closed: Closed, deliveries: dict[str, Delivery], weights: dict[str, int], late: list[str]
+        self, closed: FinishedRound, deliveries: dict[str, ReceivedUpdate], weights: dict[str, int], late: list[str]
     ) -> None:
-        """Bring a round to disk, outcome first: a start after a kill finds it there and continues the chain."""
+        """Write a round to disk, outcome first: a start after a kill finds it there and continues the log."""
         outcome = closed.outcome
-        self.shelf.add_outcome(outcome, encode_outcome(self._key, outcome))
+        self.snapshots.add_outcome(outcome, encode_outcome(self._key, outcome))
         subject = name_subject(outcome.key)
         taken: list[tuple[str, str, dict[str, object]]] = [
             (UPDATE, subject, {"document": deliveries[peer].document.decode(), "weight": weights[peer]})
             for peer in outcome.peers
         ]
-        self.chain.append_all([*taken, (ROUND, subject, describe_round(closed, late))])
-        self.chain.write_head()
-        if self.shelf.is_snap_due():
-            self.shelf.snap(closed.state)
-
-    def _finish_round(self, index: int, closed: Closed, weights: dict[str, int], late: list[str]) -> None:
-        round_, now_s = self.rounds[index], self._clock_s()
-        for peer in closed.outcome.peers:
-            self.roll.note_weight(peer, weights[peer])
-        for peer in late:
-            self.roll.note_miss(peer)
-        self._times.append(now_s - round_.opened_s)
-        self.state = closed.state
-        self._residuals[index] = closed.aggregate.residual
-        self.rounds[index] = self._open_round(index)
-        self._ring()
-
-    def _ring(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.round_log.append_all([*taken, (ROUND, subject, describe_round(closed, late))])
+        if self.snapshots.is_snap_due():
+            self.snapshots.snap(closed.state)
 
 
-def refuse_stale() -> AuthError:
-    """What a peer hears that is too late, or too early."""
-    return AuthError(410, "stale", "this round is not open; take its outcome, or fetch the state")
+def refuse_stale() -> ApiError:
+    """The refusal for a peer that is too late or too early."""
+    return ApiError(410, "stale", "this round is not open; take its outcome, or fetch the state")
+
+
+def _refuse_base() -> ApiError:
+    return ApiError(409, "wrong_base", "this round starts from a different outer state; fetch it")
 
 
 def check_document(document: bytes) -> None:
-    """Refuse an offer that is too long for the chain, where it stands once its round is closed."""
+    """Refuse an offer that is too long for the round log, which stores it when the round closes."""
     try:
         encode_body({"document": document.decode("ascii"), "weight": MAX_TOKENS})
     except (EventError, UnicodeDecodeError):
-        raise AuthError(422, "length", "an offer longer than the chain takes, or not in ASCII") from None
+        raise ApiError(422, "length", "the offer is too long for the round log, or not ASCII") from None
 
 
 def name_subject(key: RoundKey) -> str:
-    """A round in the chain."""
+    """The name of a round in the round log."""
     return f"fragment/{key.fragment}/round/{key.round}"
 
 
-def describe_round(closed: Closed, late: list[str]) -> dict[str, object]:
-    """A round as the chain tells of it."""
+def describe_round(closed: FinishedRound, late: list[str]) -> dict[str, object]:
+    """A round as recorded in the round log."""
     outcome, aggregate = closed.outcome, closed.aggregate
     return {
         "base": outcome.key.base,

@@ -1,14 +1,12 @@
-"""Losses: one page each, chosen by name.
+"""Losses: one module each, chosen by name.
 
-A page is a module with `token_loss` (the formula) and `sample_weights` (the normalisation). A new loss is a new page, a
+A loss module has `token_loss` (the formula) and `sample_weights` (the normalisation). A new loss is a new module, a
 line in `LOSSES` and its name in `config.LossName`.
 """
 
-from shoal.config import LossName
+from shoal.config.run import LossName
 from shoal.learner.losses import cispo, dapo, dr_grpo, grpo, gspo, intellect2
-from shoal.learner.losses.base import Loss, LossInputs, LossOutput, sum_tokens
-
-__all__ = ["LOSSES", "Loss", "LossInputs", "LossOutput", "load_loss", "sum_tokens"]
+from shoal.learner.losses.base import Loss
 
 LOSSES: dict[LossName, Loss] = {
     "intellect2": intellect2,
@@ -18,8 +16,3 @@ LOSSES: dict[LossName, Loss] = {
     "gspo": gspo,
     "cispo": cispo,
 }
-
-
-def load_loss(name: LossName) -> Loss:
-    """The page of a name that the config has already checked."""
-    return LOSSES[name]

@@ -1,14 +1,15 @@
-"""What all loss pages share: inputs, output, bounded ratio, sums over samples.
+"""Shared by all losses: inputs, output, bounded ratio, sums over samples.
 
 Shapes: T completion tokens of a micro-batch on one flat axis, S samples; `segment` maps token -> sample, so there is no
 padding and no mask.
 
 Invariants:
-- old log-probs and advantages are finite before any loss sees them. What is not finite is a bug upstream (the behaviour
-  log-probs of strangers are checked on arrival), so it fails an assertion here instead of spreading as NaN. The current
-  log-probs may overflow in one pass: then the gradient is not finite and the learner skips the update;
-- the log-ratio is bounded before exp, so ratios and losses are finite and a later zero weight never meets an inf;
-- the denominator is in `sample_weights`, decided once on all samples of the optimizer step, never on a micro-batch.
+- old log-probs and advantages are finite before any loss sees them. A non-finite value is a bug upstream (untrusted
+  behaviour log-probs are checked on arrival), so it fails an assertion here instead of spreading as NaN. The current
+  log-probs may overflow in one pass: the gradient is then not finite and the learner skips the update;
+- the log-ratio is bounded before exp, so ratios and losses are finite and a later zero weight is never multiplied by
+  inf;
+- the denominator is in `sample_weights`, fixed once over all samples of the optimizer step, never per micro-batch.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal.config import LossConfig
+from shoal.config.run import LossConfig
 
 LOG_RATIO_BOUND = 20.0
 """|log r| is clamped to this before exp: e^20 = 4.9e8 leaves float32 room for sums. Beyond it the gradient is zero."""
@@ -53,13 +54,13 @@ class LossOutput:
     token_loss: Tensor
     """[T] with gradient"""
     clipped: Tensor
-    """[T] bool, where a bound is active, so that no gradient flows through the ratio (cispo: its weight was changed)"""
+    """[T] bool, where a bound is active and stops the gradient through the ratio (cispo: the weight was changed)"""
     ratio: Tensor
     """[T] detached"""
 
 
 class Loss(Protocol):
-    """A loss page; the modules of this package are its implementations."""
+    """A loss; the modules of this package implement it."""
 
     def token_loss(self, inputs: LossInputs, config: LossConfig) -> LossOutput:
         """Per-token loss l_t."""
@@ -78,11 +79,12 @@ def bound_ratio(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(), log_ratio.abs() > LOG_RATIO_BOUND
 
 
-def clip_objective(ratio: Tensor, advantages: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """PPO's min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), and a mask where the clipped branch is the smaller."""
+def clip_ratio(log_ratio: Tensor, advantages: Tensor, config: LossConfig) -> LossOutput:
+    """PPO's l = -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), clipped where the second is the smaller."""
+    ratio, bounded = bound_ratio(log_ratio)
     free = ratio * advantages
     clip = ratio.clamp(1 - config.eps_low, 1 + config.eps_high) * advantages
-    return torch.minimum(free, clip), clip < free
+    return LossOutput(token_loss=-torch.minimum(free, clip), clipped=(clip < free) | bounded, ratio=ratio.detach())
 
 
 def average_segments(values: Tensor, segment: Tensor, num_segments: int) -> Tensor:
@@ -102,7 +104,7 @@ def weigh_sequences(lengths: Tensor) -> Tensor:
 
 
 def weigh_budget(lengths: Tensor, max_tokens: int) -> Tensor:
-    """A constant that no sample's length enters: w_s = 1 / (S max_tokens)."""
+    """A constant that does not depend on sample lengths: w_s = 1 / (S max_tokens)."""
     return _fill_weights(lengths, len(lengths) * max_tokens * torch.ones_like(_check_lengths(lengths)))
 
 
@@ -111,6 +113,6 @@ def _fill_weights(lengths: Tensor, denominator: Tensor) -> Tensor:
 
 
 def _check_lengths(lengths: Tensor) -> Tensor:
-    assert lengths.dim() == 1 and not lengths.is_floating_point(), "lengths are one count per sample"
+    assert lengths.dim() == 1 and not lengths.is_floating_point(), "lengths must be one count per sample"
     assert (lengths >= 1).all(), "a sample without tokens has no mean"
     return lengths

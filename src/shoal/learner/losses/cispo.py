@@ -3,16 +3,16 @@
     l_t = -sg( clip(r_t, 1 - eps_low, 1 + eps_high) ) A log pi_theta(o_t)
     r_t = pi_theta(o_t) / pi_old(o_t),  sg = stop-gradient
 
-What differs from GRPO: every token keeps a gradient, -sg(clip(r)) A, also where PPO would drop it; rare tokens that
-start a new line of thought are the ones PPO drops. `clipped` therefore marks where the weight was changed, not where
-the gradient ends. The paper tunes eps_high alone and leaves the lower side open: an eps_low close to 1 does that.
+What differs from GRPO: every token keeps a gradient, -sg(clip(r)) A, also where PPO would drop it. PPO drops the rare
+tokens that start a new line of thought. `clipped` therefore marks where the weight was changed, not where the gradient
+is zero. The paper tunes only eps_high and leaves the lower side open: an eps_low close to 1 does that.
 
 Normalisation: mean over all tokens of the optimizer step (the paper prints it for one group).
 """
 
 from torch import Tensor
 
-from shoal.config import LossConfig
+from shoal.config.run import LossConfig
 from shoal.learner.losses.base import LossInputs, LossOutput, bound_ratio, weigh_tokens
 
 

@@ -12,15 +12,13 @@ Normalisation: mean over all tokens of the optimizer step (the paper prints it f
 
 from torch import Tensor
 
-from shoal.config import LossConfig
-from shoal.learner.losses.base import LossInputs, LossOutput, bound_ratio, clip_objective, weigh_tokens
+from shoal.config.run import LossConfig
+from shoal.learner.losses.base import LossInputs, LossOutput, clip_ratio, weigh_tokens
 
 
 def token_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
     """l_t = -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)."""
-    ratio, bounded = bound_ratio(inputs.logprobs - inputs.old_logprobs)
-    objective, clipped = clip_objective(ratio, inputs.advantages, config)
-    return LossOutput(token_loss=-objective, clipped=clipped | bounded, ratio=ratio.detach())
+    return clip_ratio(inputs.logprobs - inputs.old_logprobs, inputs.advantages, config)
 
 
 def sample_weights(lengths: Tensor, max_tokens: int) -> Tensor:

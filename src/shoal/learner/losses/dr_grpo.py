@@ -3,24 +3,22 @@
     l_t = -min( r_t A,  clip(r_t, 1 - eps_low, 1 + eps_high) A )
     r_t = pi_theta(o_t) / pi_old(o_t),  A = reward - mean of the group
 
-What differs from GRPO: no division by the sample's own length (which spares long wrong samples) and none by the group's
-standard deviation (which favours groups that are nearly all right or all wrong). The second half is in the advantage:
-use this page with `advantage = "centred"`.
+What differs from GRPO: no division by the sample's own length (which favours long wrong samples) and none by the
+group's standard deviation (which favours groups that are nearly all right or all wrong). The second part is in the
+advantage: use this loss with `advantage = "centred"`.
 
 Normalisation: 1/(S max_tokens) sum_s sum_t with the constant completion limit max_tokens.
 """
 
 from torch import Tensor
 
-from shoal.config import LossConfig
-from shoal.learner.losses.base import LossInputs, LossOutput, bound_ratio, clip_objective, weigh_budget
+from shoal.config.run import LossConfig
+from shoal.learner.losses.base import LossInputs, LossOutput, clip_ratio, weigh_budget
 
 
 def token_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
     """l_t = -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)."""
-    ratio, bounded = bound_ratio(inputs.logprobs - inputs.old_logprobs)
-    objective, clipped = clip_objective(ratio, inputs.advantages, config)
-    return LossOutput(token_loss=-objective, clipped=clipped | bounded, ratio=ratio.detach())
+    return clip_ratio(inputs.logprobs - inputs.old_logprobs, inputs.advantages, config)
 
 
 def sample_weights(lengths: Tensor, max_tokens: int) -> Tensor:

@@ -3,23 +3,21 @@
     l_t = -min( r_t A,  clip(r_t, 1 - eps_low, 1 + eps_high) A )
     r_t = pi_theta(o_t) / pi_old(o_t)
 
-What it is among the others: the ancestor; each sample counts the same, so a token of a long sample counts less than one
-of a short sample. The paper has one eps for both sides: set eps_low = eps_high. Its KL term is `LossConfig.kl`.
+Compared with the others: the original. Each sample counts the same, so a token of a long sample counts less than one of
+a short sample. The paper has one eps for both sides: set eps_low = eps_high. Its KL term is `LossConfig.kl`.
 
 Normalisation: 1/S sum_s 1/|o_s| sum_t.
 """
 
 from torch import Tensor
 
-from shoal.config import LossConfig
-from shoal.learner.losses.base import LossInputs, LossOutput, bound_ratio, clip_objective, weigh_sequences
+from shoal.config.run import LossConfig
+from shoal.learner.losses.base import LossInputs, LossOutput, clip_ratio, weigh_sequences
 
 
 def token_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
     """l_t = -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)."""
-    ratio, bounded = bound_ratio(inputs.logprobs - inputs.old_logprobs)
-    objective, clipped = clip_objective(ratio, inputs.advantages, config)
-    return LossOutput(token_loss=-objective, clipped=clipped | bounded, ratio=ratio.detach())
+    return clip_ratio(inputs.logprobs - inputs.old_logprobs, inputs.advantages, config)
 
 
 def sample_weights(lengths: Tensor, max_tokens: int) -> Tensor:

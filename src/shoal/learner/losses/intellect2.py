@@ -14,7 +14,7 @@ token-level loss, and its code divides by the batch's token count).
 import torch
 from torch import Tensor
 
-from shoal.config import LossConfig
+from shoal.config.run import LossConfig
 from shoal.learner.losses.base import LossInputs, LossOutput, bound_ratio, weigh_tokens
 
 

@@ -1,1 +1,1 @@
-"""One file per attack. Each replaces as little of an honest worker as it can: the rest stays as it is."""
+"""The attacks, one module per family. Each attack replaces as little of an honest worker as possible."""

@@ -1,15 +1,15 @@
-"""A task set as a family: drawn from like any other, scored by the verifier of each task's type.
+"""A task set as a family: tasks are drawn like from any other, and scored by the verifier of their type.
 
-The choice. A draw is made with a random source r that follows from the group's seed (tasks/split.py, group.py):
+Choosing a task: a draw uses a random source r that follows from the group's seed (tasks/split.py, group.py):
 
-    weight W = sum of the sources' weights;  r.randrange(W) falls to one of the sources, in order of their names
+    weight W = sum of the sources' weights;  r.randrange(W) selects one of the sources, in order of their names
     its n tasks are in order of their ids;   r.randrange(n) is the task
 
-It is repeated until the task is on the wanted side of the split. So a group's task follows from beacon, index, the
-set's hash, its filter and its weights, and from nothing else.
+It is repeated until the task is on the required side of the split. So a group's task follows only from beacon, index,
+the set's hash, its filter and its weights.
 
 With a schedule the filter is that of the group's step: a public function of the step and of the set's own pass rates,
-so whoever knows (step, index) draws the same task. Evaluation has no step, and draws from all that the filter keeps.
+so every node draws the same task for (step, index). Evaluation has no step, and draws from all tasks the filter keeps.
 
 Changing breaks: every group of every run on a task set.
 """
@@ -22,14 +22,14 @@ from copy import copy
 from functools import cache, cached_property
 from itertools import accumulate
 
+from shoal.config.tasks import FilterConfig, ScheduleStage
 from shoal.errors import ConfigError
 from shoal.rollout import Score
-from shoal.tasks.base import MAX_COMPLETION_CHARS, Task
+from shoal.tasks.base import Task
 from shoal.tasks.sets.record import RecordError, TaskRecord
-from shoal.tasks.sets.taskset import SetError, SetFilter, TaskSet, weigh_sources
+from shoal.tasks.sets.taskset import SetError, TaskSet, is_kept, weigh_sources
 from shoal.tasks.split import Split, split_task
-from shoal.tasks.verify.base import Attempt, Verifier, score_safely
-from shoal.tasks.verify.registry import open_verifier
+from shoal.tasks.verify.base import Attempt, Verifier, open_verifier
 
 _KIN_HEX = 16
 
@@ -40,18 +40,14 @@ class SetFamily:
     name = "set"
 
     def __init__(
-        self,
-        tasks: TaskSet,
-        wanted: SetFilter,
-        weights: Mapping[str, int],
-        stages: Sequence[tuple[int, SetFilter]] = (),
+        self, tasks: TaskSet, wanted: FilterConfig, weights: Mapping[str, int], stages: Sequence[ScheduleStage] = ()
     ) -> None:
-        """`stages` are filters with the steps that they begin at, the first of them 1, in order; none: one for all."""
+        """`stages` narrow the filter, each from the step on at which it begins; the first begins at step 1."""
         self.tasks = tasks
         self._records = {record.id: record for record in tasks.records}
         self._keep(wanted, weights)
-        self._starts = [step for step, _ in stages]
-        self._stages = [self._open_stage(step, narrowed, weights) for step, narrowed in stages]
+        self._starts = [stage.step for stage in stages]
+        self._stages = [self._open_stage(stage, weights) for stage in stages]
 
     def at_step(self, step: int) -> "SetFamily":
         """The tasks that are drawn for a step."""
@@ -62,20 +58,20 @@ class SetFamily:
 
     @cached_property
     def alphabet(self) -> str:
-        """Of the whole set, whatever the filter."""
+        """The alphabet of the whole set, whatever the filter."""
         letters: set[str] = set()
         for record in self.tasks.records:
             letters.update(record.text, str(record.metadata.get("solution", "")))
         return "".join(sorted(letters))
 
     @cached_property
-    def dear(self) -> bool:
-        """Whether any of its verifiers is."""
-        return any(self.find_verifier(task_type).dear for task_type in self.tasks.task_types)
+    def expensive(self) -> bool:
+        """Whether any of its verifiers is expensive."""
+        return any(find_verifier(task_type).expensive for task_type in self.tasks.task_types)
 
     @property
     def num_kept(self) -> int:
-        """Tasks that can be drawn, on either side of the split."""
+        """Number of tasks that can be drawn, on both sides of the split."""
         return sum(len(pool) for pool in self._pools)
 
     def list_tasks(self) -> list[Task]:
@@ -89,32 +85,31 @@ class SetFamily:
     def demonstrate(self, task: Task) -> str:
         solution = self._records[task.id].metadata.get("solution")
         if not isinstance(solution, str):
-            raise ConfigError(f"warmup.steps: task {task.id} has no solution to learn from; leave out the warm-up")
+            raise ConfigError(f"sft.steps: task {task.id} has no metadata.solution to train on; set sft.steps=0")
         return solution
 
     def score(self, task: Task, completion: str) -> Score:
-        return _clean_reason(score_safely(self.find_verifier(task.verifier), task.info, task.prompt, completion))
+        return self.score_many(task, [completion])[0]
 
     def score_many(self, task: Task, completions: Sequence[str]) -> list[Score]:
-        """The scores of several completions of one task; code is run in several boxes at a time."""
-        verifier = self.find_verifier(task.verifier)
-        if not verifier.dear or any(len(completion) > MAX_COMPLETION_CHARS for completion in completions):
-            return [self.score(task, completion) for completion in completions]
+        """The scores of several completions of one task; code runs in several sandboxes concurrently."""
         attempts = [Attempt(task.info, task.prompt, completion) for completion in completions]
-        return [_clean_reason(score) for score in verifier.score_many(attempts)]
+        return [_clean_reason(score) for score in find_verifier(task.verifier).score_many(attempts)]
 
-    def _keep(self, wanted: SetFilter, weights: Mapping[str, int]) -> None:
-        """Draw from what a filter leaves."""
+    def _keep(self, wanted: FilterConfig, weights: Mapping[str, int]) -> None:
+        """Draw from the tasks that a filter keeps."""
         self.filter, kept = wanted, self.tasks.keep(wanted)
         self.weights = weigh_sources(weights, {source: len(records) for source, records in kept.items()})
         self._pools = [kept[source] for source in self.weights]
         self._ends = list(accumulate(self.weights.values()))
 
-    def _open_stage(self, step: int, narrowed: SetFilter, weights: Mapping[str, int]) -> "SetFamily":
-        """The same set from a step on; SetError where nothing of it could be trained on."""
-        stage = copy(self)
+    def _open_stage(self, wanted: ScheduleStage, weights: Mapping[str, int]) -> "SetFamily":
+        """The same set from a step on; SetError if no task could be trained on."""
+        stage, step = copy(self), wanted.step
         stage._stages = []
-        left = {record.source for record in self.tasks.records if narrowed.keeps(record)}
+        rates = {"min": max(self.filter.min, wanted.min), "max": min(self.filter.max, wanted.max)}
+        narrowed = self.filter.model_copy(update=rates)
+        left = {record.source for record in self.tasks.records if is_kept(record, narrowed)}
         named = {source: weight for source, weight in weights.items() if source in left}
         try:
             stage._keep(narrowed, named if left & weights.keys() else weights)
@@ -124,31 +119,27 @@ class SetFamily:
             raise SetError(f"tasks.schedule: from step {step} on no task is left to train on, all are held out")
         return stage
 
-    def find_verifier(self, task_type: str) -> Verifier:
-        """The verifier of a task type."""
-        return _find_shared(task_type)
-
     def stamp_verifiers(self) -> dict[str, str]:
         """Name and version of each verifier that scores the set, for the recipe."""
-        return {task_type: self.find_verifier(task_type).stamp for task_type in self.tasks.task_types}
+        return {task_type: find_verifier(task_type).stamp for task_type in self.tasks.task_types}
 
     def check_tasks(self) -> None:
-        """Refuse tasks that no completion could solve; for whoever brings a set, before it is used."""
+        """Reject tasks that no completion could solve; called before a loaded set is used."""
         for record in self.tasks.records:
             try:
-                self.find_verifier(record.task_type).check_info(record.info)
+                find_verifier(record.task_type).check_info(record.info)
             except (ConfigError, RecordError) as error:
                 raise SetError(f"{self.tasks.name}: task {record.id}: {error}") from None
 
 
 def _clean_reason(score: Score) -> Score:
-    """A score whose reason is ASCII, as a submission spells it, whatever a completion brought into it."""
+    """The score with its reason in ASCII, as submissions require, whatever a completion contains."""
     return score if score.reason.isascii() else Score(score.value, score.reason.encode("ascii", "replace").decode())
 
 
 @cache
-def _find_shared(task_type: str) -> Verifier:
-    """One verifier of a type for the whole process: some hold boxes to run code in."""
+def find_verifier(task_type: str) -> Verifier:
+    """One verifier per type for the whole process: some hold sandboxes to run code in."""
     return open_verifier(task_type)
 
 

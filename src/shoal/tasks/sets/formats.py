@@ -10,33 +10,29 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shoal.tasks.base import Message
+from shoal.tasks.base import ChatMessage
 from shoal.tasks.sets.record import RecordError, TaskRecord, build_record, parse_row
-from shoal.tasks.sets.rows import Row
+from shoal.tasks.sets.rows import SourceRow
 from shoal.tasks.sets.taskset import SetError
 
 RATE = "solve_rate_"
 _ID_HEX = 16
 _TYPES = {"verifiable_math": "math", "prime_rl_code": "code", "verifiable_code": "code"}
-"""INTELLECT-2's names of task types, and ours; others are taken as they are"""
+"""INTELLECT-2's names of task types, and ours; other names are kept"""
 GSM8K_HINT = "Give the final answer as a number after ####."
 HUMANEVAL_HINT = "Complete this function. Answer with the whole function in one code block."
 
-Reader = Callable[[Row], TaskRecord]
 
-
-def read_row(row: Row, name: str) -> TaskRecord:
-    """The record of a row in the format of that name; SetError where it is none."""
-    if name not in FORMATS:
-        raise SetError(f"tasks.set: {name!r} is no format; known are {', '.join(sorted(FORMATS))}")
+def read_row(row: SourceRow, name: str) -> TaskRecord:
+    """The record of a row in the format of that name; SetError if the row is invalid."""
     try:
         return FORMATS[name](row)
     except RecordError as error:
         raise SetError(f"{row.place}: {error}") from None
 
 
-def guess_format(row: Row) -> str:
-    """The format whose columns a row has; our own where it has none of the others'."""
+def guess_format(row: SourceRow) -> str:
+    """The format that matches a row's columns; our own if no other does."""
     columns = set(row.values)
     if "verification_info" in columns:
         return "intellect2"
@@ -45,24 +41,21 @@ def guess_format(row: Row) -> str:
     return "gsm8k" if {"question", "answer"} <= columns else "shoal"
 
 
-def _read_own(row: Row) -> TaskRecord:
+def _read_own(row: SourceRow) -> TaskRecord:
     values = {key: value for key, value in row.values.items() if value is not None}
     for key in ("info", "metadata", "difficulty", "prompt"):
-        # Parquet has no column of any JSON value, so there these are texts; a prompt in chat form begins with [{.
+        # Parquet has no column type for arbitrary JSON, so these are texts there; a prompt in chat form begins with [{.
         value = values.get(key)
         if isinstance(value, str) and (key != "prompt" or value.startswith('[{"')):
-            values[key] = _parse_text(value)
+            text = b'{"value":' + value.encode(errors="surrogatepass") + b"}"
+            values[key] = parse_row(text).get("value")
     rates = values.get("difficulty")
-    if isinstance(rates, dict):  # of a Parquet table each row has the models of all rows
+    if isinstance(rates, dict):  # in a Parquet table each row has the models of all rows
         values["difficulty"] = {model: rate for model, rate in rates.items() if rate is not None}
     return build_record(values)
 
 
-def _parse_text(text: str) -> Any:
-    return parse_row(b'{"value":' + text.encode(errors="surrogatepass") + b"}").get("value")
-
-
-def _read_intellect2(row: Row) -> TaskRecord:
+def _read_intellect2(row: SourceRow) -> TaskRecord:
     values = row.values
     info = values.get("verification_info")
     info = parse_row(info.encode(errors="surrogatepass")) if isinstance(info, str) else info
@@ -91,7 +84,7 @@ def _read_intellect2(row: Row) -> TaskRecord:
 
 
 def _rename_info(task_type: str, info: Mapping[str, Any]) -> dict[str, Any]:
-    """INTELLECT-2's verification info in the words of our verifiers."""
+    """INTELLECT-2's verification info under the keys of our verifiers."""
     truth = info.get("ground_truth")
     if task_type == "math" and isinstance(truth, str | int | float):
         return {"answer": str(truth)}
@@ -100,22 +93,23 @@ def _rename_info(task_type: str, info: Mapping[str, Any]) -> dict[str, Any]:
     return dict(info)
 
 
-def _read_gsm8k(row: Row) -> TaskRecord:
+def _read_gsm8k(row: SourceRow) -> TaskRecord:
     question, answer = _take_text(row, "question"), _take_text(row, "answer")
     _, mark, result = answer.rpartition("####")
     if not mark or not result.strip():
         raise RecordError("answer: has no result after ####")
+    digest = hashlib.sha256(question.encode(errors="surrogatepass")).hexdigest()
     return TaskRecord(
-        id=f"gsm8k-{_hash(question)}",
+        id=f"gsm8k-{digest[:_ID_HEX]}",
         source="gsm8k",
         task_type="math",
-        prompt=(Message("user", f"{question}\n\n{GSM8K_HINT}"),),
+        prompt=(ChatMessage("user", f"{question}\n\n{GSM8K_HINT}"),),
         info={"answer": result.strip()},
         metadata={"solution": answer},
     )
 
 
-def _read_humaneval(row: Row) -> TaskRecord:
+def _read_humaneval(row: SourceRow) -> TaskRecord:
     prompt, test, name = _take_text(row, "prompt"), _take_text(row, "test"), _take_text(row, "entry_point")
     solution = row.values.get("canonical_solution")
     return build_record(
@@ -130,18 +124,14 @@ def _read_humaneval(row: Row) -> TaskRecord:
     )
 
 
-def _take_text(row: Row, key: str) -> str:
+def _take_text(row: SourceRow, key: str) -> str:
     value = row.values.get(key)
     if not isinstance(value, str) or not value:
-        raise RecordError(f"column {key} is missing or no text")
+        raise RecordError(f"column {key} is missing or not a text")
     return value
 
 
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:_ID_HEX]
-
-
-FORMATS: dict[str, Reader] = {
+FORMATS: dict[str, Callable[[SourceRow], TaskRecord]] = {
     "shoal": _read_own,
     "intellect2": _read_intellect2,
     "gsm8k": _read_gsm8k,

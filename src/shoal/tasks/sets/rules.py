@@ -1,13 +1,13 @@
-"""`rules:COUNT`: short sentences under one rule each, for models that can write: tasks of the verifier `text_rules`.
+"""`rules:COUNT`: short sentences under one rule each, for instruction-following models; verifier `text_rules`.
 
     Write a short sentence about honey in lowercase letters only. Use at least 4 words.
 
-- Five rules: lowercase letters only, a given word in it, no comma, fewer than so many words, fewer than so many of a
-  letter. Each is as frequent as the others, with every topic and every way of asking; words and numbers are drawn.
-- An answer has `LEAST_WORDS` words, or the shortest one would keep nearly every rule. Whether it is about its topic is
-  not checked: that would take more than counting.
-- Kin is the topic: what a model is evaluated on are topics that it never trained on, under all rules.
-- The order is drawn once, and a longer set holds the shorter one.
+- Five rules: lowercase letters only, a given word, no comma, fewer than n words, fewer than n of a letter. All rules
+  are equally frequent, with every topic and every phrasing; words and numbers are drawn.
+- An answer needs `LEAST_WORDS` words, because the shortest ones would satisfy nearly every rule. Whether it is about
+  its topic is not checked: that would take more than counting.
+- Kin is the topic: a model is evaluated on topics that it never trained on, under all rules.
+- The order is drawn once, and a longer set contains the shorter one.
 
 Changing breaks: the hash of every such set.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.seeds import derive_seed
-from shoal.tasks.base import Message
+from shoal.tasks.base import ChatMessage
 from shoal.tasks.sets.record import TaskRecord
 
 SOURCE = "rules"
@@ -49,7 +49,7 @@ _ID_HEX = 16
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """A rule in words, by IFEval's name, with its settings and a sentence that keeps it."""
+    """A rule in words, by IFEval's name, with its settings and a sentence that satisfies it."""
 
     words: str
     name: str
@@ -58,7 +58,7 @@ class _Rule:
 
 
 def make_rules(count: int) -> Iterator[TaskRecord]:
-    """So many different tasks, or as many as there are."""
+    """`count` different tasks, or as many as there are."""
     listed = list(itertools.product(_ASKS, _TOPICS, range(_NUM_RULES)))
     random.Random(derive_seed("set", SOURCE)).shuffle(listed)
     for ask, topic, kind in listed[:count]:
@@ -73,7 +73,7 @@ def _make_record(ask: str, topic: str, rule: _Rule) -> TaskRecord:
         id=f"{SOURCE}-{rule.name.partition(':')[2]}-{hashlib.sha256(text.encode()).hexdigest()[:_ID_HEX]}",
         source=SOURCE,
         task_type="text_rules",
-        prompt=(Message("user", text),),
+        prompt=(ChatMessage("user", text),),
         info={"instruction_id_list": [rule.name, _NUM_WORDS], "kwargs": [rule.settings, words]},
         metadata={"kin": f"{SOURCE}-{topic}", "solution": rule.solve(topic)},
     )
@@ -85,21 +85,17 @@ def _draw_rule(kind: int, rng: random.Random) -> _Rule:
             return _Rule("in lowercase letters only", "change_case:english_lowercase", {}, "i like {} too.".format)
         case 1:
             word = rng.choice(_WORDS)
-            said, solve = f'with the word "{word}" in it', f"I like {{}}, {word} one.".format
-            return _Rule(said, "keywords:existence", {"keywords": [word]}, solve)
+            text, solve = f'with the word "{word}" in it', f"I like {{}}, {word} one.".format
+            return _Rule(text, "keywords:existence", {"keywords": [word]}, solve)
         case 2:
             return _Rule("without any commas", "punctuation:no_comma", {}, "I like {} too.".format)
         case 3:
             limit = rng.randint(6, 10)
             settings = {"num_words": limit, "relation": _FEWER}
-            said = f"in fewer than {limit} words"
-            return _Rule(said, _NUM_WORDS, settings, "I like {} too.".format)
+            text = f"in fewer than {limit} words"
+            return _Rule(text, _NUM_WORDS, settings, "I like {} too.".format)
         case _:
-            return _draw_letters(rng)
-
-
-def _draw_letters(rng: random.Random) -> _Rule:
-    letter, limit = rng.choice(_LETTERS), rng.randint(2, 4)
-    settings = {"letter": letter, "let_frequency": limit, "let_relation": _FEWER}
-    said = f'with the letter "{letter}" fewer than {limit} times'
-    return _Rule(said, "keywords:letter_frequency", settings, lambda topic: "Run, my big cub.")
+            letter, limit = rng.choice(_LETTERS), rng.randint(2, 4)
+            settings = {"letter": letter, "let_frequency": limit, "let_relation": _FEWER}
+            text = f'with the letter "{letter}" fewer than {limit} times'
+            return _Rule(text, "keywords:letter_frequency", settings, lambda topic: "Run, my big cub.")

@@ -1,1 +1,1 @@
-"""Verifiers: whether a completion solves its task, the same on every machine."""
+"""Verifiers: decide whether a completion solves its task, with the same result on every machine."""

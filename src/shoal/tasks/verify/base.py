@@ -1,35 +1,37 @@
-"""What a verifier is, and how two machines agree on what it says.
+"""The verifier interface, and how two machines agree on a score.
 
     info, prompt, completion -> Score      a worker scores, a validator scores again, both compare exactly
 
 Invariants:
-- pure: a score depends on the three arguments, the verifier's options and its version, and on nothing else. What it
-  uses of other people's code is named in `stamp`, which belongs in the run descriptor together with `version`;
-- deterministic: a score is 0 or 1, or one division of whole numbers (tasks/base.py says why);
-- bounded: sizes and steps are counted and refused beyond a limit, at the same place on every machine;
-- what strangers wrote never raises: `score` answers 0 with a reason. `check_info` raises `ConfigError` for a task that
-  nobody could solve, when the tasks are loaded.
+- pure: a score depends only on the three arguments, the verifier's options and its version. Third-party code that it
+  uses is named in `stamp`, which belongs in the run descriptor together with `version`;
+- deterministic: a score is 0 or 1, or one division of whole numbers (see tasks/base.py);
+- bounded: sizes and steps are counted and rejected beyond a limit, at the same point on every machine;
+- untrusted text never raises: `score` returns 0 with a reason. `check_info` raises `ConfigError` for a task that cannot
+  be solved, when the tasks are loaded.
 
-The edge. Work that cannot be counted (code that a model wrote) is limited by CPU time, and machines differ in speed:
+Limits. Work that cannot be counted (code that a model wrote) is limited by CPU time, and machines differ in speed:
 
-    work <= limit / MARGIN           firm: every machine that is at most MARGIN times slower says the same
+    work <= limit / MARGIN           firm: every machine that is at most MARGIN times slower gives the same score
     limit / MARGIN < work <= limit   the score stands, and its reason begins with `NEAR_LIMIT`
     work > limit                     0, and its reason begins with `GAVE_UP`
-    no box, no process, no memory    0, and its reason begins with `FAULT`, which is a `GAVE_UP` as well
+    no sandbox, process or memory    0, and its reason begins with `FAULT`, which is a `GAVE_UP` as well
 
-Two who agree on the number agree, limits or not: code that never ends is 0 for both. Where they differ and what the
-validator found is not firm, nothing is known: `compare_claim` says UNSURE, which is inconclusive, unpaid and tried
-again elsewhere, never a punishment. Who claims 1 for what no validator can finish is not paid for it either. A fault
-says nothing about the completion: it agrees with no claim, and nobody may claim it; a worker gives such a lease back.
+Equal scores agree, limits or not: code that never ends is 0 for both. If they differ and the validator's score is not
+firm, nothing is known: `compare_claim` returns UNSURE, which is inconclusive, unpaid and tried again elsewhere, never
+penalised. A worker that claims 1 for what no validator can finish is not paid for it either. A fault says nothing about
+the completion: it agrees with no claim, and must not be claimed; a worker returns such a lease.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from importlib import import_module
+from typing import Any
 
+from shoal.errors import ConfigError
 from shoal.rollout import Score
-from shoal.tasks.base import MAX_COMPLETION_CHARS
+from shoal.tasks.base import MAX_COMPLETION_CHARS, guard_score
 
 JSON = Any
 """null, booleans, numbers, strings, lists, and objects with string keys"""
@@ -37,12 +39,22 @@ Info = Mapping[str, JSON]
 """what a verifier knows about a task"""
 
 MARGIN = 4
-"""how much slower a machine may be and still be held to the score of another. Changing breaks: verdicts at the edge."""
+"""how much slower a machine may be and still be bound by another's score. Changing breaks: verdicts at the limits."""
 GAVE_UP = "gave up: "
 FAULT = f"{GAVE_UP}a fault of this machine: "
 NEAR_LIMIT = "near a limit: "
-
-_FAILURES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_PLACES = {
+    "family": "family:FamilyVerifier",
+    "gym": "family:GymVerifier",
+    "math": "math.verifier:MathVerifier",
+    "code": "code.verifier:CodeVerifier",
+    "text_exact": "text.match:ExactVerifier",
+    "text_fuzzy": "text.match:FuzzyVerifier",
+    "text_rules": "text.rules:RulesVerifier",
+    "json_schema": "text.schema:SchemaVerifier",
+}
+"""Verifiers by task type, each imported on first use. A type is part of the wire format: task sets contain it, and a
+run descriptor contains `stamp` next to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,38 +66,38 @@ class Attempt:
     completion: str
 
 
-class Verifier(Protocol):
-    """The rule of one task type."""
+class Verifier:
+    """The rule of one task type; the methods here are for verifiers that need no processes."""
 
-    @property
-    def name(self) -> str:
-        """The task type."""
-
-    @property
-    def version(self) -> int:
-        """Raised whenever a score could change; in the run descriptor."""
+    name: str
+    """the task type"""
+    version: int
+    """raised whenever a score could change; in the run descriptor"""
+    expensive = False
+    """whether scoring all submitted work again would cost too much"""
 
     @property
     def stamp(self) -> str:
-        """Name, version, and the versions of what scores depend on beside our own code."""
-
-    @property
-    def dear(self) -> bool:
-        """Whether to score again all that strangers hand in would cost too much."""
+        """Name, version, and the versions of everything else that scores depend on."""
+        return f"{self.name}/{self.version}"
 
     def check_info(self, info: Info) -> None:
         """ConfigError if no completion could be scored with it."""
+        raise NotImplementedError
 
-    def score(self, info: Info, prompt: str, completion: str) -> Score: ...
+    def score(self, info: Info, prompt: str, completion: str) -> Score:
+        raise NotImplementedError
+
     def score_many(self, attempts: Sequence[Attempt]) -> list[Score]:
-        """The scores in the same order; the dear ones work on several at a time, and never on more than their pool."""
+        """The scores in the same order; expensive verifiers process several concurrently, at most their pool's size."""
+        return [score_safely(self, attempt.info, attempt.prompt, attempt.completion) for attempt in attempts]
 
     def close(self) -> None:
-        """End the processes that it holds; nothing for most. It may be used again."""
+        """End its processes; most verifiers have none. It may be used again."""
 
 
 class Agreement(StrEnum):
-    """What a claimed reward is to the one that was found."""
+    """How a claimed reward relates to the one found."""
 
     AGREES = "agrees"
     DIFFERS = "differs"
@@ -93,7 +105,7 @@ class Agreement(StrEnum):
 
 
 def compare_claim(claimed: float, found: Score) -> Agreement:
-    """Whether a claim may be held against who made it (see "The edge")."""
+    """Whether a claim may be used against its worker (see "Limits" above)."""
     if claimed == found.value and not is_fault(found):
         return Agreement.AGREES
     return Agreement.DIFFERS if is_firm(found) else Agreement.UNSURE
@@ -105,52 +117,41 @@ def is_firm(score: Score) -> bool:
 
 
 def is_fault(score: Score) -> bool:
-    """Whether it is about the machine that scored, and not about the completion."""
+    """Whether the score is about the machine that scored, not about the completion."""
     return score.reason.startswith(FAULT)
 
 
 def give_up(reason: str) -> Score:
-    """The score of what met a limit."""
+    """The score of an attempt that hit a limit."""
     return Score(0.0, GAVE_UP + reason)
 
 
 def own_fault(reason: str) -> Score:
-    """The score of what this machine could not score."""
+    """The score of an attempt that this machine could not score."""
     return Score(0.0, FAULT + reason)
 
 
 def mark_near(score: Score) -> Score:
-    """The same score, reached with more than the firm share of a limit."""
+    """The same score, marked as using more than the firm share of a limit."""
     return Score(score.value, NEAR_LIMIT + score.reason) if is_firm(score) else score
 
 
 def score_safely(verifier: Verifier, info: Info, prompt: str, completion: str) -> Score:
-    """What a verifier gives, whatever the completion: a score from 0 to 1."""
+    """The verifier's score for any completion: from 0 to 1, and 0 for one that is too long to read."""
     if len(completion) > MAX_COMPLETION_CHARS:
         return Score(0.0, "too long")
-    try:
-        score = verifier.score(info, prompt, completion)
-    except _FAILURES as error:
-        return Score(0.0, f"the verifier failed: {type(error).__name__}")
-    return score if 0.0 <= score.value <= 1.0 else Score(0.0, "the verifier gave no score")
+    return guard_score(lambda: verifier.score(info, prompt, completion))
 
 
-class Cheap:
-    """What verifiers have in common that need no processes."""
+def list_verifiers() -> tuple[str, ...]:
+    """The names of all task types, sorted."""
+    return tuple(sorted(_PLACES))
 
-    name: str
-    version: int
-    dear = False
 
-    @property
-    def stamp(self) -> str:
-        return f"{self.name}/{self.version}"
-
-    def score(self, info: Info, prompt: str, completion: str) -> Score:
-        raise NotImplementedError
-
-    def score_many(self, attempts: Sequence[Attempt]) -> list[Score]:
-        return [self.score(attempt.info, attempt.prompt, attempt.completion) for attempt in attempts]
-
-    def close(self) -> None:
-        return None
+def open_verifier(task_type: str, **options: Any) -> Verifier:
+    """The verifier of a task type; ConfigError if it is unknown, or if this machine cannot run it safely."""
+    if task_type not in _PLACES:
+        raise ConfigError(f"task type {task_type!r}: no such verifier; allowed are {', '.join(list_verifiers())}")
+    module, _, name = _PLACES[task_type].partition(":")
+    verifier: Verifier = getattr(import_module(f"shoal.tasks.verify.{module}"), name)(**options)
+    return verifier

@@ -1,1 +1,1 @@
-"""The verifier of code: unit tests of Python that a model wrote."""
+"""The code verifier: unit tests of Python that a model wrote."""

@@ -1,8 +1,8 @@
-"""Whether what came out of a box is what was wanted; compared here, where no stranger's code runs.
+"""Whether the output of a job is the expected one; compared outside the sandbox, where no untrusted code runs.
 
-Values are compared as they crossed (box/wire.py) and never built: building a set of chosen numbers can take quadratic
-time. Floats are equal within `TOLERANCE`, absolute below 1 and relative above: the last bits of a sine differ from
-library to library, and no score may.
+Values are compared in their encoded form (sandbox/frames.py) and never built: building a set of chosen numbers can take
+quadratic time. Floats are equal within `TOLERANCE`, absolute below 1 and relative above: the last bits of a sine differ
+between libraries, and scores must not.
 """
 
 import json
@@ -15,7 +15,7 @@ _MAX_BITS = 1023
 
 
 def match_values(found: Any, wanted: Any) -> bool:
-    """Equality of two encoded values; a tuple is as good as a list, for JSON has no tuples."""
+    """Equality of two encoded values; a tuple equals a list, because JSON has no tuples."""
     found, wanted = _open_tuple(found), _open_tuple(wanted)
     if isinstance(found, list) and isinstance(wanted, list):
         return len(found) == len(wanted) and all(map(match_values, found, wanted))
@@ -36,7 +36,7 @@ def _match_tagged(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
     if tag == "d":
         return _match_pairs(mine, theirs)
     if tag in ("s", "z"):
-        return isinstance(mine, list) and match_values(sorted(mine, key=_spell), sorted(theirs, key=_spell))
+        return isinstance(mine, list) and match_values(sorted(mine, key=json.dumps), sorted(theirs, key=json.dumps))
     return bool(mine == theirs)
 
 
@@ -44,17 +44,9 @@ def _match_pairs(found: Any, wanted: Any) -> bool:
     if not isinstance(found, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in found):
         return False
     if all(isinstance(key, str) for key, _ in wanted):
-        found = [[_write_key(key), value] for key, value in found]
+        # A whole number as a key equals its text, because keys in JSON are texts.
+        found = [[str(key) if type(key) is int else key, value] for key, value in found]
     return match_values(sorted(found, key=_spell_key), sorted(wanted, key=_spell_key))
-
-
-def _write_key(key: Any) -> Any:
-    """A whole number as a key is as good as its text, for keys of JSON are texts."""
-    return str(key) if isinstance(key, int) and not isinstance(key, bool) else key
-
-
-def _spell(value: Any) -> str:
-    return json.dumps(value)
 
 
 def _spell_key(pair: list[Any]) -> str:
@@ -73,19 +65,19 @@ def _match_scalars(found: Any, wanted: Any) -> bool:
 
 
 def _is_short(number: float) -> bool:
-    """Whether it has a float: a box may say whole numbers that have none."""
+    """Whether it fits into a float: a job may send whole numbers that do not."""
     return isinstance(number, float) or number.bit_length() <= _MAX_BITS
 
 
 def is_close(found: float, wanted: float) -> bool:
-    """Equality of floats; nothing equals what is not finite."""
+    """Equality of floats; nothing equals a value that is not finite."""
     if not (math.isfinite(found) and math.isfinite(wanted)):
         return False
     return abs(found - wanted) <= TOLERANCE * max(1.0, abs(wanted))
 
 
 def match_output(found: str, wanted: str) -> bool:
-    """Equality of printed texts: line by line without blanks at the ends, and numbers with a point within tolerance."""
+    """Equality of printed texts: line by line without surrounding blanks, and decimal numbers within tolerance."""
     mine, theirs = _split_lines(found), _split_lines(wanted)
     return len(mine) == len(theirs) and all(map(_match_lines, mine, theirs))
 

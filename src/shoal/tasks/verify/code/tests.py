@@ -1,20 +1,20 @@
-"""The tests of a code task, as its verification info states them.
+"""The tests of a code task, parsed from its verification info.
 
     {"test_cases": [{"type": "function_call", "fn_name": "f", "input": [arguments], "output": value}, ...]}
     {"test_cases": [{"type": "stdin_stdout", "input": "text", "output": "text"}, ...]}
-    {"inputs": [...], "outputs": [...], "fn_name": "f"}       the same in columns; without fn_name, texts of a program
+    {"inputs": [...], "outputs": [...], "fn_name": "f"}       the same in columns; without fn_name, stdin and stdout
     {"test": "source with asserts, or with check(candidate)", "entry_point": "f"}
 
-`"prompt"`, optional, is source that stands before the completion (a signature, imports); `"language"`, optional, is
-`"python"`. All cases of a task are of one type, and all must pass: partial credit would pay for guessing. In columns
-the output of a call may stand in a list of its own, as is the custom of the sets that have them.
+`"prompt"`, optional, is source that precedes the completion (a signature, imports); `"language"`, optional, is
+`"python"`. All cases of a task have one type, and all must pass: partial credit would reward guessing. In columns the
+output of a call may be wrapped in a list, as is common in the datasets that use them.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.box.wire import WireError, encode_value, pack_frame
 from shoal.errors import ConfigError
+from shoal.sandbox.frames import ChannelError, encode_value, pack_frame
 from shoal.tasks.verify.base import Info
 
 MAX_CASES = 256
@@ -25,7 +25,7 @@ CALL, SCRIPT = "function_call", "stdin_stdout"
 
 @dataclass(frozen=True, slots=True)
 class CallTests:
-    """Calls of one function: encoded arguments, and the values of which one must be returned."""
+    """Calls of one function: encoded arguments, and the accepted return values."""
 
     function: str
     cases: tuple[tuple[Any, tuple[Any, ...]], ...]
@@ -33,27 +33,27 @@ class CallTests:
 
 @dataclass(frozen=True, slots=True)
 class ScriptTests:
-    """Runs of a program: standard input and what must be printed."""
+    """Runs of a program: standard input and expected output."""
 
     cases: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeTests:
-    """Tests in the words of their author, who calls the function."""
+class AssertTests:
+    """Tests as source, which call the function."""
 
     function: str
     source: str
     prefix: str
 
 
-Tests = CallTests | ScriptTests | JudgeTests
+Tests = CallTests | ScriptTests | AssertTests
 
 
 def read_tests(info: Info) -> Tests:
-    """The tests of a task; ConfigError if there are none that can be run."""
+    """The tests of a task; ConfigError if none can be run."""
     if info.get("language", "python") != "python":
-        raise ConfigError(f"language {info['language']!r}: only Python is run")
+        raise ConfigError(f"language {info['language']!r}: only Python is supported")
     prefix = info.get("prompt", "")
     if not isinstance(prefix, str) or len(prefix) > MAX_SOURCE_CHARS:
         raise ConfigError(f"prompt: must be a text of at most {MAX_SOURCE_CHARS} characters")
@@ -61,7 +61,7 @@ def read_tests(info: Info) -> Tests:
         case {"test": str(source), "entry_point": str(function)} if function.isidentifier():
             if len(source) > MAX_TEXT_CHARS:
                 raise ConfigError(f"test: longer than {MAX_TEXT_CHARS} characters")
-            return JudgeTests(function, source, prefix)
+            return AssertTests(function, source, prefix)
         case {"test_cases": list(cases)} if 0 < len(cases) <= MAX_CASES:
             return _read_cases(cases)
         case {"inputs": list(given), "outputs": list(wanted)} if 0 < len(given) == len(wanted) <= MAX_CASES:
@@ -74,13 +74,12 @@ def _read_columns(given: list[Any], wanted: list[Any], name: Any) -> Tests:
     tests = _read_cases([{**kind, "input": one, "output": other} for one, other in zip(given, wanted, strict=True)])
     if not isinstance(tests, CallTests):
         return tests
-    return CallTests(tests.function, tuple((arguments, _open_list(right)) for arguments, right in tests.cases))
-
-
-def _open_list(right: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values that are right where an output may stand in a list of its own."""
-    (value,) = right
-    return (value, value[0]) if isinstance(value, list) and len(value) == 1 else right
+    # An output may be wrapped in a list: both forms are accepted.
+    cases = (
+        (arguments, (value, *value) if isinstance(value, list) and len(value) == 1 else (value,))
+        for arguments, (value,) in tests.cases
+    )
+    return CallTests(tests.function, tuple(cases))
 
 
 def _read_cases(cases: list[Any]) -> Tests:
@@ -89,11 +88,11 @@ def _read_cases(cases: list[Any]) -> Tests:
         names = {case.get("fn_name") for case in cases}
         name = names.pop()
         if names or not isinstance(name, str) or not name.isidentifier():
-            raise ConfigError("test_cases: one fn_name for all, the name of a function")
+            raise ConfigError("test_cases: all need the same fn_name, the name of a function")
         return CallTests(name, tuple(_read_call(case) for case in cases))
     if kinds == {SCRIPT}:
         return ScriptTests(tuple(_read_script(case) for case in cases))
-    raise ConfigError(f"test_cases: all of type {CALL}, or all of type {SCRIPT}")
+    raise ConfigError(f"test_cases: all must be of type {CALL}, or all of type {SCRIPT}")
 
 
 def _read_call(case: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
@@ -101,9 +100,9 @@ def _read_call(case: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     if not isinstance(arguments, list) or "output" not in case:
         raise ConfigError("test_cases: a call needs input, a list of arguments, and output")
     try:
-        pack_frame(encode_value(arguments))  # it must fit
+        pack_frame(encode_value(arguments))  # raises if it does not fit
         return encode_value(arguments), (encode_value(case["output"]),)
-    except WireError as error:
+    except ChannelError as error:
         raise ConfigError(f"test_cases: {error}") from None
 
 

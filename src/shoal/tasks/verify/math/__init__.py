@@ -1,1 +1,1 @@
-"""The verifier of math: the one answer of a completion, and whether it equals the right one."""
+"""The math verifier: extracts the one answer of a completion and compares it with the right one."""

@@ -1,9 +1,9 @@
-"""Whether an answer equals the right one: exact and cheap where it can be, in a box where it must be worked out.
+"""Whether an answer equals the right one: exact and cheap if possible, in a sandbox if it must be evaluated.
 
-numbers       as fractions, with percent and units (number.py); a number is answered by a number
-collections   sets, lists and unions in any order, points and intervals in theirs, part by part
-expressions   at fixed points to 50 digits (box/algebra.py), over the variables of the right answer only
-texts         yes, (B), Monday: letter by letter, without case
+numbers       as fractions, with percent and units (number.py); a number must be answered by a number
+collections   sets, lists and unions in any order, points and intervals in order, part by part
+expressions   at fixed points to 50 digits (sandbox/programs/algebra.py), only over the variables of the right answer
+texts         yes, (B), Monday: character by character, ignoring case
 """
 
 import re
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from shoal.tasks.verify.math.clean import clean_answer
 from shoal.tasks.verify.math.extract import MAX_ANSWER_CHARS
 from shoal.tasks.verify.math.number import Number, equal_numbers, read_number, read_unit
 from shoal.tasks.verify.math.parse import ParseError, Tree, count_nodes, is_scalar, list_symbols, parse_answer
@@ -25,27 +24,57 @@ _MEASURED = re.compile(
     r"(?P<rest>.*?\S) (?P<unit>(?:(?:square|sq|cubic) )?[A-Za-z]{2,24}(?: ?\^ ?\{?[23]\}?)?)", re.DOTALL
 )
 _SPARE_NODES = 32
+_SIGNS = str.maketrans(
+    {
+        sign: meaning
+        for signs, meaning in (
+            *(("\u2212\u2013", "-"), ("\u00d7\u00b7\u22c5", "*"), ("\u00f7\u2044", "/"), ("\u221a", r"\sqrt ")),
+            *(("\u00b2", "^2"), ("\u00b3", "^3"), ("\u03c0", r"\pi "), ("\u221e", r"\infty "), ("\u222a", r"\cup ")),
+            *(("\u00b1", r"\pm "), ("\u00b0", " degrees"), ("\u00a0\u202f\u2009", " ")),
+            *(("\u00a3", r"\pounds "), ("\u20ac", r"\euro ")),
+        )
+        for sign in signs
+    }
+)
+"""signs with several spellings"""
+_GONE = re.compile(
+    r"\\(?:left|right|displaystyle|textstyle|limits|quad|qquad|bigl?|bigr|Bigl?|Bigr)(?![A-Za-z])|\\[,!;: ]|~"
+)
+_SAME = (
+    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\(?:cdot|times|ast)(?![A-Za-z])"), "*"),
+    (re.compile(r"\\div(?![A-Za-z])"), "/"),
+    (re.compile(r"\\(?:lbrace)(?![A-Za-z])"), r"\\{"),
+    (re.compile(r"\\(?:rbrace)(?![A-Za-z])"), r"\\}"),
+    (re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])"), " degrees"),
+    (re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"), r" \1 "),
+    (re.compile(r"\\%"), "%"),
+    (re.compile(r"\\\$"), "$"),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\s+"), " "),
+)
+_WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
 
 Judge = Callable[[Tree, Tree], bool]
 """whether two expressions are equal"""
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """An answer as it was understood: a number, a tree (many numbers are both), or but a text."""
+class ParsedAnswer:
+    """A parsed answer: a number, a tree (many numbers are both), or only a text."""
 
     text: str
     name: str
-    """the variable that it is said to be the value of"""
+    """the variable whose value it states"""
     number: Number | None
     tree: Tree | None
     unit: str = ""
-    """of a tree that is no number"""
+    """unit of a tree that is not a number"""
 
 
 @lru_cache(maxsize=4096)
-def read_answer(raw: str) -> Reading:
-    """Understand an answer."""
+def read_answer(raw: str) -> ParsedAnswer:
+    """Parse an answer."""
     text = clean_answer(raw[:MAX_ANSWER_CHARS])
     name = ""
     if (match := _NAMED.fullmatch(text)) and "=" not in match["rest"]:
@@ -54,8 +83,28 @@ def read_answer(raw: str) -> Reading:
     if number is None and tree is None and (measured := _MEASURED.fullmatch(text)):
         unit = read_unit(measured["unit"], "")
         if unit and (tree := _read_tree(measured["rest"])) is not None and is_scalar(tree):
-            return Reading(text, name, None, tree, unit)
-    return Reading(text, name, number, tree)
+            return ParsedAnswer(text, name, None, tree, unit)
+    return ParsedAnswer(text, name, number, tree)
+
+
+def clean_answer(text: str) -> str:
+    """Normalise an answer: remove surrounding dollars and LaTeX spaces, unify spellings of the same sign. ASCII only:
+    digits of other scripts are not digits here."""
+    text = _unwrap(text.translate(_SIGNS).strip())
+    text = _GONE.sub("", text)
+    for pattern, meaning in _SAME:
+        text = pattern.sub(meaning, text)
+    text = text.strip()
+    return text[:-1].rstrip() if text.endswith(".") else text
+
+
+def _unwrap(text: str) -> str:
+    text = text.rstrip(". ") if text.endswith(("$.", "`.", "*.")) else text
+    for left, right in _WRAPPERS:
+        inner = text[len(left) : -len(right)]
+        if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right) and left not in inner:
+            return _unwrap(inner.strip())
+    return text
 
 
 def _read_tree(text: str) -> Tree | None:
@@ -68,15 +117,15 @@ def _read_tree(text: str) -> Tree | None:
 
 
 def same_text(left: str, right: str) -> bool:
-    """Whether two ways of writing an answer say the same, as far as that is seen without working anything out."""
+    """Whether two spellings of an answer are the same, as far as that is visible without evaluating anything."""
     mine, theirs = read_answer(left), read_answer(right)
     if mine.number is not None and theirs.number is not None:
         return mine.number == theirs.number
     return mine.text == theirs.text
 
 
-def equal_answers(answer: Reading, gold: Reading, judge: Judge, *, about_percent: bool) -> bool:
-    """Whether an answer is right."""
+def equal_answers(answer: ParsedAnswer, gold: ParsedAnswer, judge: Judge, *, about_percent: bool) -> bool:
+    """Whether an answer is correct."""
     if answer.name and gold.name and answer.name != gold.name:
         return False
     if gold.number is not None:
@@ -101,7 +150,7 @@ def _equal_trees(answer: Tree, gold: Tree, judge: Judge) -> bool:
 
 
 def _match_parts(answer: list[Tree], gold: list[Tree], judge: Judge) -> bool:
-    """Whether each part has a partner, in any order."""
+    """Whether each part has a match, in any order."""
     if len(answer) != len(gold) or len(gold) > MAX_PARTS:
         return False
     left = list(answer)
@@ -115,7 +164,7 @@ def _match_parts(answer: list[Tree], gold: list[Tree], judge: Judge) -> bool:
 
 def _equal_scalars(answer: Tree, gold: Tree, judge: Judge) -> bool:
     right = _read_rational(gold)
-    if right is not None:  # a number is answered by a number, here too
+    if right is not None:  # here too, a number must be answered by a number
         found = _read_rational(answer)
         return found == right and (answer[0] != "div" or right.denominator > 1)
     if answer == gold:
@@ -126,7 +175,7 @@ def _equal_scalars(answer: Tree, gold: Tree, judge: Judge) -> bool:
 
 
 def _read_rational(tree: Tree) -> Fraction | None:
-    """The value of a number, with its sign, or of a quotient of two; None for what must be worked out."""
+    """The value of a number, with its sign, or of a quotient of two; None if it must be evaluated."""
     match tree:
         case ["number", str(digits)]:
             return Fraction(digits)

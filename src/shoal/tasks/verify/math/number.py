@@ -1,7 +1,7 @@
 """Numbers as people write them: 1,080, -3.5, 2/3, \\frac{2}{3}, 2 1/2, 1.5*10^{3}, 50%, $7, 7 cm, 7 apples. Exact, as
 fractions.
 
-What must be worked out (6*7, sqrt 16, 144/2 for 72) is no number here: an answer that is a number says the number.
+Expressions that must be evaluated (6*7, sqrt 16, 144/2 for 72) are not numbers here: such an answer must be evaluated.
 """
 
 import re
@@ -48,24 +48,24 @@ remainder squared cubed square cubic factorial root power and nor not but than l
 nearly around sin cos tan cot sec csc sqrt log exp abs arcsin arccos arctan inf infty infinity nan
 """
 _NO_NOUNS = frozenset(_COUNTED.split())
-"""words that make another number of the one before them, or none"""
+"""words that change the number before them, or make it invalid"""
 _SQUARES = {"square": "^2", "sq": "^2", "cubic": "^3"}
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number, and what it is a number of."""
+    """A number, and its unit."""
 
     value: Fraction
     percent: bool
     unit: str
     """empty for none"""
     worked: bool
-    """whether it is a quotient that is a whole number, which somebody should have worked out"""
+    """whether it is a quotient with a whole value, which should have been evaluated"""
 
 
 def read_number(text: str) -> Number | None:
-    """The number that a cleaned answer is; None if it is anything else."""
+    """Parse a cleaned answer as a number; None if it is anything else."""
     match = _SHAPE.fullmatch(text)
     if match is None or sum(map(str.isdigit, text)) > MAX_DIGITS:
         return None
@@ -96,7 +96,7 @@ def _read_value(parts: dict[str, str | None]) -> Fraction | None:
 
 
 def read_unit(text: str, money: str) -> str | None:
-    """The unit's own name, empty without one, None for a word that is no unit."""
+    """The canonical name of a unit, empty without one, None for a word that is not a unit."""
     words = text.lower().replace("{", "").replace("}", "").replace(" ", "  ").strip()
     if not words:
         return money
@@ -110,7 +110,7 @@ def read_unit(text: str, money: str) -> str | None:
 
 
 def _read_noun(text: str, money: str) -> str | None:
-    """What is counted, in the singular; None for what may be more than a name. Of money only how often it is paid."""
+    """What is counted, in the singular; None if it may be more than a name. For money only how often it is paid."""
     words = text.lower().split()
     singular = [word.removesuffix("s") for word in words]
     noun = " ".join(singular)
@@ -128,8 +128,8 @@ def _find_unit(name: str) -> str | None:
 
 
 def equal_numbers(answer: Number, gold: Number, *, about_percent: bool) -> bool:
-    """Whether an answer is the number asked for. `about_percent`: the question is about a percentage, so that 50 and
-    50% are the same answer."""
+    """Whether an answer is the expected number. `about_percent`: the question is about a percentage, so that 50 and 50%
+    are the same answer."""
     if answer.unit and gold.unit and answer.unit != gold.unit:
         return False
     if answer.worked and not gold.worked:

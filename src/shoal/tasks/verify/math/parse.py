@@ -1,4 +1,4 @@
-"""An answer that is more than a number, as a tree: expressions, tuples, sets, lists, intervals and their unions.
+"""Parse an answer that is more than a number into a tree: expressions, tuples, sets, lists, intervals and their unions.
 
     answer = item ("," item)*            a list, in any order, if there are several
     item   = group ("\\cup" group)* | sum
@@ -6,8 +6,8 @@
     sum    = [+-] term ([+-] term)*       term = factor ([*/] factor)*, and factors side by side
     factor = base [^ base] [!]
 
-A tree is a list whose first entry is its kind, so that it crosses into a box as it is. Numbers stay texts. Nothing is
-computed here, and there is no way to name anything of Python's: a word that is not known here is refused.
+A tree is a list whose first entry is its kind, so that it can be sent to a sandbox unchanged. Numbers stay texts.
+Nothing is computed here, and Python names are unreachable: an unknown word is rejected.
 """
 
 import re
@@ -28,12 +28,12 @@ Tree = list[Any]
 
 
 class ParseError(ValueError):
-    """A text that is no answer of this grammar."""
+    """A text that does not match this grammar."""
 
 
 def parse_answer(text: str) -> Tree:
     """The tree of a cleaned answer."""
-    reader = _Reader(_split_tokens(text))
+    reader = _TokenReader(_split_tokens(text))
     items = reader.read_items(end=None)
     return items[0] if len(items) == 1 else ["list", *items]
 
@@ -48,12 +48,12 @@ def list_symbols(tree: Any) -> set[str]:
 
 
 def count_nodes(tree: Any) -> int:
-    """How large a tree is."""
+    """The number of nodes of a tree."""
     return 1 + sum(count_nodes(part) for part in tree[1:]) if isinstance(tree, list) else 0
 
 
 def is_scalar(tree: Tree) -> bool:
-    """Whether it is one value, and neither a collection nor infinite."""
+    """Whether it is a single value, neither a collection nor infinite."""
     return tree[0] not in ("list", "set", "group", "union", "infinity")
 
 
@@ -69,7 +69,7 @@ def _split_tokens(text: str) -> list[tuple[str, str]]:
         value = match.group(kind)
         depth += (value in _OPENING) - (value in _CLOSING)
         if kind == "number" and depth > 0:
-            value = value.partition(",")[0]  # in brackets a comma parts two numbers: [0,100]
+            value = value.partition(",")[0]  # inside brackets a comma separates two numbers: [0,100]
         place = match.start(kind) + len(value)
         tokens += _split_word(value) if kind == "word" else [(kind, value)]
     return tokens
@@ -86,14 +86,14 @@ def _split_word(word: str) -> list[tuple[str, str]]:
     raise ParseError("a word that is not known")
 
 
-class _Reader:
+class _TokenReader:
     """Tokens, read from left to right."""
 
     def __init__(self, tokens: list[tuple[str, str]]) -> None:
         self._tokens, self._place, self._depth = tokens, 0, 0
 
     def read_items(self, end: str | tuple[str, ...] | None) -> list[Tree]:
-        """Items up to a closing sign, which is left, or to the end of all."""
+        """Items up to a closing sign, which is not consumed, or to the end."""
         items = [self._read_item()]
         while self._take(","):
             items.append(self._read_item())
@@ -147,7 +147,7 @@ class _Reader:
     def _starts_factor(self) -> bool:
         kind, value = self._peek()
         if kind == "number":
-            return False  # "2 3" is no product
+            return False  # "2 3" is not a product
         return kind in ("letter", "function") or (kind == "name" and value != "cup") or (kind, value) == ("sign", "(")
 
     def _read_factor(self) -> Tree:
@@ -210,7 +210,7 @@ class _Reader:
         return tree if power is None else ["pow", tree, _scalar(power)]
 
     def _read_braced(self) -> Tree:
-        """{..}, or a single digit or letter, as LaTeX has it."""
+        """{..}, or a single digit or letter, as in LaTeX."""
         kind, value = self._peek()
         if kind == "number" and len(value) > 1 and "." not in value and "," not in value:
             self._tokens[self._place] = (kind, value[1:])

@@ -1,1 +1,1 @@
-"""Verifiers of texts: exact and fuzzy match, instructions that can be checked, JSON of a given shape."""
+"""Text verifiers: exact and fuzzy match, verifiable instructions, JSON with a given schema."""

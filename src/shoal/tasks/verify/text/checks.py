@@ -1,8 +1,8 @@
-"""Instructions about the form of a text, each a function from text and settings to whether it is followed.
+"""Instructions about the form of a text, each a function of text and settings that returns whether it is followed.
 
-Names and settings are those of IFEval (Zhou et al. 2023, arXiv 2311.07911), so that its tasks can be used as they are;
-the checks are our own. Those that need to know a language are left out, and a sentence is what ends in a full stop, a
-question mark or an exclamation mark before a blank. Every check is linear in the text.
+Names and settings are those of IFEval (Zhou et al. 2023, arXiv 2311.07911), so that its tasks can be used unchanged;
+the checks are our own. Checks that depend on a natural language are left out, and a sentence is text that ends in a
+full stop, a question mark or an exclamation mark before a blank. Every check takes linear time.
 """
 
 import json
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shoal.tasks.verify.answers import is_deep
+from shoal.tasks.verify.extract import is_deep
 
 _WORD = re.compile(r"\w+")
 _SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++(?=\s|$)")
@@ -106,14 +106,6 @@ def is_json(text: str, settings: Settings) -> bool:
         return False
 
 
-def has_title(text: str, settings: Settings) -> bool:
-    return any(title.strip("<> ") for title in _TITLE.findall(text))
-
-
-def is_choice(text: str, settings: Settings) -> bool:
-    return sum(text.count(choice) for choice in _CHOICES) == 1
-
-
 def gives_two(text: str, settings: Settings) -> bool:
     parts = [part.strip() for part in text.split(_SIX)]
     return len(parts) == 2 and all(parts) and parts[0] != parts[1]
@@ -137,20 +129,8 @@ def counts_capitals(text: str, settings: Settings) -> bool:
     return compare_count(count, settings["capital_frequency"], settings["capital_relation"])
 
 
-def is_upper(text: str, settings: Settings) -> bool:
-    return text.isupper()
-
-
-def is_lower(text: str, settings: Settings) -> bool:
-    return text.islower()
-
-
-def has_no_comma(text: str, settings: Settings) -> bool:
-    return "," not in text
-
-
 def _count_phrase(text: str, phrase: str) -> int:
-    """How often a phrase stands there as whole words."""
+    """How often a phrase occurs as whole words."""
     return len(re.findall(rf"(?<!\w){re.escape(phrase.lower())}(?!\w)", text.lower()))
 
 
@@ -177,8 +157,8 @@ CHECKS: dict[str, tuple[Check, dict[str, str]]] = {
     "detectable_format:number_highlighted_sections": (has_highlights, {"num_highlights": _COUNT}),
     "detectable_format:multiple_sections": (has_sections, {"section_spliter": _TEXT, "num_sections": _COUNT}),
     "detectable_format:json_format": (is_json, {}),
-    "detectable_format:title": (has_title, {}),
-    "detectable_format:constrained_response": (is_choice, {}),
+    "detectable_format:title": (lambda text, _: any(title.strip("<> ") for title in _TITLE.findall(text)), {}),
+    "detectable_format:constrained_response": (lambda text, _: sum(map(text.count, _CHOICES)) == 1, {}),
     "combination:two_responses": (gives_two, {}),
     "combination:repeat_prompt": (repeats_prompt, {"prompt_to_repeat": _TEXT}),
     "startend:end_checker": (ends_with, {"end_phrase": _TEXT}),
@@ -187,15 +167,15 @@ CHECKS: dict[str, tuple[Check, dict[str, str]]] = {
         counts_capitals,
         {"capital_frequency": _COUNT, "capital_relation": _RELATION},
     ),
-    "change_case:english_capital": (is_upper, {}),
-    "change_case:english_lowercase": (is_lower, {}),
-    "punctuation:no_comma": (has_no_comma, {}),
+    "change_case:english_capital": (lambda text, _: text.isupper(), {}),
+    "change_case:english_lowercase": (lambda text, _: text.islower(), {}),
+    "punctuation:no_comma": (lambda text, _: "," not in text, {}),
 }
 """Checks by IFEval's names, with the settings that each needs."""
 
 
 def is_fit(value: Any, kind: str) -> bool:
-    """Whether a setting is of the kind that a check needs."""
+    """Whether a setting has the type that a check needs."""
     match kind:
         case "a text":
             return isinstance(value, str) and bool(value.strip())

@@ -1,22 +1,22 @@
-"""Exact match: 1 or 0. Fuzzy match: 1 - distance / length, where distance is the number of letters to insert, delete or
-replace and length that of the longer text; one division of whole numbers, so its bits are the same everywhere.
+"""Exact match: 1 or 0. Fuzzy match: 1 - distance / length, where distance is the number of characters to insert, delete
+or replace and length that of the longer text; one division of whole numbers, so its bits are the same everywhere.
 
-The text that counts is what follows the thoughts, without blanks at its ends.
+Only the text after the thoughts counts, without surrounding blanks.
 """
 
 from shoal.errors import ConfigError
 from shoal.rollout import Score
-from shoal.tasks.verify.answers import drop_thoughts
-from shoal.tasks.verify.base import Cheap, Info
+from shoal.tasks.verify.base import Info, Verifier
+from shoal.tasks.verify.extract import drop_thoughts
 
 MAX_ANSWER_CHARS = 65_536
 MAX_FUZZY_CHARS = 4096
-"""longer texts score 0 unread: time grows with the product of both lengths, on bits"""
+"""longer texts score 0 unread: time grows with the product of both lengths (bit-parallel)"""
 _KEY, _CASE, _LEAST = "answer", "ignore_case", "least"
 
 
-class ExactVerifier(Cheap):
-    """Letter by letter; `info`: answer, and ignore_case if it is to be."""
+class ExactVerifier(Verifier):
+    """Exact match; `info`: answer, and optionally ignore_case."""
 
     name = "text_exact"
     version = 1
@@ -29,8 +29,8 @@ class ExactVerifier(Cheap):
         return Score(1.0, "correct") if found == wanted else Score(0.0, "another text")
 
 
-class FuzzyVerifier(Cheap):
-    """By edit distance; `info`: answer, ignore_case, and least, a share below which the score is 0."""
+class FuzzyVerifier(Verifier):
+    """Match by edit distance; `info`: answer, ignore_case, and least, a share below which the score is 0."""
 
     name = "text_fuzzy"
     version = 1
@@ -52,9 +52,9 @@ class FuzzyVerifier(Cheap):
 
 
 def measure_distance(left: str, right: str) -> int:
-    """Levenshtein's distance, a whole column of the table at once (Myers 1999, in Hyyro's form).
+    """Levenshtein distance, one column of the table at a time (Myers 1999, in Hyyro's form).
 
-    Bit i of `up` and `down` says that the table rises or falls by one from row i to i + 1 of the current column.
+    Bit i of `up` and `down` means that the table rises or falls by one from row i to i + 1 of the current column.
     """
     if not left or not right:
         return len(left) + len(right)

@@ -1,4 +1,4 @@
-"""Instructions that can be checked: 1 if a text follows all of them, else 0; with `partial`, the share that it follows.
+"""Verifiable instructions: 1 if a text follows all of them, else 0; with `partial`, the share that it follows.
 
     {"instruction_id_list": ["punctuation:no_comma", ...], "kwargs": [{}, ...], "partial": false}
 
@@ -10,17 +10,16 @@ from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.rollout import Score
-from shoal.tasks.base import MAX_COMPLETION_CHARS
-from shoal.tasks.verify.answers import drop_thoughts
-from shoal.tasks.verify.base import Cheap, Info
+from shoal.tasks.verify.base import Info, Verifier
+from shoal.tasks.verify.extract import drop_thoughts
 from shoal.tasks.verify.text.checks import CHECKS, is_fit
 
 MAX_RULES = 32
 _MAX_SETTING_CHARS = 16_384
 
 
-class RulesVerifier(Cheap):
-    """A useful part of IFEval."""
+class RulesVerifier(Verifier):
+    """A subset of IFEval."""
 
     name = "text_rules"
     version = 2
@@ -34,13 +33,18 @@ class RulesVerifier(Cheap):
         if not isinstance(names, list) or not isinstance(settings, list) or not 0 < len(names) <= MAX_RULES:
             raise ConfigError(f"info of a rules task: needs instruction_id_list and kwargs, 1 to {MAX_RULES} of each")
         if len(names) != len(settings) or not isinstance(info.get("partial", False), bool):
-            raise ConfigError("info of a rules task: kwargs are as many as instructions, and partial is true or false")
+            raise ConfigError("info of a rules task: needs as many kwargs as instructions, and partial true or false")
         for name, values in zip(names, settings, strict=True):
-            _check_rule(name, values)
+            if not isinstance(name, str) or name not in CHECKS:
+                raise ConfigError(f"instruction {str(name)[:80]!r}: unknown; allowed are {', '.join(CHECKS)}")
+            if not isinstance(values, dict) or len(str(values)) > _MAX_SETTING_CHARS:
+                raise ConfigError(f"{name}: needs its settings")
+            given = _keep_settings(values)
+            for key, kind in CHECKS[name][1].items():
+                if not is_fit(given.get(key), kind):
+                    raise ConfigError(f"{name}: {key} must be {kind}")
 
     def score(self, info: Info, prompt: str, completion: str) -> Score:
-        if len(completion) > MAX_COMPLETION_CHARS:
-            return Score(0.0, "too long")
         text = drop_thoughts(completion)
         if not text.strip():
             return Score(0.0, "no text")
@@ -56,17 +60,6 @@ class RulesVerifier(Cheap):
         return Score(value, f"not followed: {broken[0]}")
 
 
-def _check_rule(name: Any, values: Any) -> None:
-    if not isinstance(name, str) or name not in CHECKS:
-        raise ConfigError(f"instruction {str(name)[:80]!r}: not known; allowed are {', '.join(CHECKS)}")
-    if not isinstance(values, dict) or len(str(values)) > _MAX_SETTING_CHARS:
-        raise ConfigError(f"{name}: needs its settings")
-    given = _keep_settings(values)
-    for key, kind in CHECKS[name][1].items():
-        if not is_fit(given.get(key), kind):
-            raise ConfigError(f"{name}: {key} must be {kind}")
-
-
 def _keep_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings that are given: tables of instructions have columns for all, and null where one has no use for it."""
+    """The settings that are given: instruction tables have columns for all, and null where one does not apply."""
     return {key: value for key, value in values.items() if value is not None}

@@ -1,7 +1,7 @@
-"""JSON of a given shape: 1 if a completion's last fenced block, or all of it, is JSON that `info["schema"]` allows.
+"""JSON with a given schema: 1 if a completion's last fenced block, or all of it, is JSON that `info["schema"]` allows.
 
-A part of JSON Schema that can be checked in bounded time: no references (they can loop) and no patterns (they can take
-exponential time). A keyword that is not known is refused when the tasks are loaded, and never passed over.
+A subset of JSON Schema that can be checked in bounded time: no references (they can loop) and no patterns (they can
+take exponential time). Unknown keywords are rejected when the tasks are loaded, never ignored.
 """
 
 import json
@@ -11,9 +11,8 @@ from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.rollout import Score
-from shoal.tasks.base import MAX_COMPLETION_CHARS
-from shoal.tasks.verify.answers import drop_thoughts, find_block, is_deep
-from shoal.tasks.verify.base import Cheap, Info
+from shoal.tasks.verify.base import Info, Verifier
+from shoal.tasks.verify.extract import drop_thoughts, find_block, is_deep
 
 MAX_SCHEMA_NODES = 512
 MAX_DEPTH = 32
@@ -24,7 +23,7 @@ _LISTS, _SCHEMAS = ("allOf", "anyOf", "oneOf"), ("items", "not")
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _LOOKED_THROUGH = ("enum", "required")
-"""lists of any length that a value is held against"""
+"""lists of any length that a value is compared with"""
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
@@ -32,7 +31,7 @@ class _StepsError(Exception):
     """A check that would take too long."""
 
 
-class SchemaVerifier(Cheap):
+class SchemaVerifier(Verifier):
     """Answers in JSON."""
 
     name = "json_schema"
@@ -44,8 +43,6 @@ class SchemaVerifier(Cheap):
         _check_schema(info["schema"], MAX_DEPTH, [MAX_SCHEMA_NODES])
 
     def score(self, info: Info, prompt: str, completion: str) -> Score:
-        if len(completion) > MAX_COMPLETION_CHARS:
-            return Score(0.0, "too long")
         text = drop_thoughts(completion)
         block = find_block(text, "json")
         try:
@@ -140,7 +137,7 @@ def _is_type(value: Any, kind: str) -> bool:
 
 
 def same_json(left: Any, right: Any) -> bool:
-    """Equality as JSON has it: 1 is 1.0, and true is no number."""
+    """Equality in JSON: 1 equals 1.0, and true is not a number."""
     if isinstance(left, bool) or isinstance(right, bool):
         return left is right
     if isinstance(left, list) and isinstance(right, list):
@@ -170,7 +167,7 @@ def _read_float(digits: str) -> float:
 def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key twice")  # readers differ in which one counts
+        raise ValueError("a key twice")  # parsers differ in which one wins
     return found
 
 
@@ -184,7 +181,7 @@ def _check_schema(schema: Any, depth: int, budget: list[int]) -> None:
         raise ConfigError("schema: must be an object, true or false")
     for key, value in schema.items():
         if not _is_known(key, value):
-            raise ConfigError(f"schema: {str(key)[:40]!r} is not known here, or not of the right kind")
+            raise ConfigError(f"schema: {str(key)[:40]!r} is unknown, or has the wrong type")
     for part in _list_parts(schema):
         _check_schema(part, depth - 1, budget)
 

@@ -1,0 +1,122 @@
+"""`shoal status`, `explain` and `leaderboard`: public queries to a coordinator."""
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.commands import common
+from shoal.commands.common import CliCommand, CommandResult, count_things, flag
+from shoal.util.console import is_live
+from shoal.util.logs import clean_text
+
+if TYPE_CHECKING:
+    from shoal.protocol.messages import LeaderLine, Leaders, Status, StepInfo
+
+WATCH_S = 2.0
+_CLEAR = "\x1b[H\x1b[J"
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Show a run's progress, and what it is waiting for."""
+    if args.watch:
+        return common.run_until_stopped(_watch_status(args.where, args.ca, as_json=args.json))
+    return common.run_query(ask_status(args.where, args.ca), as_json=args.json)
+
+
+async def _explain(args: argparse.Namespace) -> CommandResult:
+    """Explain a submission: checks, values, thresholds, postings."""
+    return await ask_explanation(args.where, common.check_submission(args.submission), args.ca)
+
+
+async def ask_status(where: str, authority: Path | None = None) -> CommandResult:
+    """Fetch and describe the run's status."""
+    from shoal.net.client import GLANCE
+
+    async with common.open_client(where, authority, deadlines=GLANCE) as client:
+        status = await client.read_status()
+    return CommandResult(0, describe_status(status), status.model_dump(mode="json"))
+
+
+async def ask_explanation(where: str, submission: str, authority: Path | None = None) -> CommandResult:
+    """Fetch and describe everything known about a submission."""
+    async with common.open_client(where, authority) as client:
+        text = (await client.explain(submission)).text
+    return CommandResult(0, text, {"submission": submission, "text": text})
+
+
+async def _leaderboard(args: argparse.Namespace) -> CommandResult:
+    """List the owners of a run by accepted tokens."""
+    async with common.open_client(args.where, args.ca) as client:
+        leaders = await client.read_leaders()
+    return CommandResult(0, describe_leaders(leaders), leaders.model_dump(mode="json"))
+
+
+async def _watch_status(where: str, authority: Path | None, *, as_json: bool) -> int:
+    """Print the status repeatedly until interrupted; retries while the coordinator is unreachable."""
+    is_drawn = is_live(sys.stdout) and not as_json
+    while True:
+        try:
+            outcome = await ask_status(where, authority)
+        except common.query_errors() as error:
+            outcome = CommandResult(1, common.explain_error(error), {"error": common.explain_error(error)})
+        text = json.dumps(outcome.data) if as_json else f"{clean_text(outcome.text)}\n"
+        print(f"{_CLEAR if is_drawn else ''}{text}", flush=True)
+        if outcome.data.get("finished"):
+            return 0
+        await asyncio.sleep(WATCH_S)
+
+
+def describe_status(status: "Status") -> str:
+    """Describe the run's progress, and what it is waiting for."""
+    state = "finished" if status.finished else "stopped by the operator" if status.stopped else "running"
+    version = f"v{status.newest_version} is newest" if status.newest_version >= 0 else "no version yet"
+    lines = [
+        f"run {status.run}: {state}, {status.trained} of {count_things(status.steps, 'step')} trained, {version}",
+        f"  nodes        {status.nodes_live} live, {status.nodes_stale} stale, {status.nodes_gone} gone",
+        f"  to judge     {count_things(status.queue, 'submission')}",
+        *(_describe_step(step) for step in status.open_steps),
+        *(f"  checks       {line}" for line in status.checks),
+        *(f"  watched      {line}" for line in status.watched),
+    ]
+    overdue = {wait.text for wait in status.waits if wait.overdue}
+    lines += [f"  {'OVERDUE' if wait.text in overdue else 'waiting'}      {wait.text}" for wait in status.waits]
+    # Overdue ones are listed above.
+    lines += [f"  ALARM        {text}" for text in status.alarms if not text.startswith("overdue: ")]
+    return "\n".join(lines)
+
+
+def describe_leaders(leaders: "Leaders") -> str:
+    """Owners by accepted tokens, one line each."""
+    if not leaders.leaders:
+        return "no owner has joined yet"
+    head = f"{'':>4}  {'tokens':>12}  {'accepted':>8}  {'rejected':>8}  {'credits':>14}  {'standing':<9}  owner"
+    return "\n".join([head, *(_describe_leader(rank, line) for rank, line in enumerate(leaders.leaders, 1))])
+
+
+def _describe_step(step: "StepInfo") -> str:
+    parts = [
+        (step.leased, "leased"),
+        (step.judged, "being judged"),
+        (step.offered, "offered again"),
+        (step.dull, "without signal"),
+    ]
+    rest = "".join(f", {number} {what}" for number, what in parts if number)
+    return f"  step {step.step:<7} {step.state}: {step.accepted} of {count_things(step.needed, 'group')} accepted{rest}"
+
+
+def _describe_leader(rank: int, line: "LeaderLine") -> str:
+    from shoal.ledger.event import MICRO
+
+    counts = f"{rank:>4}  {line.tokens:>12}  {line.accepted:>8}  {line.rejected:>8}  {line.earned / MICRO:>14.6f}"
+    return f"{counts}  {line.standing.value:<9}  {line.owner}"
+
+
+_WATCH = flag("--watch", action="store_true", help="repeat until the run is finished")
+COMMANDS = (
+    CliCommand("status", run_status, (*common.QUERY, _WATCH)),
+    CliCommand("explain", _explain, (*common.QUERY, common.SUBMISSION)),
+    CliCommand("leaderboard", _leaderboard, common.QUERY),
+)

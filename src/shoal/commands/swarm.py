@@ -1,0 +1,87 @@
+"""`shoal run`, `prepare` and `demo`: run a whole swarm on this machine, or prepare one for several machines."""
+
+import argparse
+import logging
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.commands.common import DRY_RUN, FRESH, CliCommand, flag, print_settings
+from shoal.errors import ConfigError
+from shoal.util.disk import guard_disk
+
+if TYPE_CHECKING:
+    from shoal.launch.settings import LaunchConfig
+
+logger = logging.getLogger(__name__)
+
+
+def run_run(args: argparse.Namespace) -> int:
+    """Run a whole swarm on this machine to its report, or resume it."""
+    config = _load(args)
+    if args.dry_run:
+        return print_settings(config)
+    from shoal.launch.layout import SwarmPaths
+
+    logger.info(f"run {config.run} in {SwarmPaths.of(config).root}: loading libraries")
+    from shoal.launch.run import start_swarm
+
+    with guard_disk(SwarmPaths.of(config).root):
+        code, report = start_swarm(config, fresh=args.fresh)
+    if report:
+        print(report)
+    return code
+
+
+def run_prepare(args: argparse.Namespace) -> int:
+    """Prepare a swarm without starting it: v0, calibration, keys, ..."""
+    config = _load(args)
+    if args.dry_run:
+        return print_settings(config)
+    from shoal.launch.deploy import describe_hosts
+    from shoal.launch.layout import SwarmPaths
+    from shoal.launch.parts import list_parts
+    from shoal.launch.prepare import log_checks, prepare_swarm
+    from shoal.launch.run import hold_swarm
+
+    layout = SwarmPaths.of(config)
+    with guard_disk(layout.root), hold_swarm(layout):
+        prepared = prepare_swarm(config, layout)
+        log_checks(prepared)
+        if config.swarm.is_spread:
+            logger.info(f"run {config.run} is ready in {layout.root}; commands for each machine:")
+            print(describe_hosts(prepared))
+            return 0
+        logger.info(f"run {config.run} is ready in {layout.root}; start all of it with `shoal run`, or one by one:")
+        for part in list_parts(prepared):
+            print(shlex.join(("shoal", *part.arguments)))
+    return 0
+
+
+def _load(args: argparse.Namespace) -> "LaunchConfig":
+    from shoal.launch.settings import load_launch
+    from shoal.redteam.registry import WORKER_FAMILIES, list_names
+    from shoal.tasks.open import check_tasks
+
+    config = load_launch(getattr(args, "config", None), args.inputs)
+    check_tasks(config)
+    for name in config.swarm.cheats:
+        if name not in list_names(WORKER_FAMILIES):
+            raise ConfigError(f"swarm.cheats: {name[:80]!r} is not a worker attack; see `shoal redteam list`")
+    return config
+
+
+_SETTINGS = "shoal.launch.settings:LaunchConfig"
+_DEMO = "run a small swarm on built-in settings; one worker cheats"
+_FILE = "a TOML file as for `shoal train`, with a [swarm] table"
+_PREPARE = (
+    flag("config", type=Path, metavar="CONFIG", help=_FILE),
+    flag("inputs", nargs="*", metavar="key=value", help="override settings, e.g. swarm.workers=3"),
+    DRY_RUN,
+)
+_BUILT_IN = flag("inputs", nargs="*", metavar="key=value", help="override the built-in settings, e.g. steps=8")
+COMMANDS = (
+    CliCommand("run", run_run, (*_PREPARE, FRESH), settings=_SETTINGS),
+    CliCommand("prepare", run_prepare, _PREPARE, settings=_SETTINGS),
+    CliCommand("demo", run_run, (_BUILT_IN, DRY_RUN, FRESH), text=_DEMO, settings=_SETTINGS),
+)

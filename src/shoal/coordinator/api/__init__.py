@@ -1,0 +1,1 @@
+"""The control plane over HTTP: routes, access rules, and answers."""

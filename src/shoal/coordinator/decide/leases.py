@@ -1,0 +1,270 @@
+"""Leases: which node gets which groups, and what happens to groups that are not delivered.
+
+    for each open step, lowest first: groups that are offered again, then missing groups;
+    then, for an owner that finds neither, groups reserved for others; then backups
+
+Invariants:
+- groups are granted for open steps only, and only as many as their batches lack;
+- a range of groups has at most two holders at once, the second one being its backup;
+- while others want work, an owner gets no more of a step than its share of the batch (`rules.leases`). The bound
+  follows from the ledger and the time alone, so an audit gets the same; without a bound nothing is counted;
+- groups that an owner returned or let expire are offered to it first for a while, so returning a lease does not get
+  different tasks. An idle owner waits at most `RESCUE_S` for them: otherwise the step would wait too;
+- after `_MAX_RESERVED` leases, groups are no longer reserved, and their age counts from the first lease, so a backup is
+  not delayed. An owner whose leases fail repeatedly must pause. No owner can stop a step.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from shoal.coordinator.decide.context import CallerRows, Decision, build_from, require_member, require_row
+from shoal.coordinator.rules import leases as rules
+from shoal.coordinator.state import leases
+from shoal.coordinator.state.members import find_node, find_owner
+from shoal.coordinator.state.queue import is_crowded
+from shoal.coordinator.state.run import StepRow, count_away, find_step, list_steps, newest_version
+from shoal.coordinator.state.submissions import SubmissionRow, count_open
+from shoal.identity.delegation import Scope
+from shoal.identity.documents import Tag
+from shoal.ledger.reader import read_event
+from shoal.net.api_error import ApiError
+from shoal.protocol.events import Flag, LeaseEnd, LeaseGrant, read_body
+from shoal.protocol.messages import Lease, LeaseAnswer, ReturnAnswer, Standing, SubmissionState
+from shoal.protocol.params import count_missing, oldest_version
+
+MAX_AT_ONCE = 64
+RESCUE_S = 5
+"""time after which an idle owner gets groups reserved for another"""
+_RETRY_S = 5
+_MAX_RESERVED = 3
+"""number of leases of the same groups after which they are no longer reserved"""
+
+
+class ShareRoom(NamedTuple):
+    """What remains of an owner's share of a step."""
+
+    groups: int
+    wait_s: int = 0
+    """time until the bound is lifted, if nobody else takes the missing groups; 0 if there is no bound"""
+
+
+def find_room(decision: Decision, step: StepRow, owner: str) -> ShareRoom:
+    """The number of groups of a step that an owner may still get."""
+    params = decision.params
+    if not rules.is_bounded(params):
+        return ShareRoom(params.groups_per_batch)
+    left = rules.most_groups(params, _count_owners(decision, step, owner)) - leases.count_share(
+        decision.connection, step.step, owner
+    )
+    if left >= params.groups_per_lease:
+        return ShareRoom(left)
+    since_ms = max(step.opened_ms, leases.last_other(decision.connection, step.step, owner))
+    wait_ms = since_ms + 1000 * params.share_wait_s + count_away(decision.connection, since_ms) - decision.now_ms
+    return ShareRoom(max(left, 0), math.ceil(wait_ms / 1000)) if wait_ms > 0 else ShareRoom(params.groups_per_batch)
+
+
+def _count_owners(decision: Decision, step: StepRow, owner: str) -> int:
+    """The number of active owners: those with leases of this step or the previous one, counted as far as it matters."""
+    most = rules.count_equals(decision.params)
+    owners = {owner, *leases.list_owners(decision.connection, step.step - 1, most)}
+    return len(owners | set(leases.list_owners(decision.connection, step.step, most)))
+
+
+@dataclass(frozen=True, slots=True)
+class RangeChoice:
+    """A range of groups to lease."""
+
+    step: int
+    first: int
+    count: int
+    fence: int
+    fresh: Flag = 0
+    """1 if these groups were never granted before"""
+    backup: Flag = 0
+    """1 if another owner holds them"""
+
+
+def grant_lease(decision: Decision, node: str, request_key: str) -> LeaseAnswer:
+    """Grant a node a lease, or return the reason why not."""
+    caller = require_member(decision, node, Scope.WORK)
+    earlier = leases.find_request(decision.connection, node, request_key)
+    if earlier is not None:
+        granted = read_event(decision.connection, int(earlier.lease[1:]))
+        # If its deadline moved since, it moved later: a node that uses the first one is still in time.
+        deadline_ms = earlier.deadline_ms if granted is None else read_body(granted, LeaseGrant).deadline_ms
+        return _answer_lease(decision, replace(earlier, deadline_ms=deadline_ms))
+    refusal = _find_refusal(decision, caller)
+    if refusal is not None:
+        return refusal
+    steps = list_steps(decision.connection, "open")
+    rooms = {step.step: find_room(decision, step, caller.owner.owner) for step in steps}
+    choice = _choose_range(decision, caller, steps, rooms)
+    if choice is None:
+        return _explain_none(decision, caller, steps, rooms)
+    name = f"l{decision.next_seq}"
+    decision.append(name, _describe_lease(decision, caller, request_key, choice))
+    lease = require_row(leases.find_lease(decision.connection, name), "the lease was granted above")
+    return _answer_lease(decision, lease)
+
+
+def return_lease(decision: Decision, node: str, lease_id: str) -> ReturnAnswer:
+    """Take a lease back; this lowers the lease limit, otherwise a node could choose its tasks."""
+    require_member(decision, node)
+    lease = leases.find_lease(decision.connection, lease_id)
+    if lease is None or lease.node != node:
+        raise ApiError(404, "unknown_lease", "this node has no such lease")
+    if lease.state != "active":
+        return ReturnAnswer(lease=lease_id, state=lease.state)
+    end_lease(decision, lease, "returned", "returned by its holder", blame=True, keep=True)
+    return ReturnAnswer(lease=lease_id, state="returned")
+
+
+def expire_leases(decision: Decision) -> bool:
+    """End leases whose deadline has passed; return whether more may remain."""
+    due = leases.list_due(decision.connection, decision.now_ms, MAX_AT_ONCE)
+    for lease in due:
+        end_lease(decision, lease, "expired", "expired before it was submitted", blame=True, keep=True)
+    return len(due) == MAX_AT_ONCE
+
+
+def _find_refusal(decision: Decision, caller: CallerRows) -> LeaseAnswer | None:
+    """The reason why this caller gets no lease now; None if it may have one."""
+    params, connection = decision.params, decision.connection
+    newest = newest_version(connection)
+    if newest >= params.steps:
+        return _refuse_lease("finished", "the run is finished", retry_s=0)
+    if decision.state.stopped:
+        return _refuse_lease("stopped", "the operator stopped the run", retry_s=60)
+    if newest < 0:
+        return _refuse_lease("no_version", "the run is waiting for its trainer to publish v0")
+    if is_crowded(connection, params.max_queue):
+        return _refuse_lease("queue_full", "the validation queue is full; no leases until it is shorter")
+    if count_open(connection, caller.owner.owner) >= params.max_pending_per_owner:
+        return _refuse_lease("too_many", "too many submissions of this owner are waiting for a verdict")
+    return _check_lease_limit(decision, caller)
+
+
+def _check_lease_limit(decision: Decision, caller: CallerRows) -> LeaseAnswer | None:
+    """Refuse if node or owner hold as many leases as they may."""
+    params, (node, owner) = decision.params, caller
+    rest_ms = owner.failed_ms + rules.rest_time(owner.failures, params.reserve_s) - decision.now_ms
+    if owner.failures and rest_ms > 0:
+        reason = f"{owner.failures} consecutive leases of this owner failed; it must wait before the next lease"
+        return _refuse_lease("resting", reason, retry_s=math.ceil(rest_ms / 1000))
+    held = leases.count_held(decision.connection, node.node, owner.owner)
+    if held.node >= min(node.width, node.max_leases):
+        return _refuse_lease("busy", f"this node holds {held.node} leases, its limit; deliver them first")
+    most = {Standing.PROBATION.value: params.probation_leases, Standing.LIMITED.value: 1}
+    if held.owner >= min(most.get(owner.standing, params.max_leases_per_owner), params.max_leases_per_owner):
+        return _refuse_lease("busy", f"this owner holds {held.owner} leases, the limit of its standing")
+    return None
+
+
+def _choose_range(
+    decision: Decision, caller: CallerRows, steps: Sequence[StepRow], rooms: Mapping[int, ShareRoom]
+) -> RangeChoice | None:
+    until_ms = decision.now_ms - 1000 * decision.params.reserve_s
+    for step in steps:
+        offer = leases.find_offer(decision.connection, step.step, caller.owner.owner, until_ms)
+        if offer is not None and offer.count <= rooms[step.step].groups:
+            return RangeChoice(offer.step, offer.first, offer.count, offer.fence + 1)
+        missing = count_missing(decision.params, step.signal, step.on_their_way, step.next_index)
+        count = min(missing, decision.params.groups_per_lease, rooms[step.step].groups)
+        if count:
+            return RangeChoice(step.step, step.next_index, count, fence=1, fresh=1)
+    for step in steps:
+        kept = leases.find_kept(decision.connection, step.step, decision.now_ms - 1000 * RESCUE_S)
+        if kept is not None and kept.count <= rooms[step.step].groups:
+            return RangeChoice(kept.step, kept.first, kept.count, kept.fence + 1)
+    for step in steps:
+        slow = leases.find_slowest(decision.connection, step.step, caller.owner.owner)
+        if slow is not None and slow.count <= rooms[step.step].groups and _is_slow(decision, slow):
+            return RangeChoice(slow.step, slow.first, slow.count, slow.fence + 1, backup=1)
+    return None
+
+
+def _explain_none(
+    decision: Decision, caller: CallerRows, steps: Sequence[StepRow], rooms: Mapping[int, ShareRoom]
+) -> LeaseAnswer:
+    """Why there is nothing for a caller: it has its share of the missing groups, or none are missing."""
+    waits = [room.wait_s for room in rooms.values() if room.wait_s]
+    boundless = {step.step: ShareRoom(decision.params.groups_per_batch) for step in steps}
+    if waits and _choose_range(decision, caller, steps, boundless) is not None:
+        reason = "this owner has reached its share of each open step while other owners want work"
+        return _refuse_lease("share", reason, retry_s=min(_RETRY_S, *waits))
+    return _refuse_lease("no_need", "all groups of open steps are in progress; a new step opens when one is trained")
+
+
+def _is_slow(decision: Decision, lease: leases.LeaseRow) -> bool:
+    groups = require_row(leases.find_range(decision.connection, lease.step, lease.first), "every lease has a range")
+    return rules.is_backup_due(
+        decision.params, decision.now_ms - groups.granted_ms, lease.deadline_ms - lease.granted_ms
+    )
+
+
+def _describe_lease(decision: Decision, caller: CallerRows, request_key: str, choice: RangeChoice) -> LeaseGrant:
+    params = decision.params
+    return build_from(
+        LeaseGrant,
+        choice,
+        deadline_ms=decision.now_ms + rules.lease_time(params, decision.context.cache.group_ms, choice.count),
+        duplicate_tokens=params.duplicate_tokens,
+        newest_version=newest_version(decision.connection),
+        node=caller.node.node,
+        owner=caller.owner.owner,
+        price=params.price,
+        request_key=request_key,
+        upload_s=params.upload_s,
+    )
+
+
+def _answer_lease(decision: Decision, row: leases.LeaseRow) -> LeaseAnswer:
+    """The lease as it was granted."""
+    params, step = decision.params, find_step(decision.connection, row.step)
+    assert step is not None, "the step of a lease is open"
+    lease = build_from(
+        Lease,
+        row,
+        run=decision.run,
+        group_size=params.group_size,
+        max_tokens=params.max_tokens,
+        beacon=step.beacon,
+        oldest_version=oldest_version(row.step, params.async_level),
+    )
+    return LeaseAnswer(lease=lease, document=decision.sign(Tag.LEASE, lease))
+
+
+def _refuse_lease(code: str, reason: str, retry_s: int = _RETRY_S) -> LeaseAnswer:
+    return LeaseAnswer(lease=None, code=code, reason=reason, retry_after_s=retry_s)
+
+
+def end_lease(
+    decision: Decision, lease: leases.LeaseRow, state: str, because: str, *, blame: bool = False, keep: bool = False
+) -> None:
+    """End a lease: `blame` halves the node's lease limit, `keep` offers the groups to the same owner first."""
+    node, owner = find_node(decision.connection, lease.node), find_owner(decision.connection, lease.owner)
+    assert node is not None and owner is not None, "every lease has a node, and every node an owner"
+    limit = rules.halve_limit(node.lease_limit) if blame else node.lease_limit
+    body = build_from(
+        LeaseEnd,
+        lease,
+        because=because,
+        # Leases that were held concurrently and failed together count as one failure.
+        failures=owner.failures + int(blame and lease.granted_ms > owner.failed_ms),
+        progress=limit.progress,
+        reserved=lease.owner if keep and lease.fence < _MAX_RESERVED else "",
+        state=state,
+        width=limit.width,
+    )
+    decision.append(lease.lease, body)
+
+
+def drop_upload(
+    decision: Decision, submission: SubmissionRow, because: SubmissionState, *, blame: bool = False
+) -> None:
+    """Stop waiting for the file of a submission."""
+    lease = leases.find_lease(decision.connection, submission.lease)
+    assert lease is not None, "a submission that waits for its file has a lease"
+    end_lease(decision, lease, "unsent", because.value, blame=blame, keep=blame)

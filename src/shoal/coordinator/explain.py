@@ -1,0 +1,153 @@
+"""A submission explained as text: every check, number, threshold and posting. For its owner, and for everyone."""
+
+from collections.abc import Iterator
+
+from sqlalchemy import Connection, text
+
+from shoal.coordinator.decide.drift_watch import describe_watch
+from shoal.coordinator.state.credit import find_appeal
+from shoal.coordinator.state.drift import find_history
+from shoal.coordinator.state.queue import find_job
+from shoal.coordinator.state.run import count_away, read_run
+from shoal.coordinator.state.submissions import SubmissionRow, find_submission, list_duplicates
+from shoal.coordinator.state.validators import list_verdicts
+from shoal.errors import ConfigError
+from shoal.ledger.event import MICRO, Event, EventKind
+from shoal.ledger.reader import read_event
+from shoal.protocol import events
+from shoal.protocol.events import parse_event, read_body
+from shoal.protocol.messages import REJECTED, SubmissionState, VerdictStatement
+from shoal.util.clock import show_time
+
+_ACCOUNTS = {
+    "mint": "where credit is created",
+    "burn": "where credit is destroyed",
+    "treasury": "where fees are kept",
+    "pending": "pay held until the challenge window is over",
+    "avail": "available credit",
+    "stake": "the owner's bond",
+    "unbond": "a bond being returned",
+    "redeeming": "credit being paid out",
+    "redeemed": "credit that was paid out",
+}
+
+_SHOWN_KINDS = (
+    EventKind.SUB_OUTCOME,
+    EventKind.SLASH,
+    EventKind.APPEAL,
+    EventKind.CANARY_GRADE,
+    EventKind.VAL_DOUBT,
+    EventKind.VAL_GRADE,
+)
+_SECOND_OPINIONS = {
+    "drawn": "a second opinion was drawn",
+    "rejected": "a rejection is confirmed by another owner's validator",
+    "watched": "its owner is watched",
+}
+
+_EVENTS = text("SELECT seq FROM event WHERE subject = :subject ORDER BY seq")
+
+
+def explain_submission(connection: Connection, submission: str) -> str:
+    """Everything known about a submission; ConfigError if it does not exist."""
+    row = _require_submission(connection, submission)
+    lines = [*_describe_start(row), *_describe_duplicates(connection, row), *_describe_verdicts(connection, row)]
+    lines += [*_describe_outcomes(connection, row), *_describe_watch(connection, row), *_describe_rest(connection, row)]
+    return "\n".join(lines)
+
+
+def read_state(connection: Connection, submission: str) -> SubmissionState:
+    """State of a submission; ConfigError if it does not exist."""
+    return SubmissionState(_require_submission(connection, submission).state)
+
+
+def _require_submission(connection: Connection, submission: str) -> SubmissionRow:
+    row = find_submission(connection, submission)
+    if row is None:
+        raise ConfigError(f"{submission[:40]}: no such submission in this ledger")
+    return row
+
+
+def _describe_start(row: SubmissionRow) -> Iterator[str]:
+    groups = f"group {row.first}" if row.count == 1 else f"groups {row.first} to {row.first + row.count - 1}"
+    yield f"{row.submission} is {row.state}."
+    yield f"Node {row.node} of owner {row.owner} committed it under {row.lease}."
+    yield f"It covers {groups} of step {row.step}, generated with v{row.version}."
+    yield f"File {row.blob}, {row.size} bytes, {row.tokens} tokens by its manifest."
+    if row.received_ms:
+        yield f"Its file arrived {max(0, row.received_ms - row.committed_ms)} ms after the manifest."
+
+
+def _describe_duplicates(connection: Connection, row: SubmissionRow) -> Iterator[str]:
+    for duplicate in list_duplicates(connection, row.submission):
+        yield f"Rollout {duplicate.place} has the tokens of one in {duplicate.rival}, which is {duplicate.rival_state}."
+
+
+def _describe_verdicts(connection: Connection, row: SubmissionRow) -> Iterator[str]:
+    for vote in list_verdicts(connection, row.submission):
+        on = " on appeal" if vote.appeal else ""
+        yield f"Round {vote.round}{on}: validator {vote.validator} says {vote.verdict} ({vote.tokens} tokens)."
+        event = read_event(connection, vote.seq)
+        for finding in () if event is None else read_body(event, VerdictStatement).findings:
+            word = "passed" if finding.passed else "FAILED"
+            where = f" at {finding.where}" if finding.where else ""
+            yield f"  {finding.check}: {finding.statistic}, threshold {finding.threshold}{where}: {word}"
+
+
+def _describe_watch(connection: Connection, row: SubmissionRow) -> Iterator[str]:
+    history = find_history(connection, row.owner)
+    if history is not None and history.watch_seq:
+        yield f"Its owner is watched since event {history.watch_seq}: {describe_watch(history)}."
+
+
+def _describe_outcomes(connection: Connection, row: SubmissionRow) -> Iterator[str]:
+    for (seq,) in connection.execute(_EVENTS, {"subject": row.submission}):
+        event = read_event(connection, int(seq))
+        if event is not None and event.kind in _SHOWN_KINDS:
+            yield _describe_event(event)
+            for account, amount in event.postings:
+                meaning = _ACCOUNTS[account.partition(":")[0]]
+                yield f"  {account}: {amount:+d} micro-credits ({amount / MICRO:+.6f}), {meaning}"
+
+
+def _describe_event(event: Event) -> str:
+    match parse_event(event):
+        case events.SubmissionOutcome() as body:
+            return f"Event {event.seq}: {body.state}, {body.because}; paid {body.paid} micro-credits."
+        case events.Slash() as body:
+            return f"Event {event.seq}: {body.amount} micro-credits of owner {body.owner} were burned."
+        case events.CanaryGraded() as body:
+            known = "good" if body.good else "bad"
+            return f"Event {event.seq}: a canary, known to be {known}; {_describe_canary(body)}."
+        case events.SecondOpinion() as body:
+            return f"Event {event.seq}: one verdict is not enough ({_SECOND_OPINIONS[body.because]})."
+        case events.VerdictGrades() as body:
+            return f"Event {event.seq}: the work was {body.side}; {_describe_grades(body)}."
+    return f"Event {event.seq}: the owner appealed."
+
+
+def _describe_canary(body: events.CanaryGraded) -> str:
+    said, names = "rejected" if body.good else "accepted", ", ".join(body.missed_by)
+    if body.state not in ("missed", "wronged"):
+        return {"caught": "it was rejected", "passed": "it was accepted"}.get(body.state, "nobody judged it")
+    trained = f", and step {body.trained} was trained on it" if body.trained and not body.good else ""
+    return f"{said} by validator {names}{trained}"
+
+
+def _describe_grades(body: events.VerdictGrades) -> str:
+    wrong = [grade.validator for grade in body.grades if not grade.right]
+    return f"validator {', '.join(wrong)} was wrong about it" if wrong else "all validators that judged it were right"
+
+
+def _describe_rest(connection: Connection, row: SubmissionRow) -> Iterator[str]:
+    job, appeal = find_job(connection, row.submission), find_appeal(connection, row.submission)
+    if job is not None and job.state == "queued":
+        yield f"It waits for verdict {job.round}, claimed {job.claims} times so far."
+    if row.state == SubmissionState.HARD:
+        yield "Two validators found it faked, so its owner was banned."
+    if appeal is not None:
+        yield f"The appeal is {appeal.state}."
+    elif row.state in REJECTED:
+        away_ms = count_away(connection, row.decided_ms)
+        end = show_time(row.decided_ms + away_ms + 1000 * read_run(connection).params.appeal_s)
+        yield f"Its owner may appeal until {end}: shoal owner appeal URL {row.submission} --owner KEY"

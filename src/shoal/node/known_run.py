@@ -1,0 +1,97 @@
+"""The run that a node works for, and the keys it trusts: the descriptor, pinned at the first start.
+
+    <folder>/descriptor.json    the signed descriptor of the first start, or a newer one of the same run and keys
+
+A descriptor fetched from an address is as trustworthy as the connection (trust on first use). Users that have the
+descriptor file from a trusted source pass that file instead, or the coordinator's public key, which must match the
+descriptor. Afterwards a different run, coordinator, operator or first event in the same folder is refused: it would be
+a different swarm in place of the one that the node's receipts and head belong to.
+"""
+
+from pathlib import Path
+
+from shoal.errors import ConfigError, UnavailableError, UnreachableError
+from shoal.identity.documents import DocumentError
+from shoal.net.client import parse_endpoint
+from shoal.net.retry import RefusedError, RetryingClient, RetryPolicy
+from shoal.node.public_client import PublicClient
+from shoal.protocol.descriptor import MAX_DESCRIPTOR_BYTES, Descriptor, open_descriptor
+from shoal.util.files import write_atomic
+from shoal.util.waits import RoleWaits, WaitError
+
+_NAME = "descriptor.json"
+_RETRY_POLICY = RetryPolicy(tries=6, first_s=0.5, longest_s=5.0)
+_FETCH_S = 60.0
+_PINNED = ("run", "coordinator", "operator", "genesis")
+
+
+async def find_run(
+    source: str, folder: Path, waits: RoleWaits, *, coordinator: str | None = None, authority: Path | None = None
+) -> tuple[Descriptor, str]:
+    """The run's descriptor and the coordinator's address, from an address or a descriptor file.
+
+    A node that has joined before starts with its pinned descriptor while the coordinator is unreachable.
+    `coordinator` is the expected public key, `authority` a file of certificates to trust.
+    """
+    pinned = _read_pinned(folder / _NAME)
+    is_url = source.startswith(("http://", "https://"))
+    try:
+        data = await _fetch(source, waits, authority) if is_url else _read_file(Path(source))
+        descriptor = _open(data, source)
+    except (RefusedError, UnreachableError, WaitError) as error:
+        if pinned is None:
+            kind = ConfigError if isinstance(error, RefusedError) else UnavailableError
+            raise kind(f"{source}: not a valid run descriptor ({error})") from None
+        _check_key(pinned, coordinator, str(folder))
+        return pinned, source
+    _check_key(descriptor, coordinator, source)
+    if pinned is not None:
+        _check_same(descriptor, pinned, folder)
+    if pinned != descriptor:
+        write_atomic(folder / _NAME, data)
+    if not is_url and not descriptor.urls:
+        raise ConfigError(f"{source}: the descriptor has no coordinator address")
+    return descriptor, source if is_url else descriptor.urls[0]
+
+
+async def _fetch(source: str, waits: RoleWaits, authority: Path | None) -> bytes:
+    client = PublicClient(parse_endpoint(source, authority), asker=RetryingClient(_RETRY_POLICY))
+    try:
+        return await waits.with_timeout(
+            "descriptor", client.read_descriptor(), waiting_for="the coordinator", timeout_s=_FETCH_S
+        )
+    finally:
+        client.close()
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_DESCRIPTOR_BYTES + 1).rstrip(b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _read_pinned(path: Path) -> Descriptor | None:
+    return _open(_read_file(path), str(path)) if path.exists() else None
+
+
+def _open(data: bytes, source: str) -> Descriptor:
+    try:
+        return open_descriptor(data)
+    except DocumentError as error:
+        raise ConfigError(f"{source}: not a valid run descriptor ({error})") from None
+
+
+def _check_key(found: Descriptor, expected: str | None, source: str) -> None:
+    if expected not in (None, found.coordinator):
+        raise ConfigError(f"{source}: the coordinator has the key {found.coordinator}, expected {expected}")
+
+
+def _check_same(found: Descriptor, pinned: Descriptor, folder: Path) -> None:
+    for name in _PINNED:
+        if getattr(found, name) != getattr(pinned, name):
+            raise ConfigError(
+                f"{folder}: belongs to run {pinned.run} of coordinator {pinned.coordinator[:16]}..., but the "
+                f"descriptor now has a different {name}; if that is intended, use another folder"
+            )

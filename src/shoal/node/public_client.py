@@ -1,0 +1,199 @@
+"""Coordinator requests that need no key: status, files of the run, the ledger and its proofs.
+
+`SignedClient` adds signed requests; the clients of nodes and owners are built on it.
+
+Responses are not trusted here: callers check signatures, proofs and hashes. Methods raise
+`RefusedError`, `UnreachableError` and `InvalidDocumentError`, and nothing else that the other side could cause.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from shoal.errors import ConfigError, UnreachableError
+from shoal.identity.keys import Key
+from shoal.identity.signer import RequestSigner
+from shoal.ledger.event import Event, EventError
+from shoal.ledger.head import HeadError, InclusionProof, SignedHead
+from shoal.net.client import Download, Endpoint, HttpClient, HttpResponse
+from shoal.net.retry import RetryingClient
+from shoal.node.receipts import InvalidDocumentError
+from shoal.protocol.messages import (
+    ChallengeAnswer,
+    Explanation,
+    HeadAnswer,
+    InclusionAnswer,
+    Leaders,
+    PageAnswer,
+    ParamsAnswer,
+    ProofAnswer,
+    Status,
+)
+from shoal.protocol.params import MAX_CALIBRATION_BYTES, MAX_TASKS_BYTES, RunParams, parse_params
+
+MAX_ANSWER_BYTES = 1 << 20
+MAX_PAGE_BYTES = 1 << 22
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class PublicClient:
+    """Requests that need no key."""
+
+    def __init__(self, place: Endpoint, *, link: HttpClient | None = None, asker: RetryingClient | None = None) -> None:
+        self._link = link or HttpClient(place)
+        self._asker = asker or RetryingClient()
+
+    async def read_status(self) -> Status:
+        """A summary of the run."""
+        return await self._get("/v1/status", Status)
+
+    async def read_leaders(self) -> Leaders:
+        """Owners by accepted tokens."""
+        return await self._get("/v1/leaders", Leaders)
+
+    async def explain(self, submission: str) -> Explanation:
+        """Everything known about a submission, in words."""
+        return await self._get(f"/v1/submissions/{submission}/explanation", Explanation)
+
+    async def read_descriptor(self) -> bytes:
+        """The run's signed descriptor; not checked here."""
+        return (await self._get_answer("/v1/descriptor")).body
+
+    async def read_challenge(self, node: str) -> str:
+        """The proof-of-work challenge for joining."""
+        return (await self._get(f"/v1/challenges/{node}", ChallengeAnswer)).challenge
+
+    async def read_head(self) -> SignedHead | None:
+        """The newest signed head; its signature is not checked here."""
+        text = (await self._get("/v1/head", HeadAnswer)).head
+        return None if text is None else parse_head(text)
+
+    async def read_proof(self, old: int, new: int) -> tuple[bytes, ...]:
+        """The proof that the ledger of `new` events begins with that of `old`; not checked here."""
+        return tuple(map(bytes.fromhex, (await self._get(f"/v1/proofs/{old}/{new}", ProofAnswer)).proof))
+
+    async def read_event(self, seq: int) -> bytes:
+        """An event with its proof (`InclusionProof.from_bytes`)."""
+        return (await self._get(f"/v1/events/{seq}", InclusionAnswer)).bundle.encode()
+
+    async def read_page(self, first: int) -> list[Event]:
+        """Events from number `first` on, at least one, in order; nothing else about them is checked."""
+        answer = await self._get(f"/v1/ledger/{first}", PageAnswer, MAX_PAGE_BYTES)
+        try:
+            events = [InclusionProof.from_bytes(text.encode()).event for text in answer.events]
+        except EventError as error:
+            raise UnreachableError(f"the server sent malformed events: {error}") from None
+        if not events or [event.seq for event in events] != list(range(first, first + len(events))):
+            raise UnreachableError("the server sent other events than requested")
+        return events
+
+    async def read_recipe(self) -> bytes:
+        """The bytes of the run's recipe; not checked here."""
+        return (await self._get_answer("/v1/recipe")).body
+
+    async def read_calibration(self) -> bytes:
+        """The bytes of the run's calibration; not checked here."""
+        return (await self._get_answer("/v1/calibration", MAX_CALIBRATION_BYTES)).body
+
+    async def read_tasks(self, size: int) -> bytes:
+        """The bytes of the run's task set, `size` at most; not checked here."""
+        return (await self._get_answer("/v1/tasks", min(size, MAX_TASKS_BYTES))).body
+
+    async def read_params(self) -> RunParams:
+        """The run's current parameters."""
+        answer = await self._get("/v1/params", ParamsAnswer)
+        try:
+            return parse_params(answer.params)
+        except ConfigError as error:
+            raise UnreachableError("the server sent run parameters that this version of shoal cannot read") from error
+
+    async def bring(self, target: str, message: BaseModel, model: type[Model]) -> Model:
+        """Post a statement that carries its own signature: an appeal, a revocation, a command."""
+        body = message.model_dump_json().encode()
+        headers = [("Content-Length", str(len(body))), ("Content-Type", "application/json")]
+        attempt = partial(self._link.ask, "POST", target, headers, body, MAX_ANSWER_BYTES)
+        return parse_answer(model, await self._asker.call_with_retry(attempt))
+
+    def close(self) -> None:
+        """Close idle connections."""
+        self._link.close()
+
+    async def _get(self, target: str, model: type[Model], max_bytes: int = MAX_ANSWER_BYTES) -> Model:
+        return parse_answer(model, await self._get_answer(target, max_bytes))
+
+    async def _get_answer(self, target: str, max_bytes: int = MAX_ANSWER_BYTES) -> HttpResponse:
+        return await self._asker.call_with_retry(partial(self._link.ask, "GET", target, [], b"", max_bytes))
+
+
+class SignedClient(PublicClient):
+    """Requests under a key, and those that need none. Each attempt is signed again."""
+
+    def __init__(
+        self,
+        place: Endpoint,
+        key: Key,
+        *,
+        run: str,
+        coordinator: str,
+        link: HttpClient | None = None,
+        asker: RetryingClient | None = None,
+    ) -> None:
+        super().__init__(place, link=link, asker=asker)
+        self._key, self._run, self._coordinator = key, run, coordinator
+        self._signer = RequestSigner(key, run, coordinator)
+
+    async def _call(
+        self,
+        method: str,
+        target: str,
+        model: type[Model],
+        message: BaseModel | None = None,
+        extra: Sequence[tuple[str, str]] = (),
+        *,
+        max_bytes: int = MAX_ANSWER_BYTES,
+    ) -> Model:
+        """Send a message and parse the answer as `model`."""
+        self._check_server()
+        body = b"" if message is None else message.model_dump_json().encode()
+
+        async def attempt() -> HttpResponse:
+            headers = [*self._signer.sign_request(method, target, body), *extra]
+            return await self._link.ask(method, target, headers, body, max_bytes)
+
+        return parse_answer(model, await self._asker.call_with_retry(attempt, self._signer))
+
+    async def _fetch_file(self, target: str, download: Download) -> None:
+        """Read a file from the coordinator; `download` is complete afterwards."""
+
+        async def attempt() -> HttpResponse:
+            download.restart()
+            headers = self._signer.sign_request("GET", target)
+            answer = await self._link.fetch(target, headers, download, MAX_ANSWER_BYTES)
+            if answer.status == 200 and not download.is_whole:
+                raise InvalidDocumentError("the coordinator sent other bytes than those of the submission")
+            return answer
+
+        await self._asker.call_with_retry(attempt, self._signer)
+
+    def _check_server(self) -> None:
+        """Called before each request; raises if this server must not be used any more."""
+
+
+def parse_answer(model: type[Model], answer: HttpResponse) -> Model:
+    """Parse the message in an answer; `UnreachableError` if it is invalid."""
+    try:
+        return model.model_validate_json(answer.body)
+    except ValidationError as error:
+        place = ".".join(str(part) for part in error.errors(include_input=False)[0]["loc"])[:80]
+        raise UnreachableError(f"not an answer of a coordinator of this version (at {place})") from None
+
+
+def parse_head(text: str) -> SignedHead:
+    """Parse a head; its signature is not checked."""
+    try:
+        return SignedHead.from_bytes(text.encode())
+    except HeadError as error:
+        raise InvalidDocumentError(f"invalid ledger head from the coordinator: {error}") from None

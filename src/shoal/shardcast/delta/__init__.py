@@ -1,0 +1,1 @@
+"""Lossless deltas between versions."""

@@ -1,0 +1,1 @@
+"""Fetching versions from upstream servers."""

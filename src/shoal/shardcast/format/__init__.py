@@ -1,0 +1,1 @@
+"""The format of manifests, and how blobs are cut into shards."""

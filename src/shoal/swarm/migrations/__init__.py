@@ -1,1 +1,0 @@
-"""Versions of the database's schema, one file each; `migrate.upgrade_schema` runs them."""

@@ -1,0 +1,178 @@
+"""The synchronous loop: `shoal train`. The distributed forms of the loop are compared with this one.
+
+    step n:  groups by v{n-1-k} -> filter -> train v{n-1} on them -> v{n}     (k = async_level, 0 here unless simulated)
+
+- Only `_train_step` advances the counter.
+- Staleness is asserted when the batch is cut: no group older than the bound is trained on.
+- v0 is evaluated and saved before the first step, the last version after the last one.
+- A checkpoint is written after everything that is recorded about its step. So a resumed run repeats no step, writes no
+  line twice and misses none.
+"""
+
+import logging
+import time
+from contextlib import ExitStack
+from copy import deepcopy
+
+from shoal.config.run import RunConfig
+from shoal.engine import open_engine
+from shoal.errors import ConfigError
+from shoal.learner.checkpoint import find_newest
+from shoal.learner.learner import Metrics
+from shoal.policy.model import find_policy
+from shoal.rollout import Group
+from shoal.tasks.open import check_tasks, open_tasks, pin_tasks
+from shoal.tasks.stats import STATS_NAME, Curriculum, TaskStats
+from shoal.train.eval import draw_tasks, evaluate
+from shoal.train.report import describe_gain, write_report
+from shoal.train.resume import open_state, save_state
+from shoal.train.rollout_files import write_groups
+from shoal.train.rundir import RunDir, is_swarms, run_path
+from shoal.train.sampler import SampledBatch, Sampler
+from shoal.train.sft import fix_threads
+from shoal.train.trackers import Tracker, open_tracker
+from shoal.util.console import Console
+from shoal.util.disk import guard_disk
+from shoal.util.process import tune_process
+
+logger = logging.getLogger(__name__)
+
+
+def run_training(config: RunConfig, *, fresh: bool = False) -> int:
+    """Train to the last step, from the newest checkpoint if there is one."""
+    config = settle_config(config)
+    if not fresh and is_swarms(path := run_path(config)):
+        raise ConfigError(
+            f"{path}: holds the run of a swarm, which `shoal run` resumes; use --fresh, another name or seed"
+        )
+    run = RunDir.open(config, fresh)
+    with ExitStack() as stack:
+        stack.callback(run.close)
+        stack.enter_context(guard_disk(run.path))
+        console = Console(run.log_path)
+        stack.callback(console.close)
+        tracker = open_tracker(config, run.path)
+        stack.callback(tracker.close)
+        TrainingLoop(config, run, console, tracker).run()
+    return 0
+
+
+def settle_config(config: RunConfig) -> RunConfig:
+    """The settings as the run will store them. Rejects what can be rejected before any work."""
+    if config.policy.dtype != "float32":
+        raise ConfigError(f"policy.dtype: training needs float32; {config.policy.dtype} would round small updates away")
+    config = pin_tasks(config)
+    family = check_tasks(config)
+    tasks = draw_tasks(family, config)
+    if not config.policy.path:
+        longest, context = max(len(task.prompt) for task in tasks), config.policy.tiny.context
+        if longest + config.engine.max_tokens > context:
+            text = f"must be at most {context - longest}, since prompts take up to {longest} of {context} positions"
+            raise ConfigError(f"engine.max_tokens: {text}, got {config.engine.max_tokens}")
+        return fix_threads(config)
+    # A folder by its real path: `latest` will point elsewhere soon.
+    policy = config.policy.model_copy(update={"path": find_policy(config.policy.path)})
+    return fix_threads(config.model_copy(update={"policy": policy}))
+
+
+class TrainingLoop:
+    """Policy, learner, engine and versions of one run."""
+
+    def __init__(self, config: RunConfig, run: RunDir, console: Console, tracker: Tracker) -> None:
+        tune_process(config.threads)
+        self._config, self._run, self._console, self._tracker = config, run, console, tracker
+        self._family = open_tasks(config)
+        self._checkpoint = find_newest(run.checkpoints_path)
+        self._state = open_state(config, self._checkpoint)
+        self._keep_version()
+        policy = self._state.policy
+        self._engine = open_engine(config.engine, deepcopy(policy.model), eos_id=policy.eos_id, version=self.step)
+        self._stats = TaskStats(run.path / STATS_NAME, last=self.step if self._checkpoint is not None else -1)
+        curriculum = Curriculum(self._stats, config.batch) if config.batch.curriculum else None
+        self._sampler = Sampler(self._engine, self._family, policy.tokenizer, config, curriculum)
+
+    @property
+    def step(self) -> int:
+        """Steps done, which is also the current version."""
+        return self._state.step
+
+    def run(self) -> None:
+        """Evaluate v0, train to the last step, evaluate and report."""
+        config, console = self._config, self._console
+        self._run.link()
+        self._run.truncate_after(self.step if self._checkpoint is not None else -1)
+        logger.info(f"{self._state.policy.num_parameters:,} parameters, run directory {self._run.path}")
+        console.start(config.steps, self.step)
+        if self._checkpoint is None:
+            self._evaluate()
+            self._save()
+        while self.step < config.steps:
+            self._train_step()
+            last = self.step == config.steps
+            if last or (config.eval.every and self.step % config.eval.every == 0):
+                self._evaluate()
+            if last or self.step % config.checkpoint.every == 0:
+                self._save()
+        logger.info(describe_gain(self._run.path))
+        logger.info(f"report: {write_report(self._run.path)}")
+
+    def _train_step(self) -> None:
+        """Step n: sample, train v{n-1} to v{n}, record."""
+        started = time.perf_counter()
+        step = self.step + 1
+        self._load_sampler(step)
+        drawn = self._sampler.draw_batch(step)
+        sampled = time.perf_counter()
+        self._check_staleness(step, drawn.batch.groups)
+        metrics = self._state.learner.train_step(drawn.batch.groups)
+        trained = time.perf_counter()
+        self._state.step = step
+        self._keep_version()
+        metrics |= drawn.metrics(step)
+        metrics |= {
+            "perf/tokens_per_s": metrics["train/generated_tokens"] / (sampled - started),
+            "perf/sample_s": sampled - started,
+            "perf/train_s": trained - sampled,
+        }
+        self._record(metrics, drawn)
+
+    def _load_sampler(self, step: int) -> None:
+        """Load the newest version that the async level allows for sampling step n into the engine."""
+        version = max(0, step - 1 - self._config.async_level)
+        if self._engine.version != version:
+            self._engine.swap_weights(version, self._state.versions[version])
+
+    def _check_staleness(self, step: int, groups: tuple[Group, ...]) -> None:
+        oldest = step - 1 - self._config.async_level
+        stale = [group.index for group in groups for rollout in group.rollouts if rollout.version < oldest]
+        assert not stale, f"groups {stale[:5]} of step {step} are older than v{oldest}"
+
+    def _keep_version(self) -> None:
+        """Keep the current weights, and drop those that no later step samples with."""
+        weights, versions = self._state.policy.model.state_dict(), self._state.versions
+        versions[self.step] = {name: tensor.clone() for name, tensor in weights.items()}
+        while next(iter(versions)) < self.step - self._config.async_level:
+            versions.popitem(last=False)
+
+    def _record(self, metrics: Metrics, drawn: SampledBatch) -> None:
+        if self._config.rollouts:
+            write_groups(self._run.rollouts_path(self.step), drawn.batch.groups, self._state.policy.tokenizer.decode)
+        if drawn.batch.exhausted:
+            kept, wanted = len(drawn.batch.groups), self._config.batch.groups
+            logger.warning(f"step {self.step}: only {kept} of {wanted} groups have a learning signal")
+        if self._config.batch.statistics:
+            self._stats.add(self.step, drawn.groups, {group.index for group in drawn.batch.groups})
+        self._run.append_metrics(self.step, metrics)
+        self._tracker.log(self.step, metrics)
+        self._console.report_step(self.step, metrics)
+
+    def _evaluate(self) -> None:
+        if self._engine.version != self.step:
+            self._engine.swap_weights(self.step, self._state.versions[self.step])
+        result = evaluate(self._engine, self._family, self._state.policy, self._config)
+        self._run.append_metrics(self.step, result.metrics())
+        self._tracker.log(self.step, result.metrics())
+        self._console.report_eval(self.step, result.metrics())
+
+    def _save(self) -> None:
+        save_state(self._run.checkpoints_path, self._state, self._config.checkpoint.keep)

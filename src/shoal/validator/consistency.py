@@ -1,0 +1,158 @@
+"""The second stage: is this the work that was leased? Needs no weights; done for every rollout.
+
+Everything compared is derived again from the job: tasks, prompts, seeds, the stop rule, the rewards. A difference does
+not prove fraud, because an outdated program may cause it: the work is unpaid and the lease limit drops, without a ban.
+
+Two checks concern what an honest sampler does by chance; an honest rollout fails each with probability at most
+exp(-CHANCE_NATS), whatever the model. Let p be the distribution that a token is drawn from, over V tokens, and P that
+of a completion:
+
+    bounds   -(ln V + CHANCE_NATS) <= log-prob <= 0     a token with p < exp(-c) / V is drawn with probability < exp(-c)
+    copies   two completions with different seeds are equal and have probability P < exp(-c):
+             the sum of P(x)^2 over all such x is below exp(-c)
+
+So short and certain answers may be equal as often as they like: only the seed distinguishes them from copies, which the
+proof checks. The nats of a completion are the worker's claim, which the proof checks as well.
+
+Rewards are compared exactly: a verifier computes the same bits on every machine (tasks/base.py). All rewards are
+computed again; if the verifier is expensive, only a share of each group, drawn by the job's seed. If our verifier hit a
+limit or came close to one, a different reward proves nothing (tasks/verify/base.py): the finding is then `LIMIT_CHECK`,
+a doubt, and not a violation.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from shoal.group import GroupPlan, GroupShape, plan_groups
+from shoal.policy.tokenizer import decode_completion
+from shoal.protocol.beacon import number_beacon
+from shoal.protocol.messages import Finding, Job, RolloutEntry
+from shoal.recipe import Recipe
+from shoal.rollout import Group, Request, Rollout, Score
+from shoal.submission.read import SubmissionContents
+from shoal.tasks.base import Family, is_expensive, score_texts
+from shoal.tasks.verify.base import Agreement, compare_claim
+from shoal.toploc.token_checks import ROUNDING, check_ending
+from shoal.validator.finding import violation
+from shoal.validator.proof import draw_positions
+
+COPY_CHECK = "copy"
+"""the one violation that does not decide: the proof distinguishes a copy from a coincidence"""
+LIMIT_CHECK = "limit"
+"""the one finding that is not a violation: a reward that this machine cannot decide with certainty"""
+CHANCE_NATS = 40.0
+"""events less likely than exp(-40) = 4e-18 are not attributed to chance"""
+
+
+class ConsistencyCheck:
+    """What the rollouts of a run must satisfy, for one recipe and tokenizer."""
+
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, family: Family | None = None) -> None:
+        """`family` is what the recipe opens, if it is open already."""
+        self._family: Family = family or recipe.open_family()
+        self._tokenizer = tokenizer
+        self._eos_id = int(tokenizer.eos_token_id)
+        self._least_logprob = -(math.log(len(tokenizer)) + CHANCE_NATS)
+        self._shape = GroupShape(size=recipe.group_size, max_tokens=recipe.max_tokens, temperature=recipe.temperature)
+
+    def plan(self, job: Job) -> list[GroupPlan]:
+        """The groups that the job's lease requested."""
+        beacon = number_beacon(job.beacon)
+        return plan_groups(
+            self._family,
+            self._tokenizer,
+            self._shape,
+            step=job.step,
+            beacon=beacon,
+            first=job.first,
+            count=job.count,
+        )
+
+    def find_violations(self, job: Job, plans: Sequence[GroupPlan], contents: SubmissionContents) -> Iterator[Finding]:
+        """All violations; none for honest work."""
+        entries, rollouts = contents.entries, contents.rollouts
+        if entries != job.manifest.rollouts:
+            yield violation("manifest", "the file holds other rollouts than its manifest")
+        if [group.index for group in contents.groups] != [plan.index for plan in plans]:
+            yield violation("groups", f"not groups {job.first} to {job.first + job.count - 1}, which were leased")
+            return
+        for position in job.duplicates:
+            if measure_nats(rollouts[position]) > CHANCE_NATS:
+                yield violation(COPY_CHECK, f"rollout {position}: the tokens of an earlier submission")
+        yield from _find_copies(entries, rollouts)
+        for plan, group in zip(plans, contents.groups, strict=True):
+            yield from self._check_group(job, plan, group)
+
+    def _check_group(self, job: Job, plan: GroupPlan, group: Group) -> Iterator[Finding]:
+        if group.task_id != plan.task.id:
+            yield violation("task", f"group {group.index}: another task than the lease's")
+            return
+        pairs = list(zip(plan.requests, group.rollouts, strict=True))
+        differences = [_compare(request, rollout, job.version) for request, rollout in pairs]
+        asked = [sample for sample in self._draw_scored(job, group) if not differences[sample]]
+        found = dict(zip(asked, self._score(plan, [group.rollouts[sample] for sample in asked]), strict=True))
+        for sample, (request, rollout) in enumerate(pairs):
+            if differences[sample]:
+                yield violation("request", f"{rollout.id}: {differences[sample]}")
+                continue
+            yield from self._check_rollout(request, rollout)
+            if sample in found:
+                yield from _check_reward(rollout, group.scores[sample].value, found[sample])
+
+    def _score(self, plan: GroupPlan, rollouts: Sequence[Rollout]) -> list[Score]:
+        """Our scores for rollouts of one group; concurrently if the verifier supports it."""
+        texts = [decode_completion(self._tokenizer, rollout.token_ids) for rollout in rollouts]
+        return score_texts(self._family, plan.task, texts)
+
+    def _check_rollout(self, request: Request, rollout: Rollout) -> Iterator[Finding]:
+        ending = check_ending(rollout, eos_id=self._eos_id, max_tokens=request.max_tokens)
+        if ending.failed:
+            yield violation("termination", f"{rollout.id}: {ending.where}")
+        least, most = float(rollout.logprobs.min()), float(rollout.logprobs.max())
+        if not self._least_logprob <= least <= most <= ROUNDING:
+            wrong = most if most > ROUNDING else least
+            yield violation("bounds", f"{rollout.id}: a log-prob of {wrong:.6g}, which no token that was drawn has")
+
+    def _draw_scored(self, job: Job, group: Group) -> Sequence[int]:
+        """Samples of a group whose reward is computed again, in order. If scoring is expensive: the job's share, drawn
+        independently of the proof's rollouts, so that rollouts that the proof skips may still be scored."""
+        size = len(group.rollouts)
+        return draw_positions(job, size, f"reward {group.index} ") if is_expensive(self._family) else range(size)
+
+
+def _check_reward(rollout: Rollout, claimed: float, found: Score) -> Iterator[Finding]:
+    match compare_claim(claimed, found):
+        case Agreement.DIFFERS:
+            yield violation("reward", f"{rollout.id}: {claimed!r} claimed, {found.value!r} found")
+        case Agreement.UNSURE:
+            yield violation(LIMIT_CHECK, f"{rollout.id}: {claimed!r} claimed, {found.reason}")
+
+
+def measure_nats(rollout: Rollout) -> float:
+    """How unlikely a completion is according to its own log-probs, in nats."""
+    return -float(rollout.logprobs.sum(dtype=np.float64))
+
+
+def _find_copies(entries: Sequence[RolloutEntry], rollouts: Sequence[Rollout]) -> Iterator[Finding]:
+    """Equal rollouts of one file that are too unlikely for a coincidence; of two claims the less likely one counts."""
+    first: dict[str, Rollout] = {}
+    for entry, rollout in zip(entries, rollouts, strict=True):
+        other = first.setdefault(entry.hash, rollout)
+        if other is not rollout and max(measure_nats(other), measure_nats(rollout)) > CHANCE_NATS:
+            yield violation(COPY_CHECK, f"{rollout.id}: the tokens of {other.id}, which has another seed")
+
+
+def _compare(request: Request, rollout: Rollout, version: int) -> str:
+    """How a rollout differs from its request; empty if it does not."""
+    if rollout.prompt_ids.tolist() != list(request.prompt_ids):
+        return "another prompt"
+    if rollout.seed != request.seed:
+        return "another seed"
+    if rollout.temperature != request.temperature:
+        return "another temperature"
+    if rollout.version != version:
+        return f"v{rollout.version}, the manifest says v{version}"
+    return ""

@@ -1,0 +1,164 @@
+"""`shoal coordinator` in one process: what it creates at the first start, keeps later, prints, and logs."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.coordinator import service as services
+from shoal.coordinator.run import serve_run
+from shoal.coordinator.service import CoordinatorService, ServiceConfig, open_service
+from shoal.errors import ConfigError, DiskError
+from shoal.identity.keys import Key
+from shoal.protocol.params import RunParams
+
+Work = Callable[[CoordinatorService], Awaitable[None]]
+
+
+def make_config(**changes: Any) -> ServiceConfig:
+    return ServiceConfig(**{"run": "demo", "port": 0, **changes})
+
+
+def open_once(config: ServiceConfig, data: Path, work: Work | None = None) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(60), open_service(config, data) as service:
+            if work is not None:
+                await work(service)
+
+    asyncio.run(run())
+
+
+def serve_while(config: ServiceConfig, data: Path, log, work: Callable[[], Awaitable[None]] | None = None) -> str:
+    """Serve as the command does until `work` is done; returns what was shown to the user."""
+    shown: list[str] = []
+
+    async def run() -> None:
+        task = asyncio.create_task(serve_run(config, data, show=shown.append))
+        async with asyncio.timeout(60):
+            while not shown:
+                await asyncio.sleep(0.01)
+                assert not task.done(), task.exception()
+            assert log.messages[0] == "started"
+            if work is not None:
+                await work()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(run())
+    assert log.messages[-2:] == ["stopping", "stopped"]
+    log.messages.clear()
+    return shown[0]
+
+
+def test_the_first_start_creates_keys_and_prints_where_everything_is(tmp_path: Path, log) -> None:
+    data = tmp_path / "data"
+    shown = serve_while(make_config(), data, log)
+    operator, coordinator = (Key.load(data / f"{name}.key").public for name in ("operator", "coordinator"))
+    assert f"operator     {operator} (its key is {data}/operator.key; move it to a safe place)" in shown
+    assert shown.splitlines()[0] == "run demo: begun, 2 events" and str(data / "descriptor.json") in shown
+    assert f"--coordinator {coordinator} --owner OWNER.key" in shown
+    assert data.stat().st_mode & 0o077 == 0
+    for name in ("operator.key", "coordinator.key", "beacon.secret"):
+        assert (data / name).stat().st_mode & 0o077 == 0
+    (data / "operator.key").rename(tmp_path / "safe.key")
+    shown = serve_while(make_config(), data, log)
+    assert "run demo: resumed, " in shown and f"operator     {operator}\n" in shown
+    assert not (data / "operator.key").exists(), "a second key would belong to no run"
+
+
+def test_the_operator_is_fixed_by_the_first_event(tmp_path: Path) -> None:
+    first, second = Key.generate().public, Key.generate().public
+    open_once(make_config(operator=first), tmp_path)
+    assert not (tmp_path / "operator.key").exists()
+    open_once(make_config(operator=first), tmp_path)
+    with pytest.raises(ConfigError, match=f"operator: fixed by the genesis of this run as {first}"):
+        open_once(make_config(operator=second), tmp_path)
+    open_once(make_config(), tmp_path)  # the ledger was released
+
+
+def test_an_operators_key_that_is_lost_before_the_run_began_is_not_made_again(tmp_path: Path) -> None:
+    """The key was moved away between two failed starts: a new one must not silently replace it."""
+    with pytest.raises(ConfigError, match="cannot open the ledger's database"):
+        open_once(make_config(database="postgresql+psycopg://nobody@127.0.0.1:1/x"), tmp_path)
+    (tmp_path / "operator.key").unlink()
+    with pytest.raises(ConfigError, match=r"operator\.key: missing; restore it, or set"):
+        open_once(make_config(), tmp_path)
+
+
+def test_a_run_keeps_its_parameters_and_the_log_says_so(tmp_path: Path, log) -> None:
+    open_once(make_config(params=RunParams(steps=3, price=2)), tmp_path)
+    seen: list[str] = []
+    log.on_message = seen.append
+    serve_while(make_config(params=RunParams(steps=3, price=5)), tmp_path, log)
+    assert "the run keeps its own parameters; change them with `shoal admin params`: price" in seen
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[CoordinatorService]:
+    """The services that were started."""
+    services_found: list[CoordinatorService] = []
+    real = services.CoordinatorService.run
+
+    async def run(service: CoordinatorService) -> None:
+        services_found.append(service)
+        await real(service)
+
+    monkeypatch.setattr(services.CoordinatorService, "run", run)
+    return services_found
+
+
+async def await_true(holds: Callable[[], object]) -> None:
+    while not holds():
+        await asyncio.sleep(0.01)
+
+
+def test_an_overdue_wait_is_logged_once_and_once_when_it_ends(
+    tmp_path: Path, found: list[CoordinatorService], monkeypatch: pytest.MonkeyPatch, log
+) -> None:
+    monkeypatch.setattr(services, "WATCH_S", 0.01)
+
+    async def check() -> None:
+        await await_true(lambda: found)
+        with found[0].coordinator.waits.wait("weights", owner="relay b", waiting_for="v3", timeout_s=0.001):
+            await await_true(lambda: [text for text in log.messages if text.startswith("alarm: ")])
+            await asyncio.sleep(0.1)
+        await await_true(lambda: [text for text in log.messages if text.startswith("alarm over: ")])
+        text = "overdue: relay b waits for v3"
+        alarms = [text for text in log.messages if text.startswith("alarm")]
+        assert alarms == [f"alarm: {text}", f"alarm over: {text}"]
+
+    serve_while(make_config(), tmp_path, log, check)
+
+
+def test_a_stopped_ledger_ends_the_coordinator_with_a_one_line_error(
+    tmp_path: Path, found: list[CoordinatorService], log
+) -> None:
+    async def check() -> None:
+        task = asyncio.create_task(serve_run(make_config(), tmp_path))
+        async with asyncio.timeout(60):
+            await await_true(lambda: found)
+            found[0].coordinator.ledger._writer.close()
+            with pytest.raises(DiskError, match=r"the ledger stopped: .*restart the coordinator"):
+                await task
+        assert log.messages[-1] == "stopped"
+
+    asyncio.run(check())
+
+
+def test_a_stop_is_recorded_and_signed(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    async def note(service: CoordinatorService) -> None:
+        sizes.append(service.coordinator.ledger.size)
+
+    open_once(make_config(), tmp_path, note)
+    open_once(make_config(), tmp_path, note)
+    assert sizes == [2, 4]  # genesis, up; down, up
+    from shoal.audit.database import prove_event
+    from shoal.commands.ledger import verify_database
+
+    assert prove_event(str(tmp_path / "ledger.db"), "4").event.kind == "coordinator.down"
+    assert verify_database(str(tmp_path / "ledger.db")).code == 0

@@ -1,0 +1,60 @@
+"""`shoal worker` and `shoal validator`: user mistakes give one-line errors, and a folder is used by one process."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import main
+from shoal.net.retry import RetryPolicy
+from shoal.train.rundir import lock_dir
+
+
+def fail(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one-line error of a user mistake."""
+    assert main([*words, "-q"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("shoal: ") and error.count("\n") == 1, error
+    return error
+
+
+@pytest.mark.parametrize("flag", ["--slots", "--memory"])
+def test_an_engine_needs_room(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert f"{flag}: must be 1 or more" in fail(capsys, "worker", "http://127.0.0.1:1", flag, "0")
+
+
+@pytest.mark.parametrize("command", ["worker", "validator"])
+def test_a_descriptor_that_is_not_there_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    path = tmp_path / "nowhere.json"
+    error = fail(capsys, command, str(path), "--folder", str(tmp_path / "node"))
+    assert f"{path}: cannot be read (No such file or directory)" in error
+
+
+def test_a_coordinator_that_is_away_is_no_mistake(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.node.known_run._RETRY_POLICY", RetryPolicy(tries=1))
+    assert main(["worker", "http://127.0.0.1:9", "--folder", str(tmp_path / "node"), "-q"]) == 1
+    error = capsys.readouterr().err
+    assert error == "shoal: http://127.0.0.1:9: not a valid run descriptor (" + error.partition("(")[2]
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["worker", "validator"])
+def test_an_invalid_coordinator_key_is_an_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    where = ("http://127.0.0.1:1", "--folder", str(tmp_path / "node"))
+    assert "'abc': not a public key" in fail(capsys, command, *where, "--coordinator", "abc")
+
+
+@pytest.mark.parametrize("command", ["worker", "validator"])
+def test_two_processes_cannot_be_one_node(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str) -> None:
+    lock = lock_dir(tmp_path / "node")
+    try:
+        error = fail(capsys, command, str(tmp_path / "run.json"), "--folder", str(tmp_path / "node"))
+    finally:
+        os.close(lock)
+    assert f"in use by process {os.getpid()}" in error
