@@ -2,10 +2,11 @@
 
     python bench/chaos.py [--quick] [--json] [--kills 50] [--seed N] [--async-level K] [--out DIR]
 
-A tiny swarm (coordinator, trainer, evaluator, origin, relay, two workers, two validators) runs under the supervisor of
-`shoal run`. Its parts get a SIGKILL in random order, each once before any gets a second one, after pauses drawn from an
-exponential distribution, spread over the whole run. Every other kill of the trainer comes in the middle of a step. The
-same seed draws the same order and pauses; the rest depends on the machine. Then everything is compared with everything
+A tiny swarm (coordinator, trainer, evaluator, origin, relay, two workers, two validators) runs under the supervisor
+of `shoal run`. Its parts get a SIGKILL in random order, each once before any gets a second one, after pauses drawn
+from an exponential distribution, spread over the whole run: while the run is ahead of the kills its trainer is
+suspended, so that no machine is too fast. Every other kill of the trainer comes in the middle of a step. The same
+seed draws the same order and pauses; the rest depends on the machine. Then everything is compared with everything
 else: see lineage.py. With async level 0 the weights must also equal those of an undisturbed `shoal train`.
 
 Figures: kills, kills_mid_step (of the trainer, between a batch and its version), steps, run_s, flaws.
@@ -13,6 +14,7 @@ Figures: kills, kills_mid_step (of the trainer, between a batch and its version)
 
 import argparse
 import asyncio
+import contextlib
 import os
 import random
 import secrets
@@ -45,9 +47,9 @@ GAP_S, HURRY_S = 1.5, 0.2
 AHEAD = 0.1
 """how far, as a share, the kills may be ahead of the run's progress, so that they hit it at work"""
 LAST = 2
-"""all kills are due this many steps before the end; otherwise the run might end before the last kill"""
+"""all kills are due this many steps before the end"""
 LOOK_S, STEP_S = 0.002, 60.0
-"""polling interval for the middle of a step, and how long to poll"""
+"""polling interval for births, versions and the middle of a step, and how long to wait for such a middle"""
 Note = Callable[[str], None]
 
 
@@ -81,13 +83,15 @@ class Killer:
         self._root, self._steps = SwarmPaths.of(config).root, config.steps
         self._queue: list[str] = []
         self._born: dict[int, float] = {}
+        self._suspended: int | None = None
+        self._free = False
         self._begun = time.monotonic()
         self._turn = 0
         self.kills: list[Kill] = []
 
     async def run(self) -> None:
         """Kill until the number is reached, then wait forever."""
-        watch = asyncio.create_task(self._watch_births())
+        watch = asyncio.create_task(self._watch())
         try:
             while len(self.kills) < self._count:
                 ahead = len(self.kills) / self._count - self._find_progress()
@@ -97,13 +101,29 @@ class Killer:
             await asyncio.Event().wait()
         finally:
             watch.cancel()
+            self._free = True
+            self._pace_trainer()
 
-    async def _watch_births(self) -> None:
+    async def _watch(self) -> None:
         while True:
             for state in self._supervisor.states.values():
                 if state.process is not None:
                     self._born.setdefault(state.process.pid, time.monotonic())
-            await asyncio.sleep(0.05)
+            self._pace_trainer()
+            await asyncio.sleep(LOOK_S)
+
+    def _pace_trainer(self) -> None:
+        """Suspend the trainer while the run is ahead of the kills, and resume it otherwise."""
+        process = self._supervisor.states["trainer"].process
+        pid = None if process is None else process.pid
+        if pid != self._suspended:
+            self._suspended = None
+        pending = len(self.kills) < self._count and not self._free
+        ahead = pending and self._find_progress() >= (len(self.kills) + 1) / self._count
+        if pid is not None and ahead != (self._suspended is not None):
+            with contextlib.suppress(ProcessLookupError):  # it ended, and the supervisor has not noticed yet
+                os.kill(pid, signal.SIGSTOP if ahead else signal.SIGCONT)
+            self._suspended = pid if ahead else None
 
     def _find_progress(self) -> float:
         return max(0, self._find_newest()) / max(1, self._steps - LAST)
@@ -128,7 +148,9 @@ class Killer:
 
     async def _kill(self, state: PartState) -> None:
         if state.part.name == "trainer" and self._turn % 2:
+            self._free = True
             await self._await_step(state)
+            self._free = False
         process, now = state.process, time.monotonic()
         if process is None:
             return
@@ -144,10 +166,10 @@ class Killer:
         self._note(f"{kill.at_s:7.1f} s  kill {len(self.kills)}: {kill.part}, {kill.age_s:.1f} s old{middle}")
 
     async def _await_step(self, state: PartState) -> None:
-        """Wait until the trainer has a batch but not yet its version; skipped if the step ended too soon."""
+        """Wait until the trainer has a batch but not yet its version, or until that step has ended."""
         deadline, first = time.monotonic() + STEP_S, self._find_newest()
         while state.process is not None and time.monotonic() < deadline:
-            if self._is_mid_step() or self._find_newest() > first + 1:
+            if self._is_mid_step() or self._find_newest() > first:
                 return
             await asyncio.sleep(LOOK_S)
 
