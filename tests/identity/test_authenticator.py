@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.identity.authenticator import Authenticator, AuthLimits, Caller, Member
+from shoal.identity.authenticator import Authenticator, AuthLimits, BanNotice, Caller, Member
 from shoal.identity.delegation import Scope
 from shoal.identity.keys import Key, verify_signature
 from shoal.identity.nonces import NonceStore
@@ -190,7 +190,7 @@ def test_a_wrong_clock_is_reported_with_its_offset_and_corrected_once(
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        ({"is_banned": True}, "banned", "ledger says why"),
+        ({"ban": BanNotice(7, "hard verdict on s3")}, "banned", "hard verdict on s3 (event 7 of the ledger"),
         ({"is_revoked": True}, "revoked", "new node key"),
         ({"not_after_ms": NOW_MS}, "delegation", "ended 0 s ago"),
         ({"not_before_ms": NOW_MS + 5000}, "delegation", "begins in 5 s"),
@@ -258,7 +258,7 @@ def test_a_stranger_joins_with_a_stamp_of_work(endpoint: Endpoint) -> None:
 
 
 def test_a_banned_node_does_not_join_again(endpoint: Endpoint) -> None:
-    endpoint.members[NODE.public] = replace(MEMBER, is_banned=True)
+    endpoint.members[NODE.public] = replace(MEMBER, ban=BanNotice(7, "hard verdict on s3"))
     endpoint.refuse(lambda: join(endpoint, NODE, make_stamp(endpoint, NODE)), 403, "banned")
 
 

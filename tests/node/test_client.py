@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import ConfigError, UnreachableError
+from shoal.identity.authenticator import BanNotice
 from shoal.identity.keys import Key
 from shoal.identity.signer import RequestSigner
 from shoal.ledger.event import EventKind
@@ -57,7 +58,7 @@ def test_a_final_no_is_not_asked_again(open_stand: Any) -> None:
     async def check() -> None:
         key, pauses = Key.generate(), []
         async with open_stand() as stand:
-            stand.coordinator.admit(key.public, is_banned=True)
+            stand.coordinator.admit(key.public, ban=BanNotice(1, "a test"))
             client = stand.client(key, asker=make_asker(pauses))
             with pytest.raises(RefusedError, match="banned") as caught:
                 await client.send_heartbeat(BEAT)

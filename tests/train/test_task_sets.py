@@ -3,13 +3,16 @@
 import json
 import random
 from pathlib import Path
+from typing import cast
 
 import pytest
 from tests.fixtures.paths import TINY
 
 from shoal.cli import main
-from shoal.config.run import load_config
+from shoal.config.run import TasksConfig, load_config
 from shoal.errors import ConfigError
+from shoal.tasks.adapters import RewardFamily
+from shoal.tasks.open import open_family
 from shoal.tasks.sets.sources import open_set
 from shoal.train.loop import run_training
 from shoal.train.report import read_metrics
@@ -94,6 +97,44 @@ def test_a_reward_function_scores_a_set(tmp_path: Path, tasks: Path, monkeypatch
     monkeypatch.syspath_prepend(str(tmp_path))
     run = train(tmp_path, *set_of(tasks), "tasks.reward=own_reward:length")
     assert all(line["reward/mean"] > 0 for line in read_metrics(run / "metrics.jsonl") if "reward/mean" in line)
+
+
+@pytest.mark.parametrize(
+    "head", ["completions, **kwargs", "completions", "completions, family", "prompts, completions, solution, **kwargs"]
+)
+def test_a_reward_function_gets_the_arguments_it_declares(
+    tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, head: str
+) -> None:
+    module = f"own_{abs(hash(head))}"
+    (tmp_path / f"{module}.py").write_text(f"async def f({head}):\n    return [1.0] * len(completions)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    family = open_family(TasksConfig(set=[str(tasks)], reward=f"{module}:f"))
+    task = family.make_task(random.Random(1))
+    assert [score.value for score in cast(RewardFamily, family).score_many(task, ["a", "b"])] == [1.0, 1.0]
+
+
+def test_a_reward_function_with_an_unknown_argument_is_one_sentence(
+    tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_unknown.py").write_text("def f(texts, **kwargs):\n    return []\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    family = open_family(TasksConfig(set=[str(tasks)], reward="own_unknown:f"))
+    with pytest.raises(ConfigError, match=r"missing a required argument: 'texts'.*arguments are completions, "):
+        family.score(family.make_task(random.Random(1)), "a")
+
+
+def test_a_run_is_not_resumed_with_an_edited_reward_function(
+    tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "own_edited.py"
+    source.write_text("def f(completions, **kwargs):\n    return [0.5] * len(completions)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = [*set_of(tasks), "tasks.reward=own_edited:f", "steps=1"]
+    train(tmp_path, *settings)
+    train(tmp_path, *settings)
+    source.write_text(source.read_text().replace("0.5", "0.25"))
+    with pytest.raises(ConfigError, match="source file of own_edited:f has changed"):
+        train(tmp_path, *settings)
 
 
 def test_an_environment_brings_tasks_and_rubric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

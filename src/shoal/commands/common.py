@@ -390,6 +390,8 @@ def read_descriptor(path: Path) -> "tuple[Descriptor, bytes]":
     from shoal.identity.documents import DocumentError
     from shoal.protocol.descriptor import MAX_DESCRIPTOR_BYTES, open_descriptor
 
+    if not path.exists():
+        raise ConfigError(f"{path}: cannot be read (no such file); an address begins with http:// or https://")
     data = read_file(path, MAX_DESCRIPTOR_BYTES + 1).rstrip(b"\n")
     try:
         descriptor = open_descriptor(data)

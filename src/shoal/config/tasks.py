@@ -88,6 +88,11 @@ Schedule = Annotated[
 ]
 
 
+Hash = Annotated[
+    str, Field(pattern=r"^([0-9a-f]{64})?$", json_schema_extra={"allowed": "nothing, or a hash of 64 characters"})
+]
+
+
 class TasksConfig(Settings):
     """Which tasks are trained and evaluated: a family, or a task set."""
 
@@ -97,9 +102,7 @@ class TasksConfig(Settings):
     """options of the family, see `shoal tasks NAME`"""
     set: Places = Field(default=[])
     """task set instead of a family: files, folders, or FORMAT:PLACE, see docs/tasks.md"""
-    hash: Annotated[
-        str, Field(pattern=r"^([0-9a-f]{64})?$", json_schema_extra={"allowed": "nothing, or a hash of 64 characters"})
-    ] = ""
+    hash: Hash = ""
     """hash that the task set must have; empty: any"""
     filter: FilterConfig = FilterConfig()
     weights: dict[str, int] = {}
@@ -110,6 +113,8 @@ class TasksConfig(Settings):
     """your reward function as package.module:function; unsandboxed, in `shoal train` and `shoal eval` only"""
     environment: str = ""
     """your environment in the style of verifiers as package.module:object; unsandboxed, in `shoal train` only"""
+    code_hash: Hash = ""
+    """SHA-256 of the source file of `reward` or `environment`; filled in when a run starts"""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TasksConfig":

@@ -19,7 +19,7 @@ from shoal.coordinator.state.drift import count_watched, list_watched
 from shoal.coordinator.state.leases import list_active, list_times
 from shoal.coordinator.state.members import list_bans, list_nodes, list_owners
 from shoal.coordinator.state.run import RunRow, newest_version
-from shoal.identity.authenticator import Member, refuse_left
+from shoal.identity.authenticator import BanNotice, Member, refuse_left
 from shoal.identity.delegation import Scope
 from shoal.ledger.event import Event, EventKind
 from shoal.ledger.reader import count_events
@@ -58,7 +58,7 @@ class RunCache:
         owners = list_owners(connection)
         self.standings = {row.owner: messages.Standing(row.standing) for row in owners}
         self._tallies = {row.owner: (row.accepted, row.earned) for row in owners}
-        self._bans = {row.target for row in list_bans(connection)}
+        self._bans = {row.target: BanNotice(row.seq, row.reason) for row in list_bans(connection)}
         self._members: dict[str, Member] = {}
         self._left: set[str] = set()
         for row in list_nodes(connection):
@@ -90,11 +90,12 @@ class RunCache:
         return self.newest_version >= self.params.steps
 
     def find_member(self, node: str) -> Member | None:
-        """A node's membership; includes bans, even of keys that never joined."""
+        """A node's membership, with the ban of the node or of its owner."""
         member = self._members.get(node)
         if member is None:
             return None
-        return replace(member, is_banned=True) if self._bans & {node, member.owner} else member
+        ban = self._bans.get(node) or self._bans.get(member.owner)
+        return member if ban is None else replace(member, ban=ban)
 
     def find_owner(self, key: str) -> str | None:
         """The owner that a key belongs to: itself or its node's owner, banned or not; None for a revoked node."""
@@ -148,7 +149,7 @@ class RunCache:
     def count_alive(self, now_ms: int) -> tuple[int, int, int]:
         """Numbers of live, stale and gone nodes of the run, without those that left or were banned."""
         members = [(node, own) for node, own in list(self._members.items()) if not own.is_revoked]
-        belong = [node for node, own in members if node not in self._left and not self._bans & {node, own.owner}]
+        belong = [node for node, own in members if node not in self._left and not {node, own.owner} & self._bans.keys()]
         ages = [now_ms - self.last_seen(node) for node in belong]
         live = sum(age <= 1000 * self.params.stale_s for age in ages)
         gone = sum(age > 1000 * self.params.gone_s for age in ages)
@@ -165,7 +166,7 @@ class RunCache:
         others: list[Wait] = []
         for node, seen in list(self.seen.items()):
             member = self.find_member(node)
-            if not seen.role or member is None or member.is_banned:
+            if not seen.role or member is None or member.ban is not None:
                 continue
             role = self._find_role(node, member.owner)
             wait = self._find_wait(node, seen, role or "worker", now_ms, is_own=bool(role))
@@ -236,7 +237,7 @@ class RunCache:
             case EventKind.NODE_STANDING:
                 self.standings[event.subject] = read_body(event, events.NodeStanding).standing
             case EventKind.BAN | EventKind.UNBAN:
-                self._follow_ban(event.kind, read_ban(event).target)
+                self._follow_ban(event, read_ban(event))
             case EventKind.PARAMS:
                 self.params = parse_params(read_body(event, messages.Command).params)
             case EventKind.ADMIN:
@@ -254,13 +255,14 @@ class RunCache:
         self.standings.setdefault(body.owner, messages.Standing.PROBATION)
         self.seen[node] = LastSeen(time_ms)
 
-    def _follow_ban(self, kind: str, target: str) -> None:
-        if kind == EventKind.BAN:
-            self._bans.add(target)
+    def _follow_ban(self, event: Event, body: events.Ban) -> None:
+        target = body.target
+        if event.kind == EventKind.BAN:
+            self._bans[target] = BanNotice(event.seq, body.reason)
             if target in self.standings:
                 self.standings[target] = messages.Standing.BANNED
             return
-        self._bans.discard(target)
+        self._bans.pop(target, None)
         if self.standings.get(target) is messages.Standing.BANNED:  # as in the tables: an owner that was not stays
             self.standings[target] = messages.Standing.PROBATION
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
@@ -55,6 +55,14 @@ class AuthLimits(Settings):
     """addresses and owners whose rate is tracked; the least recently used is dropped"""
 
 
+class BanNotice(NamedTuple):
+    """What a banned caller is told about its ban."""
+
+    seq: int
+    """number of the event"""
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """What the coordinator knows about a node when it calls."""
@@ -63,8 +71,8 @@ class Member:
     scopes: frozenset[Scope]
     not_before_ms: int = 0
     not_after_ms: int = 2**53
-    is_banned: bool = False
-    """whether the node or its owner is banned"""
+    ban: BanNotice | None = None
+    """of the node or its owner"""
     is_revoked: bool = False
 
 
@@ -146,8 +154,8 @@ class Authenticator:
         """The same for a node that wants to join, known or not: it sends a proof of work in `Shoal-Work`."""
         head = self._read_head(method, target, headers, now_ms, None)
         member = self._find_member(head.node)
-        if member is not None and member.is_banned:
-            raise refuse_banned()
+        if member is not None and member.ban is not None:
+            raise refuse_banned(*member.ban)
         address = name_address(peer_ip)
         self._check_rates(address, None, now_ms / 1000)
         self._gate.check_stamp(head.work, head.node, now_ms)
@@ -213,8 +221,8 @@ class Authenticator:
 
 
 def _check_member(member: Member, now_ms: int) -> None:
-    if member.is_banned:
-        raise refuse_banned()
+    if member.ban is not None:
+        raise refuse_banned(*member.ban)
     if member.is_revoked:
         raise refuse_revoked()
     check_term(member.not_before_ms, member.not_after_ms, now_ms)

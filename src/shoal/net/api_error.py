@@ -50,9 +50,11 @@ class ApiError(Exception):
         )
 
 
-def refuse_banned() -> ApiError:
-    """Build the refusal for a banned caller."""
-    return ApiError(403, "banned", "this node or its owner is banned from this run; the ledger says why")
+def refuse_banned(seq: int, reason: str) -> ApiError:
+    """Build the refusal for a caller that an event of the ledger has banned."""
+    text = f"this node or its owner is banned from this run: {reason}"
+    how = f"event {seq} of the ledger; to read it: shoal ledger show URL {seq}; for a submission: shoal explain URL ID"
+    return ApiError(403, "banned", f"{text} ({how})")
 
 
 def _take_count(value: object) -> int | None:

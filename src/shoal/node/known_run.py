@@ -68,6 +68,9 @@ def _read_file(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             return file.read(MAX_DESCRIPTOR_BYTES + 1).rstrip(b"\n")
+    except FileNotFoundError:
+        text = f"{path}: cannot be read (no such file); an address begins with http:// or https://"
+        raise ConfigError(text) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
 

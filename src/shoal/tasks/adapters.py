@@ -1,6 +1,7 @@
 """User code as tasks and rewards: a plain reward function, or an environment in the style of verifiers.
 
-    f(prompts, completions, **columns) -> list[float]       columns: verification info and metadata, a list each
+    f(prompts, completions, **columns) -> list[float]       columns: verification info and metadata, a list each;
+                                                            called by keyword, with the arguments that it declares
     an object with `dataset` (or `get_dataset()`) and a `rubric` with reward functions and weights
 
 The code is imported by name and runs with all the rights of this process. So it is for `shoal train` and `shoal eval`
@@ -10,6 +11,8 @@ Rewards must be numbers from 0 to 1; anything else ends the run with one line, b
 opposite of what was meant. An exception of the user's code ends the run with its traceback.
 """
 
+import asyncio
+import hashlib
 import importlib
 import inspect
 import json
@@ -41,6 +44,13 @@ def load_object(key: str, place: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ConfigError(f"{key}: {place!r} cannot be imported ({error})") from None
+
+
+def hash_source(place: str) -> str:
+    """Hash of the file in which the module of `package.module:name` is written; empty if it has no file."""
+    load_object("tasks", place)
+    source = getattr(sys.modules[place.partition(":")[0]], "__file__", None)
+    return hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
 
 
 class RewardFamily:
@@ -77,9 +87,8 @@ class RewardFamily:
     def score_many(self, task: Task, completions: Sequence[str]) -> list[Score]:
         """One call for all completions of a task, as such functions expect it."""
         columns = {name: [value] * len(completions) for name, value in self._columns[task.id].items()}
-        for name in ("prompts", "completions"):
-            columns.pop(name, None)
-        rewards = self._function(prompts=[task.prompt] * len(completions), completions=list(completions), **columns)
+        texts = {"prompts": [task.prompt] * len(completions), "completions": list(completions)}
+        rewards = _call_function("tasks.reward", self._function, {**columns, **texts})
         if len(rewards) != len(completions):
             raise ConfigError(f"tasks.reward: returned {len(rewards)} rewards for {len(completions)} completions")
         return [grade_reward(reward) for reward in rewards]
@@ -115,7 +124,9 @@ class EnvironmentFamily:
             "state": {},
             "task": task.id,
         }
-        values = [weight * float(_call_function(function, known)) for function, weight in self._terms]
+        values = [
+            weight * float(_call_function("tasks.environment", function, known)) for function, weight in self._terms
+        ]
         return grade_reward(sum(values) / self._total)
 
 
@@ -172,14 +183,15 @@ def _read_row(index: int, row: Mapping[str, Any]) -> Task:
     return Task(id=task.id, prompt=prompt, verifier=task.verifier, info=info, kin=task.kin, messages=messages)
 
 
-def _call_function(function: Callable[..., Any], known: Mapping[str, Any]) -> Any:
-    """Call a reward function with the arguments it declares; a coroutine is run to completion."""
-    parameters = inspect.signature(function).parameters.values()
+def _call_function(key: str, function: Callable[..., Any], known: Mapping[str, Any]) -> Any:
+    """Call a reward function by keyword, with the arguments it declares; a coroutine is run to completion."""
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    names = {parameter.name for parameter in parameters}
-    result = function(**{name: value for name, value in known.items() if takes_all or name in names})
-    if inspect.iscoroutine(result):
-        import asyncio
-
-        result = asyncio.run(result)
-    return result
+    given = {name: value for name, value in known.items() if takes_all or name in signature.parameters}
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {error} of the function; arguments are {', '.join(sorted(known))}") from None
+    result = function(**given)
+    return asyncio.run(result) if inspect.iscoroutine(result) else result

@@ -27,12 +27,18 @@ def check_tasks(config: RunConfig) -> Family:
 
 
 def pin_tasks(config: RunConfig) -> RunConfig:
-    """The same settings with the task set pinned by hash and full path, so that a run resumes with the same tasks."""
-    if not config.tasks.set:
-        return config
-    places = [str(Path(place).resolve()) if Path(place).exists() else place for place in config.tasks.set]
-    tasks = config.tasks.model_copy(update={"set": places, "hash": read_set(config.tasks).hash})
-    return config.model_copy(update={"tasks": tasks})
+    """The same settings with task set and user code pinned by hash, so that a run resumes with the same tasks."""
+    tasks, pinned = config.tasks, {}
+    if tasks.set:
+        places = [str(Path(place).resolve()) if Path(place).exists() else place for place in tasks.set]
+        pinned = {"set": places, "hash": read_set(tasks).hash}
+    if code := tasks.reward or tasks.environment:
+        from shoal.tasks.adapters import hash_source
+
+        pinned["code_hash"] = hash_source(code)
+        if tasks.code_hash not in ("", pinned["code_hash"]):
+            raise ConfigError(f"tasks.code_hash: the source file of {code} has the hash {pinned['code_hash']}")
+    return config.model_copy(update={"tasks": tasks.model_copy(update=pinned)})
 
 
 def open_family(config: TasksConfig, options: Mapping[str, Option] | None = None) -> Family:

@@ -83,6 +83,11 @@ def find_conflict(path: Path, config: RunConfig) -> str | None:
         changed.remove("threads")  # a dry run does not know the number yet
     if not changed:
         return None
+    if changed == ["tasks.code_hash"]:
+        code = config.tasks.reward or config.tasks.environment
+        return (
+            f"{path}: the source file of {code} has changed since the run started; restore it to resume, or {_WAY_OUT}"
+        )
     shown = ", ".join(f"{key} = {json.dumps(old.get(key))}" for key in changed[:3])
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     return f"{path}: has a run with another configuration ({shown}{more}); use the same to resume, or {_WAY_OUT}"

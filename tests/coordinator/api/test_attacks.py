@@ -14,6 +14,7 @@ import pytest
 
 from shoal.coordinator.api.context import ApiLimits
 from shoal.coordinator.blobs.disk import DiskLimits
+from shoal.identity.authenticator import BanNotice
 from shoal.identity.delegation import Scope
 from shoal.identity.keys import Key
 from shoal.identity.proof_of_work import read_challenge, solve_challenge
@@ -94,7 +95,7 @@ def test_a_banned_node_is_refused_on_every_route_that_knows_its_caller(open_stan
     async def check() -> None:
         key = Key.generate()
         async with open_stand() as stand:
-            stand.coordinator.admit(key.public, is_banned=True)
+            stand.coordinator.admit(key.public, ban=BanNotice(1, "a test"))
             asked = 0
             for path, methods in stand.app.openapi()["paths"].items():
                 for method, operation in methods.items():

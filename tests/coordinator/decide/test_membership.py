@@ -130,7 +130,7 @@ def test_members_are_the_same_after_a_restart(world):
     before = {node: world.coordinator.find_member(world.id(node)) for node in world.nodes}
     world.restart()
     assert {node: world.coordinator.find_member(world.id(node)) for node in world.nodes} == before
-    assert before["w1"].is_banned and not before["w2"].is_banned
+    assert before["w1"].ban is not None and before["w2"].ban is None
 
 
 def test_an_outage_moves_deadlines(world):
@@ -192,16 +192,37 @@ def test_a_heartbeat_tells_what_its_owner_has_earned(world):
         world.restart()
 
 
-@pytest.mark.parametrize("is_banned", [False, True])
-def test_lifting_a_ban_gives_the_same_standings_in_memory_and_after_a_restart(make_world, is_banned):
+def test_lifting_a_ban_gives_the_same_standings_in_memory_and_after_a_restart(make_world):
     world = settle_world(make_world(good_after=1))
     world.work("w1")
     owner = world.owner_id("ann")
     assert world.coordinator.cache.standings[owner] is Standing.GOOD
-    if is_banned:
-        world.order(Action.BAN, target=owner)
+    world.order(Action.BAN, target=owner)
     world.order(Action.UNBAN, target=owner)
     before = dict(world.coordinator.cache.standings)
-    assert before[owner] is (Standing.PROBATION if is_banned else Standing.GOOD)
+    assert before[owner] is Standing.PROBATION
     world.restart()
     assert world.coordinator.cache.standings == before
+
+
+def test_a_banned_node_is_told_the_event_and_the_reason(world):
+    event = world.order(Action.BAN, target=world.owner_id("ann"), reason="runs int8").seq
+    member = world.coordinator.find_member(world.id("w1"))
+    assert member.ban == (event, "runs int8")
+    with pytest.raises(ApiError, match=rf"runs int8 \(event {event} of the ledger; .*shoal ledger show URL {event}"):
+        world.lease("w1")
+    world.restart()
+    assert world.coordinator.find_member(world.id("w1")) == member
+
+
+@pytest.mark.parametrize(("action", "code"), [(Action.BAN, "target"), (Action.UNBAN, "not_banned")])
+def test_a_key_that_nobody_has_is_neither_banned_nor_unbanned(world, action, code):
+    with pytest.raises(ApiError) as caught:
+        world.order(action, target=Key.generate().public)
+    assert caught.value.code == code
+
+
+def test_only_a_ban_that_exists_is_lifted(world):
+    world.order(Action.BAN, target=world.owner_id("ann"))
+    with pytest.raises(ApiError, match="names the owner's key"):
+        world.order(Action.UNBAN, target=world.id("w1"))

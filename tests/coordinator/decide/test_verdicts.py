@@ -145,7 +145,7 @@ def test_one_hard_verdict_is_not_enough(both_world):
     assert (job.submission, job.round, job.check_ppm) == (submission, 2, 1_000_000)
     world.post("judge-b", world.describe_verdict(job, Verdict.HARD))
     assert state_of(world, submission) == SubmissionState.HARD
-    assert world.coordinator.find_member(world.id("w1")).is_banned
+    assert world.coordinator.find_member(world.id("w1")).ban is not None
 
 
 def test_two_against_one_clear_the_accused(world):
@@ -161,7 +161,7 @@ def test_without_a_second_opinion_a_hard_verdict_is_a_soft_one(world):
     submission = world.work("w1", Verdict.HARD)
     world.wait(world.params.opinion_s)
     assert state_of(world, submission) == SubmissionState.SOFT
-    assert not world.coordinator.find_member(world.id("w1")).is_banned
+    assert world.coordinator.find_member(world.id("w1")).ban is None
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_without_another_validator_there_is_no_wait_for_a_second_opinion(make_wo
     submission = world.work("w1", verdict)
     assert state_of(world, submission) == state
     assert world.query(find_range, 1, 0).state == "offered"
-    assert not world.coordinator.find_member(world.id("w1")).is_banned
+    assert world.coordinator.find_member(world.id("w1")).ban is None
 
 
 @pytest.mark.parametrize("reason", ["left", "banned", "limited", "its own work"])

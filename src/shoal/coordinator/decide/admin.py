@@ -23,7 +23,7 @@ from shoal.coordinator.rules.validator_trust import ActualOutcome
 from shoal.coordinator.state.canaries import find_sealed, list_grades
 from shoal.coordinator.state.credit import has_appeal
 from shoal.coordinator.state.leases import count_batched, count_signals
-from shoal.coordinator.state.members import find_ban, find_node, find_owner, first_join
+from shoal.coordinator.state.members import find_ban, find_node, find_owner, first_join, list_named
 from shoal.coordinator.state.run import find_command, find_step
 from shoal.coordinator.state.submissions import SubmissionRow, find_submission
 from shoal.coordinator.state.validators import list_verdicts
@@ -155,9 +155,12 @@ def run_command(decision: Decision, signed: SignedCommand) -> CommandAnswer:
 
 def _check_command(decision: Decision, command: Command) -> None:
     match command.action:
-        case Action.BAN | Action.UNBAN:
-            if not command.target:
-                raise ApiError(400, "target", "a ban needs an owner or a node as target")
+        case Action.BAN:
+            if not list_named(decision.connection, command.target):
+                raise ApiError(404, "target", "no node or owner of this run has this key, so there is nobody to ban")
+        case Action.UNBAN:
+            if find_ban(decision.connection, command.target, command.target) is None:
+                raise ApiError(409, "not_banned", "this key is not banned; the ban of an owner names the owner's key")
         case Action.PARAMS:
             try:
                 check_change(decision.params, parse_params(command.params))

@@ -94,13 +94,19 @@ class CallerRows(NamedTuple):
     owner: OwnerRow
 
 
+def check_ban(decision: Decision, node: str, owner: str) -> None:
+    """Raise if a node or its owner is banned."""
+    ban = find_ban(decision.connection, node, owner)
+    if ban is not None:
+        raise refuse_banned(ban.seq, ban.reason)
+
+
 def require_member(decision: Decision, node: str, scope: Scope | None = None) -> CallerRows:
     """The caller, if it may act in the run now; otherwise `ApiError`."""
     row = find_node(decision.connection, node)
     if row is None:
         raise ApiError(401, "unknown_node", "unknown node: join this run first")
-    if find_ban(decision.connection, node, row.owner) is not None:
-        raise refuse_banned()
+    check_ban(decision, node, row.owner)
     if row.gone == "revoked":
         raise refuse_revoked()
     if row.gone:

@@ -8,12 +8,11 @@ requests cannot pay out credit twice.
 
 from collections import defaultdict
 
-from shoal.coordinator.decide.context import Decision, build_from
+from shoal.coordinator.decide.context import Decision, build_from, check_ban
 from shoal.coordinator.state.credit import HoldRow, find_bond, find_redeem, list_free, list_ripe
-from shoal.coordinator.state.members import find_ban
 from shoal.ledger.db import read_accounts
 from shoal.ledger.event import REDEEMED, Posting, move_credit, name_account
-from shoal.net.api_error import ApiError, refuse_banned
+from shoal.net.api_error import ApiError
 from shoal.protocol.events import BondReleased, BondWaiting, CreditPost
 from shoal.protocol.messages import Action, Command, RedeemAnswer, SignedRedeem, SignedUnbond, UnbondAnswer
 
@@ -58,7 +57,7 @@ def unbond_stake(decision: Decision, signed: SignedUnbond) -> UnbondAnswer:
     if earlier is not None:
         _check_same(earlier.owner == owner)
         return build_from(UnbondAnswer, earlier)
-    _refuse_banned(decision, owner)
+    check_ban(decision, owner, owner)
     amount = read_accounts(decision.connection, owner, "stake")["stake"]
     if amount == 0:
         raise ApiError(409, "no_bond", "this owner has no bond to return")
@@ -77,7 +76,7 @@ def request_redeem(decision: Decision, signed: SignedRedeem) -> RedeemAnswer:
     if earlier is not None:
         _check_same((earlier.owner, earlier.amount, earlier.goal) == (owner, asked.amount, asked.goal))
         return build_from(RedeemAnswer, earlier)
-    _refuse_banned(decision, owner)
+    check_ban(decision, owner, owner)
     if asked.amount < decision.params.redeem_least:
         raise ApiError(400, "amount", f"the minimum redemption is {decision.params.redeem_least} micro-credits")
     free = read_accounts(decision.connection, owner, "avail")["avail"]
@@ -106,8 +105,3 @@ def _move_between(owner: str, source: str, target: str, amount: int) -> tuple[Po
 def _check_same(is_same: bool) -> None:
     if not is_same:
         raise ApiError(409, "request_known", "this name was used for a different request; choose a new one")
-
-
-def _refuse_banned(decision: Decision, owner: str) -> None:
-    if find_ban(decision.connection, owner, owner) is not None:
-        raise refuse_banned()

@@ -2,14 +2,14 @@
 
 from sqlalchemy import text
 
-from shoal.coordinator.decide.context import Decision, build_from, require_member, require_row
+from shoal.coordinator.decide.context import Decision, build_from, check_ban, require_member, require_row
 from shoal.coordinator.decide.leases import end_lease
 from shoal.coordinator.state.leases import list_of_owner
-from shoal.coordinator.state.members import NodeRow, find_ban, find_node, find_owner, list_limited
+from shoal.coordinator.state.members import NodeRow, find_node, find_owner, list_limited
 from shoal.identity.authenticator import check_delegation, refuse_revoked
 from shoal.identity.delegation import Delegation, open_delegation, open_revocation
 from shoal.identity.documents import DocumentError
-from shoal.net.api_error import ApiError, refuse_banned
+from shoal.net.api_error import ApiError
 from shoal.protocol import events
 from shoal.protocol.messages import MemberInfo, Standing
 
@@ -41,8 +41,7 @@ def join_node(decision: Decision, node: str, document: bytes) -> MemberInfo:
     """Add a node; with a new delegation of the same owner, renew its permissions."""
     delegation = _open_delegation(decision, node, document)
     row = find_node(decision.connection, node)
-    if find_ban(decision.connection, node, delegation.owner) is not None:
-        raise refuse_banned()
+    check_ban(decision, node, delegation.owner)
     if row is not None and row.owner != delegation.owner:
         raise ApiError(409, "other_owner", "this node key belongs to another owner; create a new node key")
     if row is not None and row.gone == "revoked":
