@@ -1,17 +1,24 @@
 """Versions of a run: the second opens faster than the first, with the same result."""
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from shoal.errors import ConfigError
+from shoal.identity.keys import Key
 from shoal.node import weights
 from shoal.node.weights import WeightsOpener, open_version
 from shoal.policy.model import Policy
 from shoal.recipe import Recipe
+from shoal.shardcast.fetch.upstreams import GoneError
+from shoal.shardcast.origin_service import open_origin
+from shoal.util.waits import RoleWaits
 
 
 def same(left: Policy, right: Policy) -> bool:
@@ -54,3 +61,26 @@ def test_weights_that_are_not_all_there_are_refused_after_good_ones(
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ConfigError):
         opener.open(1, folder)
+
+
+def test_a_version_that_is_no_longer_followed_is_pulled_for_an_appeal(
+    recipe: Recipe, versions: dict[int, Path], tmp_path: Path
+) -> None:
+    key = Key.generate()
+
+    async def go() -> Policy | None:
+        async with open_origin(tmp_path / "origin", run="reef", key=key, keep=1, keep_s=3600.0) as origin:
+            for version in range(11):  # the newest anchor is v8
+                folder = shutil.copytree(versions[min(version, 1)], tmp_path / f"v{version}")
+                (folder / "note.txt").write_text(str(version))
+                await origin.publish(folder, version)
+            descriptor = SimpleNamespace(run="reef", publisher=key.public, relays=(str(origin.server.url),))
+            session: Any = SimpleNamespace(descriptor=descriptor, authority=None, waits=RoleWaits("validator"))
+            async with weights.open_weights(session, tmp_path / "weights", keep=1) as client:
+                await client.pull()
+                with pytest.raises(GoneError):
+                    await client.pull(0)
+                return await weights.PolicyCache(session, client, recipe, tmp_path).find(0)
+
+    found = asyncio.run(go())
+    assert found is not None and same(found, open_version(0, versions[0], recipe))

@@ -315,7 +315,8 @@ def open_network(tmp_path: Path, log: Any) -> Callable[..., "contextlib.Abstract
         async with AsyncExitStack() as stack:
             key = Key.generate()
             (tmp_path / "made").mkdir()
-            store = await VersionStore.open(tmp_path / "origin", run=RUN, publisher=key.public, keep=keep)
+            kept = {name: options.pop(name) for name in ("keep_s", "keep_bytes") if name in options}
+            store = await VersionStore.open(tmp_path / "origin", run=RUN, publisher=key.public, keep=keep, **kept)
             stack.push_async_callback(store.close)
             server = ShardServer(store, limits=ServeLimits(grace_seconds=0.1))
             await server.start()

@@ -10,6 +10,7 @@ import pytest
 
 from shoal.errors import ConfigError, DiskError
 from shoal.shardcast import client as client_module
+from shoal.shardcast.fetch.upstreams import GoneError
 from shoal.shardcast.store import writer
 from shoal.shardcast.store import writer as parts
 
@@ -362,5 +363,44 @@ def test_an_older_version_that_takes_the_place_of_the_newest_is_where_the_link_p
             folder = await client.pull(1)
             assert folder.is_dir() and (net.root / "out" / "latest").resolve() == folder.resolve()
             assert not (net.root / "out" / "v2").exists()
+
+    run(work)
+
+
+def test_a_version_far_behind_the_newest_is_pulled_while_servers_keep_it(
+    open_network: Any, run: Any, make_bytes: Any
+) -> None:
+    async def work() -> None:
+        async with open_network(keep=2, keep_s=3600.0) as net:
+            relay = await net.relay(net.url, keep=2, keep_s=3600.0)
+            data = make_bytes(8 * SHARD, 1)
+            for version in range(1, 21):
+                data = bytes([data[0] ^ version]) + data[1:]
+                await net.publish(version, {"weights": data})
+                if version == 4:
+                    old = data
+            ordinary = await net.client(str(relay.server.url))
+            await ordinary.pull()
+            with pytest.raises(GoneError):
+                await ordinary.pull(4)  # it follows the newest only
+            client = await net.client(str(relay.server.url), out="old", only=4)
+            assert (await client.pull(4) / "weights").read_bytes() == old
+            missing = await net.client(str(relay.server.url), out="missing", only=21)
+            with pytest.raises(GoneError):
+                await missing.pull(21)  # does not wait for what may still come
+
+    run(work)
+
+
+def test_old_versions_are_kept_within_their_time_and_space(open_network: Any, run: Any, make_bytes: Any) -> None:
+    async def work() -> None:
+        full = 4 * SHARD
+        async with open_network(keep=1, keep_s=3600.0, keep_bytes=4 * full) as net:
+            for version in range(1, 8):
+                await net.publish(version, {"weights": make_bytes(full, version)})
+            assert [entry.version for entry in net.store.entries()] == [4, 5, 6, 7]
+            net.store.keep_s = 0.0
+            await net.store.trim()
+            assert [entry.version for entry in net.store.entries()] == [7]
 
     run(work)

@@ -310,7 +310,7 @@ def test_as_much_is_claimed_as_can_be_judged_well_in_time(seconds: float, most: 
 
 
 def test_weights_in_memory_stay_within_their_bound(
-    policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch
+    policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     policy = policies[0]
     size = sum(weight.numel() * weight.element_size() for weight in policy.model.parameters())
@@ -325,13 +325,18 @@ def test_weights_in_memory_stay_within_their_bound(
     client = SimpleNamespace(pull=pull, progress=SimpleNamespace(upstreams=()))
 
     async def go() -> list[Any]:
-        shelf = PolicyCache(FakeSession(), client, None, memory_bytes=2 * size)  # type: ignore[arg-type]
+        shelf = PolicyCache(FakeSession(), client, None, tmp_path, memory_bytes=2 * size)  # type: ignore[arg-type]
         monkeypatch.setattr(shelf, "_opener", SimpleNamespace(open=lambda version, folder: policy))
+        monkeypatch.setattr(shelf, "_find_old", _find_nothing)
         return [await shelf.find(version) for version in (1, 2, 1, 3, 1, 2, 9)]
 
     found = asyncio.run(go())
     assert pulled == [1, 2, 3, 2], "recently used versions are cached, the others are fetched on demand"
     assert found[-1] is None and all(item is policy for item in found[:-1])
+
+
+async def _find_nothing(version: int) -> None:
+    """No relay has it."""
 
 
 def _say_finished() -> HeartbeatAnswer:

@@ -215,7 +215,7 @@ async def judge_work(args: argparse.Namespace, make_judge: MakeJudge) -> None:
                 open_weights(session, args.folder / "weights", keep=keep) as weights,
                 ParserPool() as parser_pool,
             ):
-                policies = PolicyCache(session, weights, recipe)
+                policies = PolicyCache(session, weights, recipe, args.folder)
                 judge = make_judge(session, recipe, calibration, parser_pool)
                 validator = Validator(session, judge, policies, args.folder)
                 async with line.show(validator.describe):

@@ -151,7 +151,9 @@ async def _pull_weights(descriptor: "Descriptor", version: int, folder: Path) ->
 
     if not descriptor.publisher or not descriptor.relays:
         raise ConfigError("the run's descriptor lists no relays; give the version's weights with --weights")
-    client = await ShardcastClient.open(folder, descriptor.relays, run=descriptor.run, publisher=descriptor.publisher)
+    client = await ShardcastClient.open(
+        folder, descriptor.relays, run=descriptor.run, publisher=descriptor.publisher, only=version
+    )
     async with client:
         try:
             async with asyncio.timeout(_PULL_S):

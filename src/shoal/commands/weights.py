@@ -93,6 +93,10 @@ def _add_store(parser: CommandParser) -> None:
     add("--data", type=Path, required=True, metavar="DIR", help="dedicated folder for the served files")
     text = "versions to keep (%(default)s), besides those needed to get from an anchor to the newest"
     add("--keep", action=_Given, type=int, default=5, metavar="N", help=text)
+    text = "keep versions of the last H hours too, for appeals and audits (%(default)g)"
+    add("--keep-hours", action=_Given, type=float, default=0.0, metavar="H", help=text)
+    text = "disk space for them and the others (%(default)s)"
+    add("--keep-bytes", action=_Given, default="16GiB", metavar="BYTES", help=text)
     parser.set_defaults(given=frozenset())
 
 
@@ -178,6 +182,13 @@ def _read_pulling(args: argparse.Namespace) -> dict[str, Any]:
     return own | {"ticket": ticket, "authority": args.ca}
 
 
+def _read_keeping(args: argparse.Namespace) -> dict[str, Any]:
+    """For how long versions are kept, from the flags of `_add_store`."""
+    if not 0 <= args.keep_hours <= 24 * 366:
+        raise ConfigError(f"--keep-hours: {args.keep_hours:g} must be from 0 to a year")
+    return {"keep_s": 3600 * args.keep_hours, "keep_bytes": parse_bytes(args.keep_bytes)}
+
+
 def _read_rate(flag: str, text: str | None) -> int | None:
     if text is None:
         return None
@@ -246,7 +257,7 @@ async def _relay(args: argparse.Namespace) -> int:
     tickets = open_tickets(args, args.publisher)
     limit = None if args.max_bytes is None else parse_bytes(args.max_bytes)
     serving: dict[str, Any] = {"limits": build_limits(args), "tickets": tickets, "tls": load_tls(args)}
-    serving |= {"host": host, "port": port, "max_bytes": limit}
+    serving |= {"host": host, "port": port, "max_bytes": limit, **_read_keeping(args)}
     relay = await Relay.open(args.data, args.urls, **serving, **_read_pulling(args))
     async with relay:
         logger.info(f"serving run {args.run} at {relay.server.url}")
@@ -260,7 +271,7 @@ async def _pull(args: argparse.Namespace) -> int:
     from shoal.shardcast.fetch.upstreams import GoneError
 
     line = LiveLine()
-    client = await ShardcastClient.open(args.out, args.urls, **_read_pulling(args))
+    client = await ShardcastClient.open(args.out, args.urls, only=args.version, **_read_pulling(args))
     async with client, line.show(lambda: describe_progress(client.progress)):
         if not args.follow:
             try:
@@ -338,6 +349,7 @@ def serve_origin(
         host=host,
         port=port,
         keep=args.keep,
+        **_read_keeping(args),
         shard_size=settings["--shard-size"],
         anchor_every=args.anchor_every,
         limits=build_limits(args),
@@ -352,6 +364,7 @@ def _read_settings(args: argparse.Namespace) -> dict[str, Any]:
     """An origin's settings by flag name, in canonical form."""
     size = parse_bytes(args.shard_size)
     own = {"--keep": args.keep, "--anchor-every": args.anchor_every, "--shard-size": size}
+    own |= {"--keep-hours": args.keep_hours, "--keep-bytes": parse_bytes(args.keep_bytes)}
     return own | read_serving(args)
 
 

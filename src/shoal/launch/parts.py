@@ -5,6 +5,7 @@ from shoal.identity.keys import Key
 from shoal.launch.layout import name_cheats, name_relays, name_validators, name_workers
 from shoal.launch.prepare import HOST, PreparedSwarm
 from shoal.launch.process import Part
+from shoal.protocol.params import RunParams
 from shoal.shardcast.origin import SHARD_BYTES
 
 LAST = (0, EXIT_UNWANTED)
@@ -41,7 +42,7 @@ def list_origin_arguments(prepared: PreparedSwarm, listen: str) -> tuple[str, ..
     """The command of the origin, which is beside the trainer."""
     layout, config = prepared.layout, prepared.config
     rate = ("--rate", config.swarm.rate) if config.swarm.rate else ()
-    origin = ("origin", "--data", str(layout.folder("origin")), "--run", config.run, "--keep", _count_kept(prepared))
+    origin = ("origin", "--data", str(layout.folder("origin")), "--run", config.run, *_list_keeping(prepared))
     origin += (*rate, "--key", str(layout.publisher_key), "--listen", listen)
     return (*origin, "--shard-size", str(SHARD_BYTES))  # the root in the recipe was computed with it
 
@@ -49,7 +50,7 @@ def list_origin_arguments(prepared: PreparedSwarm, listen: str) -> tuple[str, ..
 def list_relay_arguments(prepared: PreparedSwarm, source: str, data: str, listen: str) -> tuple[str, ...]:
     """The command of a relay."""
     publisher, run = Key.load(prepared.layout.publisher_key).public, prepared.config.run
-    relay = ("relay", source, "--publisher", publisher, "--run", run, "--keep", _count_kept(prepared))
+    relay = ("relay", source, "--publisher", publisher, "--run", run, *_list_keeping(prepared))
     return (*relay, "--data", data, "--listen", listen)
 
 
@@ -84,9 +85,12 @@ def _list_nodes(prepared: PreparedSwarm) -> list[Part]:
     ]
 
 
-def _count_kept(prepared: PreparedSwarm) -> str:
-    """Versions that are kept on the way: those that may still be asked for."""
-    return str(prepared.config.async_level + 4)
+def _list_keeping(prepared: PreparedSwarm) -> tuple[str, ...]:
+    """Flags for the versions that are kept: those that workers may ask for, and those that appeals may need."""
+    config = prepared.config
+    hours = RunParams.model_fields["appeal_s"].default / 3600
+    recent = ("--keep-hours", f"{hours:g}", "--keep-bytes", config.swarm.archive)
+    return ("--keep", str(config.async_level + 4), *recent)
 
 
 def _listen(prepared: PreparedSwarm, name: str) -> str:

@@ -17,7 +17,7 @@ from shoal.errors import ConfigError
 from shoal.identity.keys import check_public
 from shoal.protocol.check_rate import ValidationConfig, check_guarantee
 from shoal.tasks.open import check_swarm
-from shoal.util.units import parse_rate
+from shoal.util.units import parse_bytes, parse_rate
 
 Cheats = Annotated[list[str], Field(json_schema_extra={"allowed": 'a list of attacks, such as ["int8", "stale"]'})]
 Addresses = Annotated[list[str], Field(max_length=8, json_schema_extra={"allowed": "a list of up to 8 addresses"})]
@@ -70,6 +70,8 @@ class SwarmConfig(Settings):
     """honest chunks of up to 32 tokens that are measured before the start, for the thresholds of the checks"""
     rate: str = ""
     """most that the origin sends, e.g. "20Mbit" a second, to see a broadcast that takes its time; empty: no limit"""
+    archive: str = "16GiB"
+    """disk space for the versions that the origin and each relay keep for appeals and audits, for a week at most"""
     hosts: HostsConfig = HostsConfig()
 
     @property
@@ -118,6 +120,10 @@ def check_launch(config: LaunchConfig) -> LaunchConfig:
             parse_rate(config.swarm.rate)
         except ConfigError as error:
             raise ConfigError(f"swarm.rate: {error}") from None
+    try:
+        parse_bytes(config.swarm.archive)
+    except ConfigError as error:
+        raise ConfigError(f"swarm.archive: {error}") from None
     check_guarantee(config.validation.guarantee, config.validation.power, config.batch.group_size)
     if config.beacon:
         raise ConfigError("beacon: the coordinator of a swarm chooses its own; set it only for `shoal train`")

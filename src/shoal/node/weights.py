@@ -11,6 +11,7 @@ Invariants:
 import asyncio
 import hashlib
 import logging
+import tempfile
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,6 +26,7 @@ from shoal.recipe import Recipe
 from shoal.shardcast.client import ShardcastClient
 from shoal.shardcast.fetch.upstreams import GoneError
 from shoal.toploc.calibration import hash_model
+from shoal.util.waits import WaitError
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +35,10 @@ NEW_VERSION_S = 3600.0
 
 
 @asynccontextmanager
-async def open_weights(session: Session, folder: Path, *, keep: int) -> AsyncIterator[ShardcastClient]:
-    """A client that pulls the run's versions into `folder`."""
+async def open_weights(
+    session: Session, folder: Path, *, keep: int, only: int | None = None
+) -> AsyncIterator[ShardcastClient]:
+    """A client that pulls the run's versions, or `only` one of them, into `folder`."""
     found = session.descriptor
     if not found.publisher or not found.relays:
         raise ConfigError(f"run {found.run}: the descriptor names no publisher or no relays for weights")
@@ -44,6 +48,7 @@ async def open_weights(session: Session, folder: Path, *, keep: int) -> AsyncIte
         run=found.run,
         publisher=found.publisher,
         keep=keep,
+        only=only,
         authority=session.authority,
     )
     async with client:
@@ -107,9 +112,16 @@ class PolicyCache:
     """The policies of a run, by version."""
 
     def __init__(
-        self, session: Session, client: ShardcastClient, recipe: Recipe, *, memory_bytes: int = MEMORY_BYTES
+        self,
+        session: Session,
+        client: ShardcastClient,
+        recipe: Recipe,
+        folder: Path,
+        *,
+        memory_bytes: int = MEMORY_BYTES,
     ) -> None:
-        self._session, self._client, self._memory_bytes = session, client, memory_bytes
+        """`folder` is for versions that the client no longer follows."""
+        self._session, self._client, self._folder, self._memory_bytes = session, client, folder, memory_bytes
         self._opener = WeightsOpener(recipe)
         self._policies: OrderedDict[int, Policy] = OrderedDict()
 
@@ -124,13 +136,29 @@ class PolicyCache:
                     timeout_s=PULL_S,
                     reason=describe_relays(self._client),
                 )
-            except GoneError as error:
-                logger.warning(f"v{version} is unavailable: {error}")
-                return None
-            self._policies[version] = await asyncio.to_thread(self._opener.open, version, folder)
+                self._policies[version] = await asyncio.to_thread(self._opener.open, version, folder)
+            except GoneError:
+                policy = await self._find_old(version)
+                if policy is None:
+                    return None
+                self._policies[version] = policy
         self._policies.move_to_end(version)
         self._drop_old()
         return self._policies[version]
+
+    async def _find_old(self, version: int) -> Policy | None:
+        """A version that this node no longer follows, as an appeal needs it; None if no relay has it."""
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            async with open_weights(self._session, Path(folder), keep=1, only=version) as client:
+                pull = client.pull(version)
+                try:
+                    found = await self._session.waits.with_timeout(
+                        "old weights", pull, waiting_for="the relays", timeout_s=PULL_S
+                    )
+                except (GoneError, WaitError) as error:
+                    logger.warning(f"v{version} is unavailable: {error}")
+                    return None
+                return await asyncio.to_thread(self._opener.open, version, found)
 
     def _drop_old(self) -> None:
         while len(self._policies) > 1 and sum(map(_measure_bytes, self._policies.values())) > self._memory_bytes:

@@ -27,7 +27,7 @@ from typing import Unpack
 
 from shoal.errors import ConfigError
 from shoal.shardcast.fetch.pull import FetchOptions, Puller, PullProgress
-from shoal.shardcast.store.store import StoredVersion, VersionStore
+from shoal.shardcast.store.store import MAX_CHAIN, StoredVersion, VersionStore
 from shoal.util.aio import run_blocking
 from shoal.util.disk import guard_disk
 from shoal.util.files import LATEST, check_latest, link_latest, write_atomic
@@ -139,15 +139,20 @@ class ShardcastClient:
         run: str,
         publisher: str,
         keep: int = DEFAULT_KEEP,
+        only: int | None = None,
         **options: Unpack[FetchOptions],
     ) -> "ShardcastClient":
-        """Open or create an output folder. ConfigError if another process uses it."""
+        """Open or create an output folder. ConfigError if another process uses it.
+
+        `only`: the one version that will be pulled, which may be far behind the newest.
+        """
         if keep < 1:
             raise ConfigError(f"keep = {keep}: must be at least 1")
         with guard_disk(out):
             # One more: a version that its publisher never finishes must not evict the previous one.
+            num_heads = keep + 1 if only is None else MAX_CHAIN
             store = await VersionStore.open(
-                out / HIDDEN, run=run, publisher=publisher, keep=keep + 1, serves=False, role="client"
+                out / HIDDEN, run=run, publisher=publisher, keep=num_heads, newest=only, serves=False, role="client"
             )
             try:
                 output = OutputFolder(out, keep)

@@ -65,6 +65,8 @@ async def open_origin(
     host: str = "127.0.0.1",
     port: int = 0,
     keep: int = DEFAULT_KEEP,
+    keep_s: float = 0.0,
+    keep_bytes: int | None = None,
     shard_size: int = SHARD_BYTES,
     anchor_every: int = ANCHOR_EVERY,
     limits: ServeLimits | None = None,
@@ -78,7 +80,9 @@ async def open_origin(
     `open_tickets` is called once the folder is locked: its book belongs to one process.
     """
     async with AsyncExitStack() as stack:
-        store = await VersionStore.open(data, run=run, publisher=key.public, keep=keep, role="origin")
+        store = await VersionStore.open(
+            data, run=run, publisher=key.public, keep=keep, keep_s=keep_s, keep_bytes=keep_bytes, role="origin"
+        )
         stack.push_async_callback(store.close)
         origin = Origin(store, key, shard_size=shard_size, anchor_every=anchor_every)
         if (tickets := open_tickets()) is not None:

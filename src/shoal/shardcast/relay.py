@@ -279,6 +279,8 @@ class Relay:
         host: str = "127.0.0.1",
         port: int = 0,
         keep: int = DEFAULT_KEEP,
+        keep_s: float = 0.0,
+        keep_bytes: int | None = None,
         max_bytes: int | None = None,
         limits: ServeLimits | None = None,
         tickets: TicketTable | None = None,
@@ -287,7 +289,14 @@ class Relay:
     ) -> "Relay":
         """Open the data folder and start serving what it holds, encrypted if `tls` is given."""
         store = await VersionStore.open(
-            data, run=run, publisher=publisher, keep=keep, max_bytes=max_bytes, role="relay"
+            data,
+            run=run,
+            publisher=publisher,
+            keep=keep,
+            keep_s=keep_s,
+            keep_bytes=keep_bytes,
+            max_bytes=max_bytes,
+            role="relay",
         )
         try:
             relay = cls(store, Puller(store, urls, **options), limits=limits, tickets=tickets, tls=tls)

@@ -191,7 +191,8 @@ class TargetSelector:
             if entry.version == version:
                 return entry
         newest = max((entry.version for entry in known), default=-1)
-        if newest < version or not all(upstream.answered for upstream in self._upstreams.all):
+        may_come = newest < version and self._store.newest is None
+        if may_come or not all(upstream.answered for upstream in self._upstreams.all):
             return None
         silent = [str(upstream) for upstream in self._upstreams.all if not upstream.listed]
         hint = f" (no response from {', '.join(silent)})" if silent else ""

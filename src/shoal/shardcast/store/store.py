@@ -8,12 +8,12 @@ The life of an entry:
     new -> growing -> ended -> complete
     any of these -> gone (no longer found) -> removed when its last holder releases it
 
-The store keeps the newest `keep` versions, the newest complete one (others build on it), and the chain: the versions by
-whose deltas the newest is reached, at most `MAX_CHAIN`, whatever the publisher does. In the store of a server the chain
-begins at a complete anchor, so that a client that joins late finds it and every delta since, and the next anchor can be
-built from them. In a client's store it begins at any held version, so that a client that fell behind continues by
-deltas. A store that holds none of these begins at an anchor. Beyond `keep` a client's chain is manifests and deltas,
-never full blobs.
+The store keeps the newest `keep` versions, the newest complete one (others build on it), those published in the last
+`keep_s` as far as all of them take no more than `keep_bytes`, and the chain: the versions by whose deltas the newest is
+reached, at most `MAX_CHAIN`, whatever the publisher does. In the store of a server the chain begins at a complete
+anchor, so that a client that joins late finds it and every delta since, and the next anchor can be built from them. In
+a client's store it begins at any held version, so that a client that fell behind continues by deltas. A store that
+holds none of these begins at an anchor. Beyond `keep` a client's chain is manifests and deltas, never full blobs.
 
 Invariants:
 - the manifest's file is the log; a line counts there with its newline, and is written before it counts in memory;
@@ -32,6 +32,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -116,6 +117,11 @@ class StoredVersion:
     def disk_bytes(self) -> int:
         """Bytes allocated in the store."""
         return sum(blob.layout.total for blob in self.blobs if blob.charged)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that keeping it takes, here and, for an origin's entry, where its files are."""
+        return self.disk_bytes + (0 if self.source is None else self.full.layout.total)
 
     async def append(self, line: bytes) -> None:
         """Verify and store the next line; ManifestError changes nothing. The last line is on disk on return."""
@@ -264,6 +270,12 @@ class VersionStore:
     max_bytes: int | None
     serves: bool
     _lock: int
+    keep_s: float = 0.0
+    """versions of this many seconds are kept too"""
+    keep_bytes: int | None = None
+    """as far as all that is kept takes no more than this; None: no limit"""
+    newest: int | None = None
+    """newer versions are not adopted; for a client that wants an old one"""
     pool: Executor = field(default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="shoal-store"))
     """threads for hashing and writing"""
     open_files: OpenFileCache = field(default_factory=OpenFileCache)
@@ -282,6 +294,9 @@ class VersionStore:
         run: str,
         publisher: str,
         keep: int = DEFAULT_KEEP,
+        keep_s: float = 0.0,
+        keep_bytes: int | None = None,
+        newest: int | None = None,
         max_bytes: int | None = None,
         serves: bool = True,
         role: str = "",
@@ -297,7 +312,7 @@ class VersionStore:
         if max_bytes is not None and max_bytes < 1:
             raise ConfigError(f"max_bytes = {max_bytes}: must be at least 1")
         lock = await claim_folder(folder, run=run, publisher=publisher, role=role)
-        store = cls(folder, run, publisher, keep, max_bytes, serves, lock)
+        store = cls(folder, run, publisher, keep, max_bytes, serves, lock, keep_s, keep_bytes, newest)
         try:
             await store._restore()
         except BaseException:
@@ -433,6 +448,8 @@ class VersionStore:
         existing = self._entries.get(head.version)
         if existing is not None and existing.serial >= head.serial:
             raise StaleError(f"version {head.version} was replaced")
+        if self.newest is not None and head.version > self.newest:
+            raise StaleError(f"version {head.version} is newer than version {self.newest}, which is wanted")
         if existing is None and self._is_old(head.version):
             raise StaleError(f"version {head.version} is older than the versions kept")
 
@@ -445,9 +462,24 @@ class VersionStore:
 
     async def _drop_old(self) -> None:
         kept = list_kept(self._entries, self.keep, serves=self.serves)
+        kept |= self._list_recent(kept)
         for entry in self.entries():
             if entry.version not in kept and not entry.held:
                 await self.drop(entry)
+
+    def _list_recent(self, kept: set[int]) -> set[int]:
+        """Versions of the last `keep_s`, newest first, that `keep_bytes` allows besides those that are kept anyway."""
+        since_ns = time.time_ns() - int(self.keep_s * 1e9)
+        used_bytes = sum(self._entries[version].kept_bytes for version in kept & self._entries.keys())
+        recent: set[int] = set()
+        for entry in reversed(self.entries()):
+            if entry.version in kept or entry.serial < since_ns:  # a serial is the time of publishing
+                continue
+            used_bytes += entry.kept_bytes
+            if self.keep_bytes is not None and used_bytes > self.keep_bytes:
+                break
+            recent.add(entry.version)
+        return recent
 
     def _list_dispensable(self) -> list[StoredVersion]:
         """Entries in the order in which a byte limit drops them: those on no chain first, then by age."""
