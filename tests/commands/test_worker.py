@@ -29,7 +29,7 @@ def test_a_descriptor_that_is_not_there_is_named(
 ) -> None:
     path = tmp_path / "nowhere.json"
     error = fail(capsys, command, str(path), "--folder", str(tmp_path / "node"))
-    assert f"{path}: cannot be read (No such file or directory)" in error
+    assert f"{path}: cannot be read (no such file)" in error
 
 
 def test_a_coordinator_that_is_away_is_no_mistake(

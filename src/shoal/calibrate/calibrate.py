@@ -24,7 +24,7 @@ from shoal.calibrate.variants import VariantSetup, cast_models, list_setups, pro
 from shoal.engine.base import CHUNK
 from shoal.errors import ConfigError
 from shoal.learner.checkpoint import find_newest
-from shoal.policy.model import Policy, open_policy
+from shoal.policy.model import Policy, choose_device, open_policy
 from shoal.rollout import Request
 from shoal.toploc.calibration import (
     LIMITED,
@@ -158,6 +158,8 @@ class CalibrationPlan:
     """thread count of one variant; the others use one thread"""
     mixed: bool = False
     """whether workers may use the other dtype"""
+    device: str = "auto"
+    """where both compute"""
 
 
 def run_calibration(path: str, dtype: str, plan: CalibrationPlan) -> Calibration:
@@ -192,7 +194,8 @@ def _open_subject(path: str, dtype: str, plan: CalibrationPlan) -> tuple[Policy,
     if reason := probe_dtype(dtype):
         raise ConfigError(f"--dtype {dtype}: {reason}")
     newest = find_newest(Path(path) / "checkpoints")
-    policy = open_policy(path if newest is None else newest / "policy", dtype=getattr(torch, dtype))
+    place = path if newest is None else newest / "policy"
+    policy = open_policy(place, dtype=getattr(torch, dtype), device=choose_device(plan.device))
     return policy, list_setups(dtype, threads=plan.threads, mixed=plan.mixed)
 
 

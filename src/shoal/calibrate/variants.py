@@ -136,11 +136,12 @@ def _decode_batch(model: PreTrainedModel, requests: Sequence[Request], eos_id: i
     cache = DynamicCache()
     limit = max(request.max_tokens for request in requests)
     seeds = np.array([request.seed for request in requests], dtype=np.uint64)
-    uniforms = torch.from_numpy(uniform_rows(seeds, np.zeros(len(requests), dtype=np.int64), limit))
-    temperatures = torch.tensor([request.temperature for request in requests])
-    feed = torch.tensor([request.prompt_ids for request in requests])
+    device = model.device
+    uniforms = torch.from_numpy(uniform_rows(seeds, np.zeros(len(requests), dtype=np.int64), limit)).to(device)
+    temperatures = torch.tensor([request.temperature for request in requests], device=device)
+    feed = torch.tensor([request.prompt_ids for request in requests], device=device)
     columns: list[tuple[Tensor, Tensor, Tensor]] = []
-    ended = torch.zeros(len(requests), dtype=torch.bool)
+    ended = torch.zeros(len(requests), dtype=torch.bool, device=device)
     while not bool(ended.all()):
         output = model.base_model(input_ids=feed, past_key_values=cache, use_cache=True)
         hidden = output.last_hidden_state[:, -1]
@@ -149,7 +150,8 @@ def _decode_batch(model: PreTrainedModel, requests: Sequence[Request], eos_id: i
         columns.append((tokens, logprobs, hidden.clone()))
         ended |= (tokens == eos_id) | (len(columns) >= limit)
         feed = tokens[:, None]
-    tokens_bt, logprobs_bt, hidden_btw = (torch.stack(column, dim=1) for column in zip(*columns, strict=True))
+    stacked = (torch.stack(column, dim=1) for column in zip(*columns, strict=True))
+    tokens_bt, logprobs_bt, hidden_btw = (values.cpu() for values in stacked)
     return [
         _finish_row(request, tokens, logprobs, hidden, eos_id, sink)
         for request, tokens, logprobs, hidden in zip(requests, tokens_bt, logprobs_bt, hidden_btw, strict=True)

@@ -152,6 +152,17 @@ def add_logging(parser: CommandParser, default: Any = None) -> None:
     add("--log-json", action="store_true", default=default, help="log one JSON object per line")
 
 
+_DEVICES = re.compile(r"auto|cpu|(cuda|mps|xpu)(:[0-9]{1,2})?")
+_DEVICE_HELP = "auto, cpu, cuda, cuda:1, mps or xpu (%(default)s: the accelerator that torch finds, else the CPU)"
+
+
+def parse_device(text: str) -> str:
+    """Check the name of a device; whether it is there is known only with torch."""
+    if _DEVICES.fullmatch(text) is None:
+        raise argparse.ArgumentTypeError(f"invalid device {text[:40]!r}; use auto, cpu, cuda, cuda:1, mps or xpu")
+    return text
+
+
 def parse_where(text: str) -> str:
     """Check an address or the path of a file; HOST:PORT alone is an address without its scheme."""
     if _HOST_PORT.fullmatch(text) and not Path(text).exists():
@@ -161,6 +172,7 @@ def parse_where(text: str) -> str:
 
 _HOST_PORT = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}(/\S*)?")
 WHERE = flag("where", type=parse_where, metavar="URL", help="coordinator's address, or path of the run's descriptor")
+DEVICE = flag("--device", type=parse_device, default="auto", metavar="D", help=_DEVICE_HELP)
 AUTHORITY = flag("--ca", type=Path, metavar="FILE", help="CA certificates to trust (default: the system's)")
 JSON = flag("--json", action="store_true", help="print JSON")
 QUERY = (WHERE, AUTHORITY, JSON)

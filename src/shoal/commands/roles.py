@@ -59,6 +59,7 @@ def add_node(parser: CommandParser, folder: str) -> None:
     common.AUTHORITY(parser)
     add("--tasks", type=Path, metavar="FILE", help="the run's task set, if it has one (default: from the coordinator)")
     add("--threads", type=int, default=0, metavar="N", help="torch threads (default: all cores)")
+    common.DEVICE(parser)
 
 
 def add_engine(parser: CommandParser) -> None:
@@ -158,6 +159,7 @@ async def write_work(args: argparse.Namespace, make_behaviour: MakeBehaviour) ->
     from shoal.node.recipe import fetch_recipe
     from shoal.node.session import Role
     from shoal.node.weights import open_weights
+    from shoal.policy.model import choose_device
     from shoal.worker.orders import WorkLimits
     from shoal.worker.worker import Worker
 
@@ -168,7 +170,8 @@ async def write_work(args: argparse.Namespace, make_behaviour: MakeBehaviour) ->
 
         async def write_rollouts() -> None:
             async with open_weights(session, args.folder / "weights", keep=keep) as weights:
-                worker = Worker(session, weights, behaviour, args.folder, limits=limits, slots=args.slots)
+                engine = {"slots": args.slots, "device": choose_device(args.device)}
+                worker = Worker(session, weights, behaviour, args.folder, limits=limits, **engine)
                 async with line.show(worker.describe):
                     await worker.run()
                 logger.info("%s", worker.describe())
@@ -201,6 +204,7 @@ async def judge_work(args: argparse.Namespace, make_judge: MakeJudge) -> None:
     from shoal.node.recipe import fetch_recipe
     from shoal.node.session import Role
     from shoal.node.weights import PolicyCache, open_weights
+    from shoal.policy.model import choose_device
     from shoal.submission.read import ParserPool
     from shoal.validator.validator import Validator
 
@@ -215,7 +219,7 @@ async def judge_work(args: argparse.Namespace, make_judge: MakeJudge) -> None:
                 open_weights(session, args.folder / "weights", keep=keep) as weights,
                 ParserPool() as parser_pool,
             ):
-                policies = PolicyCache(session, weights, recipe, args.folder)
+                policies = PolicyCache(session, weights, recipe, args.folder, device=choose_device(args.device))
                 judge = make_judge(session, recipe, calibration, parser_pool)
                 validator = Validator(session, judge, policies, args.folder)
                 async with line.show(validator.describe):

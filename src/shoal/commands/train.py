@@ -38,6 +38,7 @@ def _add_calibrate(parser: CommandParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder or hub id of a policy, or a run directory")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype in the verifier (%(default)s)")
+    common.DEVICE(parser)
     add("--backend", choices=("torch",), default="torch", help="engine of verifier and workers (%(default)s)")
     add("--samples", type=int, default=4096, metavar="N", help="honest chunks of 32 tokens to measure (%(default)s)")
     add("--rate", type=float, default=1e-9, metavar="R", help="false positives per rollout, all checks (%(default)s)")
@@ -65,6 +66,7 @@ def _add_filter(parser: CommandParser) -> None:
     add("--max-tokens", type=int, default=256, metavar="N", help="maximum tokens per attempt (%(default)s)")
     add("--temperature", type=float, default=1.0, metavar="T", help="sampling temperature (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights (%(default)s)")
+    common.DEVICE(parser)
     add("--slots", type=int, default=256, metavar="N", help="maximum number of concurrent attempts (%(default)s)")
     add("--threads", type=int, default=0, metavar="N", help="torch threads (default: all cores)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the attempts (%(default)s)")
@@ -150,7 +152,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     from shoal.calibrate.prompts import PromptSource
 
     source = PromptSource(file=args.prompts, **common.pick_flags(args, "tokens", "temperature", "seed", "task"))
-    own = common.pick_flags(args, "samples", "rate", "confidence", "threads", "mixed")
+    own = common.pick_flags(args, "samples", "rate", "confidence", "threads", "mixed", "device")
     plan = CalibrationPlan(source=source, **own)
     if args.check is not None:
         complaints = run_recheck(args.model, args.dtype, plan, args.check)
@@ -183,7 +185,8 @@ def run_filter(args: argparse.Namespace) -> int:
     from shoal.util.process import tune_process
 
     tune_process(args.threads)
-    own = common.pick_flags(args, "model", "out", "name", "k", "max_tokens", "temperature", "dtype", "seed", "slots")
+    sampling = ("max_tokens", "temperature", "dtype", "device", "seed", "slots")
+    own = common.pick_flags(args, "model", "out", "name", "k", *sampling)
     plan = offline_filter.FilterPlan(places=tuple(args.tasks), low=args.min, high=args.max, **own)
     if _COLUMN.fullmatch(plan.column) is None:
         raise ConfigError(f"--name: invalid name {plan.column!r}; use 1 to 64 letters, digits, dots, dashes, _")

@@ -33,6 +33,15 @@ LossName = Literal["intellect2", "grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 Model = TypeVar("Model", bound=Settings)
 
 
+Device = Annotated[
+    str,
+    Field(
+        pattern=r"^(auto|cpu|(cuda|mps|xpu)(:[0-9]{1,2})?)$",
+        json_schema_extra={"allowed": "auto, cpu, cuda, cuda:1, mps or xpu"},
+    ),
+]
+
+
 class TinyConfig(Settings):
     """A model from scratch; `width` is the dial for its size."""
 
@@ -66,6 +75,8 @@ class PolicyConfig(Settings):
     tiny: TinyConfig = TinyConfig()
     dtype: Literal["float32", "bfloat16"] = "float32"
     """float32 is faster on CPUs without bf16 support"""
+    device: Device = "auto"
+    """where the model computes; auto: the accelerator that torch finds, else the CPU"""
 
 
 class SftConfig(Settings):

@@ -235,7 +235,7 @@ def step_peer(member: PeerModel, rows: np.ndarray) -> tuple[float, RoundReport |
 
 def measure_loss(model: nn.Module, rows: np.ndarray) -> Tensor:
     """Mean cross-entropy over all tokens except the first of each row."""
-    tokens = torch.from_numpy(rows.astype(np.int64))
+    tokens = torch.from_numpy(rows.astype(np.int64)).to(next(model.parameters()).device)
     logits = model(tokens[:, :-1]).logits
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), tokens[:, 1:].reshape(-1))
 

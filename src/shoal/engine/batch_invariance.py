@@ -51,47 +51,52 @@ def measure_rows(model: PreTrainedModel, layers: list[Layer] | None, slots: int)
     else:
         weights = [weight for layer in layers for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         weights.append(model.get_output_embeddings().weight)
-    threads = torch.get_num_threads()
+    setup = (model.dtype, str(model.device), torch.get_num_threads())
     shapes = {(weight.shape[0], weight.shape[1]) for weight in weights}
     first = max(_MOST, _round_up(slots))
     tops = range(first, first + _SEARCH * _STEP, _STEP)
-    top = next((top for top in tops if all(_is_even(shape, model.dtype, top, threads) for shape in shapes)), first)
-    agreeing = [_find_agreeing(shape, model.dtype, top, threads) for shape in shapes]
+    top = next((top for top in tops if all(_is_even(shape, setup, top) for shape in shapes)), first)
+    agreeing = [_find_agreeing(shape, setup, top) for shape in shapes]
     counts = sorted(frozenset(range(_STEP, top + 1, _STEP)).intersection(*agreeing))
-    wide = [rows for rows in _WIDE if rows > top and all(_is_wide(s, model.dtype, rows, top, threads) for s in shapes)]
+    wide = [rows for rows in _WIDE if rows > top and all(_is_wide(shape, setup, rows, top) for shape in shapes)]
     return RowCounts((*counts, *wide))
 
 
+Setup = tuple[torch.dtype, str, int]
+"""What the bits of a product depend on besides its shape: type, device and number of threads."""
+
+
 @cache
-def _is_even(shape: tuple[int, int], dtype: torch.dtype, rows: int, threads: int) -> bool:
-    """Whether rows keep their bits when they are permuted. The result depends on `threads`, the number torch uses."""
-    weight, inputs = _draw_product(shape, dtype, rows)
+def _is_even(shape: tuple[int, int], setup: Setup, rows: int) -> bool:
+    """Whether rows keep their bits when they are permuted."""
+    weight, inputs = _draw_product(shape, setup, rows)
     whole = F.linear(inputs, weight)
     return all(torch.equal(F.linear(inputs.roll(by, 0), weight), whole.roll(by, 0)) for by in (1, 8))
 
 
 @cache
-def _find_agreeing(shape: tuple[int, int], dtype: torch.dtype, top: int, threads: int) -> frozenset[int]:
+def _find_agreeing(shape: tuple[int, int], setup: Setup, top: int) -> frozenset[int]:
     """The row counts whose rows have the same bits as among `top` rows."""
-    weight, inputs = _draw_product(shape, dtype, top)
+    weight, inputs = _draw_product(shape, setup, top)
     whole = F.linear(inputs, weight)
     counts = range(_STEP, top + 1, _STEP)
     return frozenset(rows for rows in counts if torch.equal(F.linear(inputs[:rows], weight), whole[:rows]))
 
 
 @cache
-def _is_wide(shape: tuple[int, int], dtype: torch.dtype, rows: int, top: int, threads: int) -> bool:
+def _is_wide(shape: tuple[int, int], setup: Setup, rows: int, top: int) -> bool:
     """Whether every row among `rows` has the same bits as among `top`."""
-    weight, inputs = _draw_product(shape, dtype, rows)
+    weight, inputs = _draw_product(shape, setup, rows)
     whole = F.linear(inputs, weight)
     spans = [slice(end - top, end) for end in (*range(top, rows, top), rows)]
     return all(torch.equal(F.linear(inputs[span], weight), whole[span]) for span in spans)
 
 
-def _draw_product(shape: tuple[int, int], dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor]:
+def _draw_product(shape: tuple[int, int], setup: Setup, rows: int) -> tuple[Tensor, Tensor]:
+    dtype, device, _ = setup
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(shape, generator=generator).to(dtype)
-    return weight, torch.randn(rows, shape[1], generator=generator).to(dtype)
+    weight = torch.randn(shape, generator=generator).to(device, dtype)
+    return weight, torch.randn(rows, shape[1], generator=generator).to(device, dtype)
 
 
 def _round_up(rows: int) -> int:

@@ -1,6 +1,7 @@
 """Keys and values of the active rollouts, one row per slot, and decode attention over them.
 
 Shapes: R rows in use, K key/value heads, T positions, D head size; storage is (layers, 2, rows, K, T, D).
+- Keys, values and masks are on the device of the model; lengths, which decide what is read, are on the host.
 - Rows 0 .. R - 1 are in use, without holes: the engine moves rows when one finishes.
 - T is read in multiples of a tile, and positions beyond a row's length have weight exactly 0. With the CPU libraries
   tested, a row's result then has the same bits whatever the other rows are (tests/engine/test_invariance.py).
@@ -46,11 +47,20 @@ class SlotCache:
     """Preallocated storage; `lengths` is the number of positions in each row."""
 
     def __init__(
-        self, *, layers: int, heads: int, kv_heads: int, dim: int, slots: int, dtype: torch.dtype, capacity: int = 64
+        self,
+        *,
+        layers: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        capacity: int = 64,
     ) -> None:
         self._shape = (layers, 2, slots + 1, kv_heads, dim)  # one spare row, see DecodeAttention
         self._tiling = Tiling.for_heads(heads // kv_heads, dim)
-        self._dtype = dtype
+        self._dtype, self._device = dtype, device
         self.lengths = torch.zeros(slots, dtype=torch.long)
         self._allocate(capacity)
 
@@ -79,27 +89,29 @@ class SlotCache:
         rows = slice(start, start + len(prefixes))
         self.lengths[rows] = torch.tensor([0 if prefix is None else prefix.shape[3] for prefix in prefixes])
         unseen = torch.arange(self.capacity) >= self.lengths[rows, None]
-        self._bias[rows] = torch.zeros(unseen.shape, dtype=self._dtype).masked_fill_(unseen, float("-inf"))
+        bias = torch.zeros(unseen.shape, dtype=self._dtype).masked_fill_(unseen, float("-inf"))
+        self._bias[rows] = bias.to(self._device)
 
     def move_rows(self, source: Tensor, target: Tensor) -> None:
         """Copy rows over free ones."""
         top = self._tiling.round_up(int(self.lengths[source].max()))
+        self.lengths[target] = self.lengths[source]
+        source, target = source.to(self._device), target.to(self._device)
         self._store[:, :, target, :, :top] = self._store[:, :, source, :, :top]
         self._bias[target] = self._bias[source]
-        self.lengths[target] = self.lengths[source]
 
     def begin_step(self, rows: int) -> "DecodeAttention":
         """Add one position to rows 0 .. rows - 1; returns the attention of this step."""
         at = self.lengths[:rows].clone()
-        self._bias[torch.arange(rows), at] = 0.0
+        self._bias[torch.arange(rows, device=self._device), at.to(self._device)] = 0.0
         self.lengths[:rows] += 1
         return DecodeAttention(self._store, self._bias, at, self._tiling)
 
     def _allocate(self, capacity: int) -> None:
         layers, two, rows, kv_heads, dim = self._shape
         length = self._tiling.round_up(capacity)
-        self._store = torch.zeros(layers, two, rows, kv_heads, length, dim, dtype=self._dtype)
-        self._bias = torch.full((rows, length), float("-inf"), dtype=self._dtype)
+        self._store = torch.zeros(layers, two, rows, kv_heads, length, dim, dtype=self._dtype, device=self._device)
+        self._bias = torch.full((rows, length), float("-inf"), dtype=self._dtype, device=self._device)
         self._bias[:, 0] = 0.0  # a row must attend to at least one position
 
 
@@ -111,7 +123,7 @@ class DecodeAttention:
         self._store, self._rows, self._chunk = store, len(at), tiling.chunk
         # Flat index of (row, head, position).
         heads = torch.arange(len(at) * kv_heads).view(-1, kv_heads)
-        self._flat = (heads * capacity + at[:, None]).flatten()
+        self._flat = (heads * capacity + at[:, None]).flatten().to(store.device)
         spans = _block_spans(at, tiling)
         if kv_heads == 1:
             # A batch of one product is summed in a different order than larger ones: a single row adds the next.

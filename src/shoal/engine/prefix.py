@@ -30,8 +30,8 @@ def compute_prefixes(
 class _Recorder:
     """Packed attention that keeps the keys and values of every layer."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._attention = PackedAttention(segments, even=True)
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+        self._attention = PackedAttention(segments, even=True).to(device)
         self._num_tokens = segments[-1].end
         self.layers: list[Tensor] = []
 
@@ -62,8 +62,9 @@ def _compute_batch(
     for prefix in prefixes:
         start = segments[-1].end if segments else 0
         segments.append(Segment(start, start + len(prefix)))
-    recorder = _Recorder(segments)
+    recorder = _Recorder(segments, model.device)
     flat = counts.pad_flat(torch.tensor([token for prefix in prefixes for token in prefix]))
-    run_decoder(model, flat, counts.pad_flat(positions_of(segments)), recorder, layers)
+    positions = counts.pad_flat(positions_of(segments))
+    run_decoder(model, flat.to(model.device), positions.to(model.device), recorder, layers)
     stacked = torch.stack(recorder.layers).transpose(2, 3)  # (layers, 2, K, T, D)
     return {prefix: stacked[..., s.start : s.end, :] for prefix, s in zip(prefixes, segments, strict=True)}

@@ -6,6 +6,8 @@
   the work shrinks with the number of active rollouts.
 - A rollout is a function of (weights, prompt, seed, temperature, max tokens). Matrix products run on padded row counts
   for which a row's bits do not depend on the others (`measure_rows`), and attention on tiles of fixed size.
+- The model, keys, values, hidden states and logits are on the model's device; counters, tokens and draws are on the
+  host. A step waits for the device where it reads the chosen tokens.
 - After a weight swap active rollouts are recomputed from their tokens: no key or value outlives its weights.
 
 Life of a request: submit -> queue -> row -> rollout; on a swap row -> queue; a cancellation removes it from either.
@@ -72,9 +74,10 @@ class TorchEngine:
         self._prefixes: dict[Tokens, Tensor] = {}
         self._table = SlotTable(slots)
         shape = dict(zip(("layers", "heads", "kv_heads", "dim"), attention_shape(model.config), strict=True))
-        self._cache = SlotCache(**shape, slots=slots, dtype=model.dtype)
+        self._device = model.device
+        self._cache = SlotCache(**shape, slots=slots, dtype=model.dtype, device=self._device)
         width = model.config.hidden_size if sink else 0
-        self._hidden = torch.zeros(slots, CHUNK, width, dtype=model.dtype)
+        self._hidden = torch.zeros(slots, CHUNK, width, dtype=model.dtype, device=self._device)
         self._fuse_weights()
         self._counts = measure_rows(model, self._layers, slots)
 
@@ -113,10 +116,12 @@ class TorchEngine:
         # On a padded row count.
         token_ids = self._counts.pad_flat(self._table.last[:rows])
         positions = self._counts.pad_flat(self._cache.lengths[:rows])
-        hidden = run_decoder(self._model, token_ids, positions, self._cache.begin_step(rows), self._layers)
-        uniforms = self._table.next_uniforms(rows)
+        inputs = (token_ids.to(self._device), positions.to(self._device), self._cache.begin_step(rows))
+        hidden = run_decoder(self._model, *inputs, self._layers)
+        uniforms = self._table.next_uniforms(rows).to(self._device)
         logits = compute_logits(self._model, hidden)[:rows]
-        tokens, logprobs = self._choose(logits, self._table.temperatures[:rows], uniforms)
+        chosen = self._choose(logits, self._table.temperatures[:rows].to(self._device), uniforms)
+        tokens, logprobs = (values.cpu() for values in chosen)
         self._table.record(rows, tokens, logprobs)
         finished = (tokens == self._eos_id) | (self._table.counts[:rows] >= self._table.limits[:rows])
         if self._sink:
@@ -212,7 +217,8 @@ class TorchEngine:
         """Store this step's states, and pass on the chunks that are full or end a rollout."""
         assert self._sink is not None
         counts = self._table.counts[:rows]
-        self._hidden[torch.arange(rows), (counts - 1) % CHUNK] = hidden[:rows]
+        places = ((counts - 1) % CHUNK).to(self._device)
+        self._hidden[torch.arange(rows, device=self._device), places] = hidden[:rows]
         for row in ((counts % CHUNK == 0) | finished).nonzero()[:, 0].tolist():
             count = int(counts[row])
             start = (count - 1) // CHUNK * CHUNK
@@ -228,7 +234,7 @@ class TorchEngine:
             source, target = torch.tensor(sources), torch.tensor(targets)
             self._cache.move_rows(source, target)
             self._table.move_rows(source, target)
-            self._hidden[target] = self._hidden[source]
+            self._hidden[target.to(self._device)] = self._hidden[source.to(self._device)]
             for row_from, row_to in zip(sources, targets, strict=True):
                 self._rows[row_to] = self._rows[row_from]
         del self._rows[keep:]

@@ -20,9 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from shoal.config.run import PolicyConfig
 from shoal.errors import ConfigError
 from shoal.learner.learner import Learner
-from shoal.policy.model import Policy, open_policy, save_policy
+from shoal.policy.model import Policy, reopen_policy, save_policy
 from shoal.util.files import atomic_dir, hash_file, remove_dir
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -108,9 +109,9 @@ def load_versions(checkpoint: Path) -> dict[int, Weights]:
     return {version: load_file(found[version]) for version in sorted(found)}
 
 
-def load_checkpoint_policy(checkpoint: Path, dtype: torch.dtype) -> Policy:
+def load_checkpoint_policy(checkpoint: Path, config: PolicyConfig) -> Policy:
     """The policy of a checkpoint."""
-    return open_policy(checkpoint / "policy", dtype=dtype)
+    return reopen_policy(checkpoint / "policy", config)
 
 
 def restore_learner(learner: Learner, checkpoint: Path, state: CheckpointState) -> None:

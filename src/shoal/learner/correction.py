@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from shoal.learner.logprobs import kl_k3
-from shoal.learner.losses.base import LOG_RATIO_BOUND, average_segments
+from shoal.learner.losses.base import LOG_RATIO_BOUND, average_segments, is_finite
 
 CorrectionKind = Literal["none", "token", "sequence"]
 
@@ -84,10 +84,18 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Correction:
-    """Weights c_t [T], without gradient, and their metrics."""
+    """Weights c_t [T], without gradient, and the sums of their metrics, both on the device of the model."""
 
     weights: Tensor
-    mismatch: Mismatch
+    sums: Tensor
+    """float64, the numbers of `Mismatch` after its counts"""
+    num_tokens: int
+    num_samples: int
+
+    @property
+    def mismatch(self) -> Mismatch:
+        """The metrics on the host; waits for the device."""
+        return Mismatch(self.num_tokens, self.num_samples, *self.sums.tolist())
 
 
 @torch.no_grad()
@@ -103,7 +111,7 @@ def build_correction(
     """Weights and metrics of tokens [T] that belong to samples 0 .. num_segments - 1."""
     assert old_logprobs.shape == behaviour_logprobs.shape == segment.shape, "per-token arrays differ in length"
     diff = old_logprobs - behaviour_logprobs
-    assert torch.isfinite(diff).all(), "log-probs are not finite"
+    assert is_finite(diff), "log-probs are not finite"
     raw = diff.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     truncated, masked = torch.zeros_like(diff, dtype=torch.bool), diff.new_zeros(num_segments, dtype=torch.bool)
     if kind == "token":
@@ -116,14 +124,9 @@ def build_correction(
         weights = torch.ones_like(diff)
     kl = kl_k3(behaviour_logprobs, old_logprobs)
     sums = [kl, raw, raw.double() ** 2, weights, weights**2, truncated, masked]
-    return Correction(weights=weights, mismatch=_sum_metrics(diff, num_segments, sums))
-
-
-def _sum_metrics(diff: Tensor, num_segments: int, sums: list[Tensor]) -> Mismatch:
     largest = diff.abs().max() if len(diff) else diff.new_zeros(())
-    # One transfer for all numbers: each .item() would synchronise with the device.
-    numbers = torch.stack([tensor.double().sum() for tensor in sums] + [largest.double()]).tolist()
-    return Mismatch(len(diff), num_segments, *numbers)
+    numbers = torch.stack([tensor.double().sum() for tensor in sums] + [largest.double()])
+    return Correction(weights=weights, sums=numbers, num_tokens=len(diff), num_samples=num_segments)
 
 
 def _divide_ess(total: float, squares: float, count: float) -> float:

@@ -22,7 +22,7 @@ from shoal.learner.correction import Correction, build_correction
 from shoal.learner.logprobs import kl_k3, score_tokens
 from shoal.learner.losses import LOSSES
 from shoal.learner.losses.base import LossInputs, sum_tokens
-from shoal.learner.metrics import UpdateMetrics, describe_step
+from shoal.learner.metrics import PackMetrics, UpdateMetrics, describe_step
 from shoal.policy.packing import Pack, Sample, build_packs
 from shoal.rollout import Group
 
@@ -57,9 +57,13 @@ class Learner:
         """Train on the groups of one batch; an empty batch changes nothing."""
         split = _split_parts(groups, self._config.updates)
         parts = [build_samples(part, self._config.advantage, self._length) for part in split]
-        packs = [build_packs(samples, self._config.micro_tokens, share=self._config.share) for samples in parts]
+        packs = [self._build_packs(samples) for samples in parts]
         olds = [self._score_old(part, first=index == 0) for index, part in enumerate(packs)]
         return describe_step([self._update(*update) for update in zip(parts, packs, olds, strict=True)])
+
+    def _build_packs(self, samples: Sequence[Sample]) -> list[Pack]:
+        packs = build_packs(samples, self._config.micro_tokens, share=self._config.share)
+        return [pack.to(self.model.device) for pack in packs]
 
     def _score_old(self, packs: Sequence[Pack], *, first: bool) -> list[Tensor | None]:
         """log pi_old of each pack; None if the training pass itself computes it."""
@@ -77,7 +81,7 @@ class Learner:
         tally = UpdateMetrics()
         self.optimizer.zero_grad(set_to_none=True)
         for pack, old in zip(packs, olds, strict=True):
-            pack_weights = torch.tensor([weight_of[id(sample)] for sample in pack.samples])
+            pack_weights = torch.tensor([weight_of[id(sample)] for sample in pack.samples], device=pack.segment.device)
             self._backward(pack, pack_weights, old, tally)
         self._apply(tally)
         return tally
@@ -87,9 +91,9 @@ class Learner:
         scores = score_tokens(self.model, pack, entropy_grad=config.entropy > 0)
         current = scores.logprobs.detach()
         old = current if old is None else old
-        if not bool(torch.isfinite(current + old).all()):
-            tally.skipped = True  # no ratio can be formed; gradients of the other packs are not applied either
-            return
+        # Not read here, which would wait for the device: `UpdateMetrics.read` skips the whole update if it is false.
+        finite = torch.isfinite(current + old).all()
+        old, current = old.nan_to_num(), current.nan_to_num()
         inputs = LossInputs(
             logprobs=scores.logprobs,
             old_logprobs=old,
@@ -104,8 +108,8 @@ class Learner:
         kl = sum_tokens(self._kl_tokens(pack, scores.logprobs), weights, pack.segment)
         total = policy + config.kl * kl - config.entropy * entropy
         total.backward()  # type: ignore[no-untyped-call]
-        tally.add_terms(total=total, policy=policy, kl=kl)
-        tally.add_tokens(output, scores.entropy, correction.mismatch)
+        terms = {"total": total, "policy": policy, "kl": kl, "entropy": scores.entropy}
+        tally.add_pack(PackMetrics.of(finite, output=output, correction=correction, **terms))
 
     def _correct(self, pack: Pack, current: Tensor, old: Tensor) -> Correction:
         """Weights of the policy term, and how far the policy is from the sampler's."""
@@ -129,8 +133,8 @@ class Learner:
         config = self._config
         rate = config.lr * min(1.0, (self.num_updates + 1) / max(config.warmup_steps, 1))
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
-        tally.grad_norm, tally.lr = float(norm), rate
-        tally.skipped |= not bool(torch.isfinite(norm))
+        tally.lr = rate
+        tally.read(norm)
         if tally.skipped:
             return
         for group in self.optimizer.param_groups:

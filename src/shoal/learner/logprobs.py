@@ -45,7 +45,7 @@ def score_tokens(model: PreTrainedModel, pack: Pack, *, entropy_grad: bool = Fal
     """log-softmax(logits / temperature) of each completion token, and the distribution's entropy."""
     hidden = run_decoder(model, pack.token_ids, pack.positions, pack.attention)
     logits = compute_logits(model, hidden.index_select(0, pack.rows))
-    if bool((pack.temperatures != 1).any()):
+    if pack.is_scaled:
         logits = logits / pack.temperatures[:, None]
     logprobs = -F.cross_entropy(logits, pack.targets, reduction="none")
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):

@@ -66,9 +66,9 @@ def number_version(folder: Path) -> int:
     return int(folder.name.removeprefix("v"))
 
 
-def open_version(version: int, folder: Path, recipe: Recipe) -> Policy:
+def open_version(version: int, folder: Path, recipe: Recipe, device: torch.device | str = "cpu") -> Policy:
     """The policy of a version that was pulled into a folder; ConfigError if it does not belong to this run."""
-    policy = open_policy(folder, dtype=getattr(torch, recipe.dtype))
+    policy = open_policy(folder, dtype=getattr(torch, recipe.dtype), device=device)
     if hash_model(policy.model) != recipe.model:
         raise ConfigError(f"{folder}: version {version} has a different architecture than the recipe")
     policy.model.eval()
@@ -78,8 +78,8 @@ def open_version(version: int, folder: Path, recipe: Recipe) -> Policy:
 class WeightsOpener:
     """Opens the versions of a run. A version that differs from the previous one only in weights opens faster."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+    def __init__(self, recipe: Recipe, device: torch.device | str = "cpu") -> None:
+        self._recipe, self._device = recipe, device
         self._last: tuple[str, Policy] | None = None
 
     def open(self, version: int, folder: Path) -> Policy:
@@ -89,7 +89,7 @@ class WeightsOpener:
         if self._last is not None and self._last[0] == other_files:
             policy = copy_policy(self._last[1], folder / WEIGHTS)
         if policy is None:
-            policy = open_version(version, folder, self._recipe)
+            policy = open_version(version, folder, self._recipe, self._device)
         self._last = other_files, policy
         return policy
 
@@ -119,10 +119,11 @@ class PolicyCache:
         folder: Path,
         *,
         memory_bytes: int = MEMORY_BYTES,
+        device: torch.device | str = "cpu",
     ) -> None:
         """`folder` is for versions that the client no longer follows."""
         self._session, self._client, self._folder, self._memory_bytes = session, client, folder, memory_bytes
-        self._opener = WeightsOpener(recipe)
+        self._opener = WeightsOpener(recipe, device)
         self._policies: OrderedDict[int, Policy] = OrderedDict()
 
     async def find(self, version: int) -> Policy | None:

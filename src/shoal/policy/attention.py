@@ -60,6 +60,13 @@ class PackedAttention:
         self._inverse = torch.empty(len(order), dtype=torch.long)
         self._inverse[order] = torch.arange(len(order))
 
+    def to(self, device: torch.device) -> "PackedAttention":
+        """Move the index tables, which are built on the host, to the device of the model."""
+        self._inverse = self._inverse.to(device)
+        for part in self._parts:
+            part.to(device)
+        return self
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mixed = torch.cat([part.attend(q, k, v) for part in self._parts])
         return mixed.index_select(0, self._inverse)
@@ -113,6 +120,11 @@ class _LengthBucket:
         self.q_rows = q_valid[: len(members)].flatten().nonzero().squeeze(1)
         self.flat_q = self.q_index[self.q_rows]
         self._expanded: Tensor | None = None
+
+    def to(self, device: torch.device) -> None:
+        """Move the tables that attention reads; `flat_q` is only for building."""
+        self.q_index, self.kv_index = self.q_index.to(device), self.kv_index.to(device)
+        self.bias, self.q_rows = self.bias.to(device), self.q_rows.to(device)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Mixed values (tokens of this bucket, H, D), in the order of `flat_q`."""
@@ -181,6 +193,9 @@ class StripAttention:
         self._own, self._prefix = slice(start, end), prefix
         self.flat_q = torch.arange(start, end)
 
+    def to(self, device: torch.device) -> None:
+        """Nothing to move: slices are on the host."""
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Mixed values (tokens of the segment, H, D), in the order of `flat_q`."""
         heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
@@ -200,7 +215,7 @@ class StripAttention:
         last = min(first + STRIP, length)
         scores = torch.bmm(queries[:, first * repeat : last * repeat], keys[:, : before + last].transpose(1, 2))
         corner = scores[:, :, before + first :]
-        corner += _mask_corner(repeat)[: corner.shape[1], : corner.shape[2]]
+        corner += _mask_corner(repeat, scores.device)[: corner.shape[1], : corner.shape[2]]
         weights = torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype)
         return torch.bmm(weights, values[:, : before + last])
 
@@ -212,7 +227,7 @@ class StripAttention:
 
 
 @cache
-def _mask_corner(repeat: int) -> Tensor:
+def _mask_corner(repeat: int, device: torch.device) -> Tensor:
     """0 where a query may attend, -inf elsewhere, (STRIP * repeat, STRIP)."""
     unseen = torch.ones(STRIP, STRIP, dtype=torch.bool).triu(1).repeat_interleave(repeat, dim=0)
-    return torch.zeros(unseen.shape).masked_fill_(unseen, float("-inf"))
+    return torch.zeros(unseen.shape).masked_fill_(unseen, float("-inf")).to(device)

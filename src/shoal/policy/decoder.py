@@ -116,7 +116,8 @@ _tables: WeakKeyDictionary[PreTrainedModel, tuple[Tensor, Tensor]] = WeakKeyDict
 def _rotation(model: PreTrainedModel, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin (N, 1, D), the sine signed so that one roll of the halves completes the rotation."""
     dtype = model.model.embed_tokens.weight.dtype
-    if model not in _tables or _tables[model][0].dtype != dtype:
+    known = _tables.get(model)
+    if known is None or known[0].dtype != dtype or known[0].device != positions.device:
         everywhere = torch.arange(model.config.max_position_embeddings, device=positions.device)
         with torch.inference_mode(False), torch.no_grad():
             cos, sin = model.model.rotary_emb(model.model.embed_tokens.weight[:1], everywhere[None])

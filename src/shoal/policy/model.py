@@ -50,13 +50,32 @@ class Policy:
         return sum(p.numel() for p in self.model.parameters())
 
 
+def choose_device(name: str) -> torch.device:
+    """The device that a setting or flag names; `auto` is the accelerator that torch finds, else the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto":
+        return found or torch.device("cpu")
+    device = torch.device(name)
+    if device.type != "cpu":
+        if found is None or found.type != device.type:
+            raise ConfigError(f"device {name!r} is not available; torch finds {found or 'no accelerator'} here")
+        if (device.index or 0) >= torch.accelerator.device_count():
+            raise ConfigError(f"device {name!r} is not available; there are {torch.accelerator.device_count()}")
+    return device
+
+
 def load_policy(config: PolicyConfig, *, alphabet: str, seed: int) -> Policy:
     """The policy that the settings name; if they name none, a tiny one is built from `alphabet` and `seed`."""
     if config.path:
-        return open_policy(config.path, dtype=getattr(torch, config.dtype))
+        return reopen_policy(config.path, config)
     tokenizer = build_tokenizer(alphabet)
     model = _build_tiny(config.tiny, tokenizer, derive_seed("init", seed)).to(getattr(torch, config.dtype))
-    return Policy(model=model, tokenizer=tokenizer)
+    return Policy(model=model.to(choose_device(config.device)), tokenizer=tokenizer)
+
+
+def reopen_policy(path: str | Path, config: PolicyConfig) -> Policy:
+    """Open a saved policy with the type and on the device that the settings name."""
+    return open_policy(path, dtype=getattr(torch, config.dtype), device=choose_device(config.device))
 
 
 def find_policy(path: str | Path) -> str:
@@ -68,7 +87,7 @@ def find_policy(path: str | Path) -> str:
     return path
 
 
-def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Policy:
+def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Policy:
     """Open a saved policy. Weights are read only from safetensors: no pickle, no code from the folder."""
     path = find_policy(path)
     try:
@@ -85,7 +104,7 @@ def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Poli
         raise ConfigError(f"policy.path: the weights of {str(path)!r} are incomplete, {text}")
     _check_tokenizer(tokenizer, model, path)
     check_model(model)
-    return Policy(model=model, tokenizer=tokenizer)
+    return Policy(model=model.to(device), tokenizer=tokenizer)
 
 
 def copy_policy(policy: Policy, weights: Path) -> Policy | None:
@@ -109,9 +128,9 @@ def copy_policy(policy: Policy, weights: Path) -> Policy | None:
 
 def name_tensors(model: PreTrainedModel, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A model's tensors, each once. Tied tensors are one, and a file holds it under one of its names."""
-    own = model.state_dict()
-    given = {own[name].data_ptr() for name in own.keys() & found.keys()}
-    return {name: tensor for name, tensor in own.items() if name in found or tensor.data_ptr() not in given}
+    own = model.state_dict(keep_vars=True)  # tied tensors are one object
+    given = {id(own[name]) for name in own.keys() & found.keys()}
+    return {name: tensor.detach() for name, tensor in own.items() if name in found or id(tensor) not in given}
 
 
 def save_policy(policy: Policy, folder: Path) -> None:

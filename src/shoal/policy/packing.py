@@ -17,7 +17,7 @@ Invariants:
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -55,14 +55,30 @@ class Pack:
     temperatures: Tensor
     """[T]"""
 
+    def to(self, device: torch.device) -> "Pack":
+        """The same micro-batch on the device of the model; a pack is built on the host."""
+        if self.token_ids.device == device:
+            return self
+        moved = {name: getattr(self, name).to(device) for name in _TENSORS}
+        return replace(self, attention=self.attention.to(device), **moved)
+
     def spread(self, values: Sequence[float]) -> Tensor:
         """[T] one number per sample, repeated for its tokens."""
-        return torch.tensor(values)[self.segment]
+        return torch.tensor(values, device=self.segment.device)[self.segment]
 
     @property
     def behaviour(self) -> Tensor:
         """[T] log-probs that the sampler recorded."""
-        return torch.from_numpy(np.concatenate([sample.rollout.logprobs for sample in self.samples]))
+        logprobs = np.concatenate([sample.rollout.logprobs for sample in self.samples])
+        return torch.from_numpy(logprobs).to(self.segment.device)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether any temperature is not 1; decided on the host."""
+        return any(sample.rollout.temperature != 1 for sample in self.samples)
+
+
+_TENSORS = ("token_ids", "positions", "rows", "targets", "segment", "temperatures")
 
 
 def build_packs(samples: Sequence[Sample], max_tokens: int, *, strips: bool = False, share: bool = True) -> list[Pack]:

@@ -159,7 +159,7 @@ def _replay_batch(
     samples = [Sample(prompts.setdefault(r.prompt_ids.tobytes(), len(prompts)), r, 0.0) for r in rollouts]
     found: dict[str, Replay] = {}
     for pack in build_packs(samples, pack_tokens, strips=True):
-        found |= _replay_pack(model, layers, pack, eos_id, shape)
+        found |= _replay_pack(model, layers, pack.to(model.device), eos_id, shape)
     return [found[rollout.id] for rollout in rollouts]
 
 
@@ -169,12 +169,15 @@ def _replay_pack(
     hidden = run_decoder(model, pack.token_ids, pack.positions, pack.attention, layers).index_select(0, pack.rows)
     rollouts = [sample.rollout for sample in pack.samples]
     size = max(1, SLICE_ELEMENTS // model.config.vocab_size)
-    inputs = (hidden, pack.targets, pack.temperatures, torch.from_numpy(_draw_uniforms(rollouts)))
+    uniforms = torch.from_numpy(_draw_uniforms(rollouts)).to(hidden.device)
+    inputs = (hidden, pack.targets, pack.temperatures, uniforms)
     parts = [
         _score_slice(compute_logits(model, rows), tokens, temperatures, draws, eos_id, shape)
         for rows, tokens, temperatures, draws in zip(*(values.split(size) for values in inputs), strict=True)
     ]
-    columns = {name: torch.cat(part).numpy() for name, part in zip(_COLUMNS, zip(*parts, strict=True), strict=True)}
+    joined = zip(_COLUMNS, zip(*parts, strict=True), strict=True)
+    columns = {name: torch.cat(part).cpu().numpy() for name, part in joined}
+    hidden = hidden.cpu()  # once per pack: proofs are compared on the host
     ends = np.cumsum([rollout.num_tokens for rollout in rollouts])
     spans = [slice(end - rollout.num_tokens, end) for rollout, end in zip(rollouts, ends, strict=True)]
     return {

@@ -50,7 +50,7 @@ def measure_masses(logprobs: Tensor, tokens: Tensor) -> Tensor:
     """Probability of all tokens likelier than the chosen one (ties: of lower id), float64 (R,)."""
     chosen = tokens[:, None]
     own = logprobs.gather(1, chosen)
-    ids = torch.arange(logprobs.shape[1])
+    ids = torch.arange(logprobs.shape[1], device=logprobs.device)
     likelier = (logprobs > own) | ((logprobs == own) & (ids < chosen))
     return torch.where(likelier, logprobs.exp(), 0.0).sum(-1, dtype=torch.float64)
 

@@ -15,16 +15,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from shoal.config.run import EvalConfig, RunConfig
+from shoal.config.run import EvalConfig, PolicyConfig, RunConfig
 from shoal.config.tasks import FilterConfig
 from shoal.engine import open_engine
 from shoal.engine.base import Engine
 from shoal.errors import ConfigError
 from shoal.group import GroupPlan, GroupShape, generate_groups, request_rollouts
 from shoal.learner.checkpoint import find_newest, load_checkpoint_policy, read_state
-from shoal.policy.model import Policy, open_policy
+from shoal.policy.model import Policy, reopen_policy
 from shoal.rollout import Group
 from shoal.seeds import derive_seed
 from shoal.tasks.base import Family, Task
@@ -203,17 +202,17 @@ def open_column(name: str) -> Family:
 
 
 def _evaluate_model(config: RunConfig, model: str, families: Sequence[Family]) -> tuple[EvalResult, ...]:
-    policy = _open_model(model, config.policy.dtype)
+    policy = _open_model(model, config.policy)
     engine = open_engine(config.engine, policy.model, eos_id=policy.eos_id)
     return tuple(evaluate(engine, family, policy, config) for family in families)
 
 
-def _open_model(model: str, dtype: str) -> Policy:
+def _open_model(model: str, config: PolicyConfig) -> Policy:
     """The newest checkpoint of a run directory, or a folder or hub id."""
     newest = find_newest(Path(model) / "checkpoints")
     if newest is None and (Path(model) / "checkpoints").exists():
         raise ConfigError(f"{model}: has no checkpoint yet")
-    return open_policy(model if newest is None else newest / "policy", dtype=getattr(torch, dtype))
+    return reopen_policy(model if newest is None else newest / "policy", config)
 
 
 def _name_model(model: str) -> str:
@@ -292,4 +291,4 @@ def _open_version(config: RunConfig, run_dir: Path | None) -> tuple[Policy, int]
     if path is None:
         raise ConfigError(f"{run_dir}: has no checkpoint yet")
     step = read_state(path).step
-    return load_checkpoint_policy(path, getattr(torch, config.policy.dtype)), step
+    return load_checkpoint_policy(path, config.policy), step

@@ -27,7 +27,7 @@ from shoal.engine import open_engine
 from shoal.errors import ConfigError
 from shoal.group import GroupPlan, GroupShape, generate_groups, request_rollouts
 from shoal.learner.checkpoint import find_newest
-from shoal.policy.model import Policy, find_policy, open_policy
+from shoal.policy.model import Policy, choose_device, find_policy, open_policy
 from shoal.rollout import Group
 from shoal.seeds import derive_seed
 from shoal.tasks.sets.family import SetFamily
@@ -58,6 +58,7 @@ class FilterPlan:
     max_tokens: int = 256
     temperature: float = 1.0
     dtype: str = "float32"
+    device: str = "auto"
     seed: int = 0
     slots: int = 256
 
@@ -172,7 +173,7 @@ def _open_model(plan: FilterPlan) -> tuple[Policy, str]:
     """The policy, and the identifier of its weights."""
     newest = find_newest(Path(plan.model) / "checkpoints")
     place = find_policy(plan.model if newest is None else newest / "policy")
-    policy = open_policy(place, dtype=getattr(torch, plan.dtype))
+    policy = open_policy(place, dtype=getattr(torch, plan.dtype), device=choose_device(plan.device))
     policy.model.eval()
     name = hash_dir(Path(place)) if Path(place).is_dir() else place
     return policy, hashlib.sha256(f"{name} {plan.dtype}".encode()).hexdigest()

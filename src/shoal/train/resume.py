@@ -49,7 +49,7 @@ def open_state(config: RunConfig, checkpoint: Path | None) -> TrainState:
         return TrainState(0, policy, _build_learner(config, policy, reference), OrderedDict())
     saved = read_state(checkpoint)
     logger.info(f"resuming after step {saved.step}")
-    policy = load_checkpoint_policy(checkpoint, getattr(torch, config.policy.dtype))
+    policy = load_checkpoint_policy(checkpoint, config.policy)
     # From here on the starting policy is only a reference, which is needed only with a KL term.
     reference = load_start(config).model if config.learner.loss.kl > 0 else None
     learner = _build_learner(config, policy, reference)

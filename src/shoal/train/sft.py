@@ -18,7 +18,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from shoal.errors import ConfigError
 from shoal.group import encode_task
 from shoal.learner.checkpoint import load_optimizer, save_optimizer
 from shoal.learner.logprobs import score_tokens
-from shoal.policy.model import Policy, load_policy, open_policy, save_policy
+from shoal.policy.model import Policy, load_policy, reopen_policy, save_policy
 from shoal.policy.packing import Pack, Sample, build_packs
 from shoal.policy.tokenizer import encode_completion
 from shoal.rollout import Finish, Rollout
@@ -94,7 +94,7 @@ def run_sft(config: RunConfig) -> Path:
 def load_start(config: RunConfig) -> Policy:
     """v0: the policy that the settings name, fine-tuned if `sft.steps` is set."""
     if config.sft.steps:
-        return open_policy(run_sft(config), dtype=getattr(torch, config.policy.dtype))
+        return reopen_policy(run_sft(config), config.policy)
     alphabet = "" if config.policy.path else open_tasks(config).alphabet
     return load_policy(config.policy, alphabet=alphabet, seed=config.seed)
 
@@ -149,7 +149,7 @@ class _FineTuning:
 
     def _open_policy(self) -> Policy:
         if self._partial.exists():
-            return open_policy(self._partial, dtype=getattr(torch, self._config.policy.dtype))
+            return reopen_policy(self._partial, self._config.policy)
         return load_policy(self._config.policy, alphabet=self._family.alphabet, seed=self._config.seed)
 
     def _resume(self) -> None:
@@ -172,7 +172,7 @@ class _FineTuning:
         samples = [self._demonstrate(train_task(self._family, seed), index) for index, seed in enumerate(seeds)]
         total = sum(sample.rollout.num_tokens for sample in samples)
         self._optimizer.zero_grad(set_to_none=True)
-        for pack in build_packs(samples, _PACK_TOKENS):
+        for pack in self._build_packs(samples):
             loss = -score_tokens(self._policy.model, pack).logprobs.sum() / total
             loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._policy.model.parameters(), _GRAD_NORM)
@@ -185,7 +185,10 @@ class _FineTuning:
 
     def _pack_heldout(self) -> list[Pack]:
         tasks = heldout_tasks(self._family, self._config.sft.heldout, derive_seed(_SEED, self._config.seed))
-        return build_packs([self._demonstrate(task, index) for index, task in enumerate(tasks)], _PACK_TOKENS)
+        return self._build_packs([self._demonstrate(task, index) for index, task in enumerate(tasks)])
+
+    def _build_packs(self, samples: Sequence[Sample]) -> list[Pack]:
+        return [pack.to(self._policy.model.device) for pack in build_packs(samples, _PACK_TOKENS)]
 
     @torch.no_grad()
     def _heldout_loss(self) -> float:

@@ -20,12 +20,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shoal.config.run import RunConfig
 from shoal.engine import open_engine
 from shoal.node.disk_full import outlast_disk
-from shoal.policy.model import open_policy
+from shoal.policy.model import reopen_policy
 from shoal.tasks.open import open_tasks
 from shoal.train.eval import EvalResult, evaluate
 from shoal.train.report import read_metrics
@@ -124,6 +122,6 @@ class Evaluator:
 
     def _evaluate(self, version: int) -> EvalResult:
         config = self._config
-        policy = open_policy(path_of(self._run / "versions", version), dtype=getattr(torch, config.policy.dtype))
+        policy = reopen_policy(path_of(self._run / "versions", version), config.policy)
         engine = open_engine(config.engine, policy.model, eos_id=policy.eos_id, version=version)
         return evaluate(engine, self._family, policy, config)

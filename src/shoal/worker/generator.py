@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from shoal.config.run import EngineConfig
@@ -69,12 +70,14 @@ class Generator:
         limits: WorkLimits,
         give_back: Callable[[LeaseOrder, str], None] | None = None,
         slots: int = 256,
+        device: torch.device | None = None,
         spans: SpanLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._behaviour, self._leases = behaviour, leases
         self._deliver, self._give_back = deliver, give_back or _refuse_order
         self._limits, self._slots, self._clock = limits, slots, clock
+        self._device = device or torch.device("cpu")
         self._spans = spans or SpanLog(None, "worker")
         self._changed = leases.changed
         self._newest: tuple[int, Path] | None = None
@@ -188,7 +191,11 @@ class Generator:
             longest = bound_prompts(self._behaviour.family, policy.tokenizer)
             slots = fit_slots(policy.model.config, self._behaviour.recipe, self._limits, self._slots, longest=longest)
             self._engine = open_engine(
-                EngineConfig(slots=slots), policy.model, eos_id=policy.eos_id, version=version, sink=self._proofs
+                EngineConfig(slots=slots),
+                policy.model.to(self._device),  # type: ignore[arg-type]
+                eos_id=policy.eos_id,
+                version=version,
+                sink=self._proofs,
             )
         else:
             self._engine.swap_weights(version, policy.model.state_dict())

@@ -21,6 +21,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from shoal.ledger.event import MICRO
 from shoal.node.session import RoleState, Session
 from shoal.node.weights import NEW_VERSION_S, describe_relays, number_version
@@ -54,6 +56,7 @@ class Worker:
         *,
         limits: WorkLimits,
         slots: int,
+        device: torch.device | None = None,
     ) -> None:
         self._session, self._weights, self._behaviour = session, weights, behaviour
         self._done: asyncio.Queue[FinishedWork] = asyncio.Queue()
@@ -67,6 +70,7 @@ class Worker:
             limits=limits,
             give_back=lambda order, reason: self._put(self._failed, (order, reason)),
             slots=slots,
+            device=device,
             spans=session.spans,
         )
         self._requester = LeaseRequester(session, self._leases, self._generator, behaviour.recipe, limits)

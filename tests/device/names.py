@@ -1,0 +1,14 @@
+"""The checks of `program.py`, by name; apart from it, because importing that registers the device."""
+
+NAMES = (
+    "learner",
+    "learner gspo sequence",
+    "learner qwen3",
+    "sft",
+    "evaluation",
+    "calibration",
+    "replay",
+    "replay greedy",
+    "engine",
+    "engine qwen3",
+)
