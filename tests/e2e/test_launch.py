@@ -88,7 +88,7 @@ def test_a_swarm_survives_its_cheat_its_user_and_a_kill(desk: Desk, capsys: pyte
     desk.start("prepare", *settings)
     assert desk.end() == 0, desk.log.read_text()
     desk.start("run", *settings, "swarm.workers=0")
-    desk.wait_text("cheat-1 ended for good")
+    desk.wait_text("cheat-1 ended and is not restarted")
     code, said = type_command(capsys, "-q", "run", *settings)
     assert code == 2 and said.startswith("shoal: ") and said.count("\n") == 1 and "in use by process" in said
     family = desk.list_family()

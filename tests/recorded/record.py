@@ -150,7 +150,7 @@ def run_swarm(work: Path) -> None:
     with log.open("wb") as sink:
         process = subprocess.Popen([*command, "swarm.workers=0"], cwd=work, env=ENV, stdout=sink, stderr=sink)
     deadline = time.monotonic() + PATIENCE_S
-    while "cheat-1 ended for good" not in log.read_text():
+    while "cheat-1 ended and is not restarted" not in log.read_text():
         assert time.monotonic() < deadline and process.poll() is None, log.read_text()
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)

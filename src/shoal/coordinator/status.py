@@ -66,6 +66,7 @@ def build_status(
         nodes_live=live,
         nodes_stale=stale,
         nodes_gone=gone,
+        nodes=tuple(cache.list_live(now_ms)),
         waits=tuple(described),
         alarms=(*find_alarms(connection, params, now_ms, cache.started_ms), *_describe_clock(ahead_ms), *overdue),
         watched=tuple(_list_watched(connection)),

@@ -133,7 +133,7 @@ class Supervisor:
             await self._run_once(state)
             if state.finished or self.is_stopping:
                 if state.finished and state.last_code:
-                    self._record(state, f"ended for good: {read_last_line(self.logs, state.part.name)}")
+                    self._record(state, f"ended and is not restarted: {read_last_line(self.logs, state.part.name)}")
                 continue
             attempt = 0 if time.monotonic() - began > CALM_S else attempt
             pause_s = backoff.pause_s(attempt)

@@ -135,7 +135,7 @@ def name_nodes(text: str, names: Mapping[str, str]) -> str:
     return _NODE.sub(lambda match: short.get(match[1], match[0]), text)
 
 
-MARKS = {"reward/mean": ("reward of what was trained", "."), "eval/greedy": ("held-out, greedy", "+")}
+MARKS = {"reward/mean": ("training reward", "."), "eval/greedy": ("held-out, greedy", "+")}
 MARKS["eval/pass_at_1"] = "held-out, sampled", "o"
 """metrics that are drawn, each with its name and its mark; later ones over earlier ones"""
 _AXIS = 5
@@ -289,7 +289,9 @@ def _draw_parts(snapshot: SwarmSnapshot, *, is_short: bool = False) -> Table:
         row[1].stylize(_STYLES.get(cells[0], ""))
         table.add_row(*row)
     if folded:
-        table.add_row(*(Text(cell) for cell in (f"{len(folded)} others", "", "", "", "", "run")))
+        table.add_row(
+            *(Text(cell) for cell in (f"{len(folded)} more", "", "", "", "", "run" if len(folded) > 1 else "runs"))
+        )
     return table
 
 

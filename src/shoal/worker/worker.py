@@ -200,8 +200,5 @@ class Worker:
             await self._requester.give_back(order.lease, reason)
 
     def _describe_state(self) -> RoleState:
-        metrics = {"tokens_per_s": self._count_rate(), "queued": len(self._leases)}
-        return RoleState(version=self._version, leases=self._requester.list_progress(), metrics=metrics)
-
-    def _count_rate(self) -> int:
-        return round(self._generator.num_tokens / max(time.monotonic() - self._started, 1e-9))
+        rate = round(self._generator.num_tokens / max(time.monotonic() - self._started, 1e-9))
+        return RoleState(version=self._version, leases=self._requester.list_progress(), tokens_per_s=rate)
