@@ -206,7 +206,7 @@ def test_every_threat_has_tests_that_exist(threat: str) -> None:
         assert name in names, f"{row} is gone"
 
 
-class CheapDoor(Authenticator):
+class CheapAuthenticator(Authenticator):
     """A door whose requests are parsed once and differ in their id: the rest of the checks is what can grow."""
 
     head: RequestHead
@@ -223,7 +223,9 @@ def test_memory_is_flat_under_a_million_distinct_forged_ids(tmp_path: Path) -> N
     gate = WorkGate(b"s" * 32, "run-1", JoinRate())
     limits = AuthLimits(address_rate=1e6, fresh_rate=1e6, max_tracked=4096)
     known: dict[str, None] = {}
-    door = CheapDoor(run="run-1", audience=server.public, find_member=known.get, nonces=book, gate=gate, limits=limits)
+    door = CheapAuthenticator(
+        run="run-1", audience=server.public, find_member=known.get, nonces=book, gate=gate, limits=limits
+    )
     signer = RequestSigner(key, "run-1", server.public, clock_ms=lambda: NOW_MS)
     raw = [(name.encode(), value.encode()) for name, value in signer.sign_request("POST", "/v1/a", b"x")]
     door.head = Authenticator._read_head(door, "POST", "/v1/a", raw, NOW_MS, None)

@@ -200,5 +200,9 @@ class Worker:
             await self._requester.give_back(order.lease, reason)
 
     def _describe_state(self) -> RoleState:
-        rate = round(self._generator.num_tokens / max(time.monotonic() - self._started, 1e-9))
-        return RoleState(version=self._version, leases=self._requester.list_progress(), tokens_per_s=rate)
+        leases = self._requester.list_progress()
+        return RoleState(version=self._version, leases=leases, tokens_per_s=self._count_rate())
+
+    def _count_rate(self) -> int:
+        """Generated tokens per second since the start."""
+        return round(self._generator.num_tokens / max(time.monotonic() - self._started, 1e-9))
