@@ -109,7 +109,8 @@ THREATS = {
         identity/test_authenticator_attacks.py::test_tables_keep_their_size_under_any_number_of_addresses_and_owners
         coordinator/api/test_attacks.py::test_distinct_forged_ids_leave_nothing_behind
         identity/test_nonces.py::test_a_full_book_refuses_rather_than_forgets
-        protocol/test_messages.py::test_metrics_are_those_of_the_list
+        protocol/test_messages.py::test_a_reported_rate_is_a_bounded_integer
+        coordinator/test_status.py::test_nodes_that_report_most_displace_nobody_from_status
     """,
     "withheld work, hoarding leases": """
         coordinator/test_threats.py::test_who_never_answers_holds_less_each_time_and_stops_nobody
