@@ -134,7 +134,7 @@ def run_help(args: argparse.Namespace) -> int:
 
 
 def _find_depth(known: dict[str, CliCommand], words: list[str]) -> int:
-    """How many words name a command with settings, which the next word is a group of; all if there is none."""
+    """How many words name the command whose group of settings the next word is; all without such a command."""
     for depth, word in enumerate(words, 1):
         if word not in known:
             break

@@ -122,7 +122,7 @@ def prepare(net: Net) -> dict[str, list[str]]:
     general = re.sub("[0-9a-f]{64}", "PUBLISHER", commands).replace(str(net.root / "here"), "/srv/shoal")
     assert general in page, f"the page shows other commands than\n{general}"
     stations: dict[str, list[str]] = {}
-    for line in commands.splitlines():
+    for line in commands.replace("\\\n", "").splitlines():
         if line.startswith("# "):
             stations[line[2:].partition(":")[0]] = lines = []
         else:

@@ -167,7 +167,7 @@ def run_command(work: Path, *words: str) -> str:
 
 
 def record_run(root: Path, out: Path) -> None:
-    """The ledger, what was handed out beside it, and what nodes kept of the coordinator's word."""
+    """The ledger, what was handed out with it, and what nodes kept of the coordinator's word."""
     out.mkdir()
     ledger = (root / "coordinator" / "ledger.db").read_bytes()
     (out / "ledger.db.gz").write_bytes(gzip.compress(ledger, 9, mtime=0))

@@ -220,7 +220,7 @@ def describe_verdicts(evidence: RunEvidence, names: Mapping[str, str]) -> Report
 
 
 def describe_cases(evidence: RunEvidence, names: Mapping[str, str]) -> ReportSection:
-    """Why somebody was rejected."""
+    """Why work was rejected."""
     if not evidence.cases:
         return ReportSection(title="Evidence", text="Nobody was rejected.")
     blocks = [f"{names.get(owner, owner[:16])}\n{case}" for owner, case in evidence.cases.items()]

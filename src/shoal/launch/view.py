@@ -67,7 +67,7 @@ class SwarmSnapshot:
         return next((line[metric] for line in reversed(self.lines) if line.get(metric) is not None), None)
 
     def list_waits(self) -> list[str]:
-        """Who waits for whom, in words, nodes by their names here."""
+        """Who waits for whom, as text, nodes by their names here."""
         return [name_nodes(wait.text, self.names) for wait in (self.status.waits if self.status else ())]
 
 
@@ -166,7 +166,7 @@ REDRAW_S, PLAIN_S = 1.0, 5.0
 _CHART_ROWS, _MIN_CHART_ROWS, _MAX_WAITS = 13, 5, 7
 _MAX_NAME = 16
 _LIST_ROWS, _MIN_WAITS = 2, 3
-"""rows of a list beside its lines; lines of one that the chart leaves room for"""
+"""rows of a list in addition to its lines; lines of one that the chart leaves room for"""
 _STYLES = {"banned": "bold red", "limited": "yellow", "good": "green", "trusted": "green"}
 _MARK_STYLES = {".": "dim", "+": "yellow", "o": "bold cyan"}
 

@@ -71,7 +71,7 @@ class Role(StrEnum):
 
 
 class SessionError(Exception):
-    """Why a role cannot continue with its coordinator, in one sentence; restarting does not help."""
+    """Why a role cannot continue with its coordinator; restarting does not help."""
 
 
 def end_session(error: RefusedError | ForkError | InvalidDocumentError) -> SessionError | UnavailableError:
@@ -116,7 +116,7 @@ class Session:
         self.on_heartbeat: Callable[[HeartbeatAnswer], None] = lambda _: None
         """called with each answer"""
         self.problem = ""
-        """problem with the coordinator, in one sentence; empty if there is none"""
+        """problem with the coordinator; empty without one"""
         self.answer: HeartbeatAnswer
         """the latest heartbeat answer; set once the session is open, as are the parameters"""
         self.params: RunParams

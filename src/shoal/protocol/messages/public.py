@@ -110,7 +110,7 @@ class WaitInfo(Message):
     """0 for none"""
     overdue: bool
     text: str
-    """in words"""
+    """as a sentence"""
 
 
 class StepInfo(Message):
