@@ -71,9 +71,9 @@ def open_plots() -> Any:
     return pyplot
 
 
-def save_picture(figure: Any, name: str) -> None:
-    """Write a finished figure to the docs."""
-    figure.tight_layout()
+def save_picture(figure: Any, name: str, top: float = 1.0) -> None:
+    """Write a finished figure to the docs; its panels reach up to `top`, above which there is a legend."""
+    figure.tight_layout(rect=(0.0, 0.0, 1.0, top))
     figure.savefig(picture_path(name))
 
 

@@ -17,6 +17,7 @@ those of a cycle, which depend on each other. Parts and their figures:
     slow    heartbeats of 5,000 nodes next to 2,000 sockets that send one byte per second: slow_p99_s
 """
 
+import importlib.util
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ def main() -> None:
     parser = build_parser(__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run (all)")
     flags = parser.parse_args()
+    if "beats" in flags.only and importlib.util.find_spec("fastapi") is None:
+        raise SystemExit("`beats` is compared with FastAPI, which is not installed; `make bench` installs it")
     figures: Figures = {}
     tables = []
     measures = {"beats": measure_beats, "cycles": measure_cycles, "nodes": measure_nodes, "slow": measure_slow}

@@ -2,7 +2,7 @@
 
     python bench/flow.py
 
-Boxes are roles, arrows show what passes between them. Grey boxes belong to the run, white ones to anyone.
+Boxes are roles, arrows show what passes between them. Shaded boxes belong to the run, white ones can belong to anyone.
 """
 
 from dataclasses import dataclass
@@ -30,13 +30,13 @@ class Box:
 
 
 BOXES = {
-    "trainer": Box("trainer", "GRPO on batch n\nwrites version n", 0.4, 5.2, OWN),
-    "origin": Box("origin", "signs, cuts into shards,\nor a delta", 4.4, 5.2, OWN),
-    "relay": Box("relays", "pass on as bytes arrive,\ncheck every shard", 8.4, 5.2, OPEN),
+    "trainer": Box("trainer", "trains on batch n,\nwrites v{n}", 0.4, 5.2, OWN),
+    "origin": Box("origin", "signs the manifest, serves\nshards and deltas", 4.4, 5.2, OWN),
+    "relay": Box("relays", "pass on bytes as they arrive,\nverify every shard", 8.4, 5.2, OPEN),
     "worker": Box("workers", "generate, prove, score", 8.4, 2.6, OPEN),
-    "coordinator": Box("coordinator", "leases, receipts, batches\ncredit, signed ledger", 0.4, 2.6, OWN),
-    "validator": Box("validators", "form, meaning, proof:\nrecompute a part", 8.4, 0.0, OPEN),
-    "anybody": Box("anybody", "verifies the ledger", 0.4, 0.0, OPEN),
+    "coordinator": Box("coordinator", "leases, receipts, batches,\ncredit, signed ledger", 0.4, 2.6, OWN),
+    "validator": Box("validators", "check form, consistency\nand proof", 8.4, 0.0, OPEN),
+    "auditor": Box("anyone", "verifies the ledger", 0.4, 0.0, OPEN),
 }
 ARROWS = (
     ("v{n}", (3.4, 5.85), (4.4, 5.85), (3.9, 6.05), 0.0),
@@ -46,10 +46,10 @@ ARROWS = (
     ("batch n", (1.6, 3.9), (1.6, 5.2), (1.05, 4.45), 0.0),
     ("hash of v{n}", (2.3, 5.2), (2.3, 3.9), (3.05, 4.45), 0.0),
     ("lease: tasks and seeds from the step's beacon", (3.4, 3.6), (8.4, 3.6), (5.9, 3.7), 0.0),
-    ("signed commit, then rollouts with proofs", (8.4, 3.0), (3.4, 3.0), (5.9, 3.1), 0.0),
+    ("submission: signed manifest, then rollouts with proofs", (8.4, 3.0), (3.4, 3.0), (5.9, 3.1), 0.0),
     ("verdict with evidence", (8.4, 1.0), (3.4, 2.75), (6.95, 1.95), 0.0),
-    ("job: what to recompute,\ndrawn after the commit", (2.9, 2.6), (8.4, 0.5), (5.2, 0.75), 0.0),
-    ("events, heads", (1.2, 2.6), (1.2, 1.3), (0.45, 1.85), 0.0),
+    ("job: which rollouts to replay,\ndrawn after the manifest is signed", (2.9, 2.6), (8.4, 0.5), (5.2, 0.75), 0.0),
+    ("events,\nsigned heads", (1.2, 2.6), (1.2, 1.3), (0.5, 1.75), 0.0),
 )
 """label, from, to, position of the label, bend"""
 
@@ -62,7 +62,7 @@ def main() -> None:
     for words, start, end, place, bend in ARROWS:
         axes.add_patch(draw_arrow(start, end, bend))
         axes.text(*place, words, ha="center", va="bottom", fontsize=9, color=TEXT)
-    axes.text(4.1, 6.85, "grey: the run's own machines    white: anybody's", fontsize=9, color=TEXT)
+    axes.text(4.1, 6.85, "shaded: belongs to the run    white: can belong to anyone", fontsize=9, color=TEXT)
     axes.set_xlim(-0.2, 12.2)
     axes.set_ylim(-0.2, 7.1)
     axes.axis("off")

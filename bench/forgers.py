@@ -123,7 +123,7 @@ def fit_network(train: Texts) -> Predict:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class Prediction:
     """Prediction for every position of a chunk: the probability of a top value there, and its pattern."""
 
     chances: NDArray[np.float64]
@@ -144,8 +144,8 @@ class Predictor:
         self._least = float(torch.from_numpy(sizes.view(np.int16)).view(torch.bfloat16).float().median())
 
     @torch.no_grad()
-    def look(self, features: Tensor) -> Outlook:
-        """The outlook on the positions of one chunk, from features (32, F)."""
+    def look(self, features: Tensor) -> Prediction:
+        """The prediction on the positions of one chunk, from features (32, F)."""
         mean = self._predict(features)
         sign = torch.where(mean < 0, -1.0, 1.0)
         beyond = (self._least - mean.abs()) / self._noise
@@ -155,7 +155,7 @@ class Predictor:
         patterns = read_bits(values).view(np.uint16).ravel()
         binades = torch.exp2(values.abs().log2().floor())
         errors = 0.8 * 128 * self._noise / binades  # the mean of |x| is 0.8 sigma; in the tail x varies even less
-        return Outlook(chances.double().numpy().ravel(), patterns, errors.double().numpy().ravel())
+        return Prediction(chances.double().numpy().ravel(), patterns, errors.double().numpy().ravel())
 
 
 def pick_points(predictor: Predictor) -> Forger:
@@ -164,10 +164,10 @@ def pick_points(predictor: Predictor) -> Forger:
     def forge(test: Texts) -> list[Guess]:
         guesses = []
         for rows in test.features:
-            outlook = predictor.look(rows)
-            places = np.argsort(-outlook.chances, kind="stable")[:TOPK]
+            prediction = predictor.look(rows)
+            places = np.argsort(-prediction.chances, kind="stable")[:TOPK]
             modulus = int(find_moduli(places[None])[0])
-            guesses.append(Guess(modulus, places % modulus, outlook.patterns[places]))
+            guesses.append(Guess(modulus, places % modulus, prediction.patterns[places]))
         return guesses
 
     return forge
@@ -186,18 +186,18 @@ def share_points(predictor: Predictor, width: int) -> Forger:
     return forge
 
 
-def share_residues(outlook: Outlook, modulus: int) -> tuple[tuple[float, float], Guess]:
+def share_residues(prediction: Prediction, modulus: int) -> tuple[tuple[float, float], Guess]:
     """Score of a modulus, and its guess: 128 residues, each with the mean pattern of its most frequent exponent.
 
     The residues with the least certain mantissas are sacrificed until the expected mean error passes, within the
     number of exponents that may differ.
     """
-    places = np.argsort(-outlook.chances, kind="stable")[:_LIKELY]
-    patterns, chances = outlook.patterns[places].astype(np.int64), outlook.chances[places]
+    places = np.argsort(-prediction.chances, kind="stable")[:_LIKELY]
+    patterns, chances = prediction.patterns[places].astype(np.int64), prediction.chances[places]
     keys, inverse = np.unique((places % modulus << 9) | (patterns >> 7), return_inverse=True)
     weights = np.bincount(inverse, chances)
     means = np.bincount(inverse, chances * patterns) / weights
-    errors = np.bincount(inverse, chances * np.hypot(patterns - means[inverse], outlook.errors[places])) / weights
+    errors = np.bincount(inverse, chances * np.hypot(patterns - means[inverse], prediction.errors[places])) / weights
     order = np.argsort(-weights, kind="stable")
     _, first = np.unique(keys[order] >> 9, return_index=True)  # the heaviest exponent of each residue
     best = order[np.sort(first)[:TOPK]]

@@ -146,13 +146,12 @@ def draw(runs: dict[str, list[Lines]]) -> None:
     for name in runs.keys() & {"short", "long"}:
         axes[1][0].axhline(best_constant(TARGETS[name]), color=colours[name], linestyle=":", linewidth=1)
     axes[1][0].set(xlabel="step", ylabel="budget error, held-out (tokens)", ylim=(0, None))
-    figure.legend(
-        *axes[1][0].get_legend_handles_labels(), frameon=False, fontsize=8, ncols=len(runs), loc="upper center"
-    )
     draw_targets(axes[1][1], runs, colours)
+    names = axes[1][1].get_legend_handles_labels()
+    figure.legend(*names, frameon=False, fontsize=8, ncols=len(runs), loc="upper center")
     for panel in axes.flat:
         panel.grid(alpha=0.3)
-    save_picture(figure, "length.png")
+    save_picture(figure, "length.png", top=0.95)
 
 
 def average_series(seeds: list[Lines], metric: str) -> tuple[list[int], list[float]]:

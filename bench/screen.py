@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.segment import Segment
 from rich.text import Text
 
-COLUMNS, ROWS, SIZE = 118, 46, 15
+COLUMNS, ROWS, SIZE = 80, 24, 15
 BACK, INK = "#14181d", "#d8dee4"
 COLOURS = {1: "#ff6b68", 2: "#7ec97e", 3: "#e5c07b", 6: "#62c8d4"}
 """by terminal colour number: red, green, yellow, cyan"""

@@ -235,6 +235,7 @@ def draw_picture(parts: Sequence[Part]) -> None:
             _draw_ranges(axis, named, check, calibration.full.limits[check].threshold)
             axis.set_title(f"{part.subject}, {part.dtype}: {title}", fontsize=9)
         row[0].set_yticks(range(len(named)), list(named), fontsize=8)
+    figure.supxlabel("bar: 5 % to 95 % of the full chunks; dot: median; dotted line: threshold", fontsize=9)
     save_picture(figure, "separation.png")
 
 

@@ -57,7 +57,7 @@ TURN_S, SLOW_SHARE = 0.2, 0.25
 
 
 @dataclass(slots=True)
-class Course:
+class Disturbances:
     """What is done to the workers, and when."""
 
     steps: int
@@ -119,11 +119,11 @@ class Groups:
 
 def main() -> None:
     flags = parse_flags(__doc__.splitlines()[0])
-    course = Course(steps=24, pause_s=15.0) if flags.quick else Course(steps=80, pause_s=60.0)
-    config = load_swarm("unequal", 0, OUT / "unequal", [*SETTINGS, f"steps={course.steps}"])
-    prepared, _ = run_swarm(config, apart=[GUEST], drive=course.drive)
+    disturbances = Disturbances(steps=24, pause_s=15.0) if flags.quick else Disturbances(steps=80, pause_s=60.0)
+    config = load_swarm("unequal", 0, OUT / "unequal", [*SETTINGS, f"steps={disturbances.steps}"])
+    prepared, _ = run_swarm(config, apart=[GUEST], drive=disturbances.drive)
     groups = read_groups(prepared)
-    figures = collect_figures(prepared, course, groups)
+    figures = collect_figures(prepared, disturbances, groups)
     finish(flags, format_table(groups, figures), figures)
 
 
@@ -196,10 +196,10 @@ def _read_tokens(connection: Connection, size: int) -> dict[str, dict[int, list[
     return found
 
 
-def collect_figures(prepared: PreparedSwarm, course: Course, groups: Groups) -> dict[str, float]:
+def collect_figures(prepared: PreparedSwarm, disturbances: Disturbances, groups: Groups) -> dict[str, float]:
     times = [float(line["time"]) for line in read_metrics(prepared.layout.root / METRICS)]
     gaps = [after - before for before, after in pairwise(times)]
-    inside = [time for time in times if course.pause_begun < time <= course.pause_ended]
+    inside = [time for time in times if disturbances.pause_begun < time <= disturbances.pause_ended]
     figures = {
         "tokens_reached": groups.share,
         "groups_given_out": groups.given_out,

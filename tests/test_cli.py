@@ -182,12 +182,41 @@ sys.exit("torch" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-def test_the_help_of_train_ends_with_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    shown = capsys.readouterr().out
-    assert "learner.loss.name" in shown
-    assert "track.project" in "".join(shown.splitlines()[-2:])
+def read_help(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_help_of_train_ends_with_the_groups_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = read_help(capsys, "train", "--help")
+    assert "shoal train --help GROUP" in shown and "learner.lr" not in shown.partition("settings:")[2]
+    assert len(shown.splitlines()) < 50
+    groups = {name for name, value in RunConfig().model_dump().items() if isinstance(value, dict)}
+    assert {"general", *groups} <= {line.split()[0] for line in shown.splitlines() if line.strip()}
+
+
+@pytest.mark.parametrize("args", [("train", "--help", "learner"), ("help", "train", "learner")])
+def test_help_lists_the_settings_of_one_group(args: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [line.split()[0] for line in read_help(capsys, *args).splitlines()[1:] if not line.startswith(" ")]
+    assert {"learner.lr", "learner.loss.name"} <= set(keys)
+    assert all(key.startswith("learner.") for key in keys)
+
+
+def test_help_lists_the_settings_of_a_subcommand_by_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert read_help(capsys, "help", "diloco", "train", "data").splitlines()[1].startswith("data.")
+
+
+def test_help_explains_one_setting_and_those_without_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(read_help(capsys, "train", "--help", "learner.lr").splitlines()) == 2
+    assert "\nsteps " in read_help(capsys, "train", "--help", "general")
+
+
+def test_an_unknown_group_of_settings_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--help", "lerner"])
+    assert ended.value.code == 2 and "did you mean learner? groups: general, policy," in capsys.readouterr().err
 
 
 def test_settings_may_stand_on_both_sides_of_a_flag(calls: list[Call], folder: Path) -> None:

@@ -109,7 +109,8 @@ THREATS = {
         identity/test_authenticator_attacks.py::test_tables_keep_their_size_under_any_number_of_addresses_and_owners
         coordinator/api/test_attacks.py::test_distinct_forged_ids_leave_nothing_behind
         identity/test_nonces.py::test_a_full_book_refuses_rather_than_forgets
-        protocol/test_messages.py::test_metrics_are_those_of_the_list
+        protocol/test_messages.py::test_a_reported_rate_is_a_bounded_integer
+        coordinator/test_status.py::test_nodes_that_report_most_displace_nobody_from_status
     """,
     "withheld work, hoarding leases": """
         coordinator/test_threats.py::test_who_never_answers_holds_less_each_time_and_stops_nobody
@@ -206,7 +207,7 @@ def test_every_threat_has_tests_that_exist(threat: str) -> None:
         assert name in names, f"{row} is gone"
 
 
-class CheapDoor(Authenticator):
+class CheapAuthenticator(Authenticator):
     """A door whose requests are parsed once and differ in their id: the rest of the checks is what can grow."""
 
     head: RequestHead
@@ -223,7 +224,9 @@ def test_memory_is_flat_under_a_million_distinct_forged_ids(tmp_path: Path) -> N
     gate = WorkGate(b"s" * 32, "run-1", JoinRate())
     limits = AuthLimits(address_rate=1e6, fresh_rate=1e6, max_tracked=4096)
     known: dict[str, None] = {}
-    door = CheapDoor(run="run-1", audience=server.public, find_member=known.get, nonces=book, gate=gate, limits=limits)
+    door = CheapAuthenticator(
+        run="run-1", audience=server.public, find_member=known.get, nonces=book, gate=gate, limits=limits
+    )
     signer = RequestSigner(key, "run-1", server.public, clock_ms=lambda: NOW_MS)
     raw = [(name.encode(), value.encode()) for name, value in signer.sign_request("POST", "/v1/a", b"x")]
     door.head = Authenticator._read_head(door, "POST", "/v1/a", raw, NOW_MS, None)

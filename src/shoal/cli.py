@@ -119,10 +119,11 @@ def list_commands() -> list[CliCommand]:
 
 
 def run_help(args: argparse.Namespace) -> int:
-    """Describe every command in one line, or one command in full."""
-    if args.words:
-        build_parser().parse_args([*args.words, "--help"])
+    """Describe every command in one line, one command in full, or a group of its settings (`help train learner`)."""
     known = {command.name: command for command in list_commands()}
+    if args.words:
+        depth = _find_depth(known, args.words)
+        build_parser().parse_args([*args.words[:depth], "--help", *args.words[depth:]])
     for heading, names in HEADINGS.items():
         print(f"{heading}:")
         for name in names:
@@ -130,6 +131,17 @@ def run_help(args: argparse.Namespace) -> int:
             actions = f" ({', '.join(action.name for action in command.actions)})" if command.actions else ""
             print(f"  {name:<12} {describe_command(command)}{actions}")
     return 0
+
+
+def _find_depth(known: dict[str, CliCommand], words: list[str]) -> int:
+    """How many words name the command whose group of settings the next word is; all without such a command."""
+    for depth, word in enumerate(words, 1):
+        if word not in known:
+            break
+        if known[word].settings:
+            return depth
+        known = {action.name: action for action in known[word].actions}
+    return len(words)
 
 
 def run_completion(args: argparse.Namespace) -> int:

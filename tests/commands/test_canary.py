@@ -1,10 +1,13 @@
 """`shoal canary`: user mistakes give one-line errors."""
 
+import inspect
+import re
 from pathlib import Path
 
 import pytest
 
-from shoal.cli import main
+from shoal.cli import build_parser, main
+from shoal.commands import roles
 from shoal.identity.keys import Key
 from shoal.redteam.canary import CanarySet
 
@@ -12,7 +15,7 @@ NOBODY = "http://127.0.0.1:1"
 
 
 @pytest.fixture(autouse=True)
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Key.generate().save(Path("operator.key"))
 
@@ -39,6 +42,12 @@ def fail(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 )
 def test_mistakes_are_one_line_errors(capsys: pytest.CaptureFixture[str], words: list[str], text: str) -> None:
     assert text in fail(capsys, *words)
+
+
+def test_planting_has_every_flag_that_its_worker_reads() -> None:
+    read = set(re.findall(r"\bargs\.([a-z_]+)", inspect.getsource(roles.write_work)))
+    args = build_parser().parse_args(["canary", "plant", NOBODY, "--key", "operator.key"])
+    assert {"tasks", "slots", "memory"} <= read <= set(vars(args))
 
 
 def test_the_stock_is_listed_without_a_coordinator(capsys: pytest.CaptureFixture[str]) -> None:

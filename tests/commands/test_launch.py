@@ -45,7 +45,7 @@ def test_an_unknown_setting_is_answered_with_the_one_that_was_meant(capsys: pyte
 
 def test_help_lists_the_settings_of_run_and_swarm(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["run", "--help"])
+        main(["run", "--help", "all"])
     shown = capsys.readouterr().out
     assert "swarm.cheats" in shown and "learner.lr" in shown
 

@@ -13,7 +13,7 @@ import pytest
 from shoal.cli import main
 from shoal.commands import common
 from shoal.commands.common import count_things
-from shoal.commands.query import describe_leaders, describe_status
+from shoal.commands.query import MAX_NODES, describe_leaders, describe_status
 from shoal.config.help import list_settings
 from shoal.coordinator.run import CoordinatorSettings, load_service
 from shoal.errors import ConfigError
@@ -22,7 +22,7 @@ from shoal.identity.keys import Key
 from shoal.net.client import HttpDeadlines
 from shoal.net.retry import RetryPolicy
 from shoal.protocol.descriptor import Descriptor, sign_descriptor
-from shoal.protocol.messages import LeaderLine, Leaders, Standing, Status, StepInfo, WaitInfo
+from shoal.protocol.messages import LeaderLine, Leaders, NodeInfo, Standing, Status, StepInfo, WaitInfo
 
 HEX = "ab" * 32
 NOBODY = "http://127.0.0.1:1"
@@ -150,7 +150,7 @@ print([name for name in {HEAVY!r} if name in sys.modules])
 
 def test_help_of_the_coordinator_lists_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["coordinator", "--help"])
+        main(["coordinator", "--help", "all"])
     shown = capsys.readouterr().out
     assert re.search("params.async_level .* 2 ", shown) and "blobs.min_free_bytes" in shown
 
@@ -259,6 +259,10 @@ def test_a_status_reads_as_sentences() -> None:
         "  OVERDUE      the queue waits for validators to judge 1 submission",
         "  ALARM        a planted submission was accepted",
     ]
+    node = NodeInfo(node=HEX, role="worker", version=6, tokens_per_s=1500, heard_ms=1)
+    shown = describe_status(make_status(nodes=(node,) * (MAX_NODES + 2))).splitlines()
+    assert shown[2] == f"    worker     {HEX[:8]}, v6, 1,500 tokens/s"
+    assert shown[2 + MAX_NODES] == "  ...          2 more"
     assert "stopped by the operator" in describe_status(make_status(stopped=True))
     assert "finished" in describe_status(make_status(finished=True, stopped=True))
     assert "no version yet" in describe_status(make_status(newest_version=-1))

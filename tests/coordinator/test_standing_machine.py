@@ -36,7 +36,7 @@ SETTINGS = {
 }
 
 
-class Careers(RuleBasedStateMachine):
+class OwnerStandingMachine(RuleBasedStateMachine):
     """Owners that work, cheat, are banned, leave, rejoin, appeal and redeem."""
 
     world_type = None
@@ -195,5 +195,5 @@ def audit_events(events):
 
 
 def test_only_an_unban_leads_from_banned_to_paid(world):
-    Careers.world_type = type(world)
-    run_state_machine_as_test(Careers, settings=settings(max_examples=12, stateful_step_count=30))
+    OwnerStandingMachine.world_type = type(world)
+    run_state_machine_as_test(OwnerStandingMachine, settings=settings(max_examples=12, stateful_step_count=30))

@@ -3,14 +3,14 @@
 import pytest
 
 from shoal.coordinator.blobs.base import FullError
-from shoal.coordinator.cache import MAX_REPORTED
+from shoal.coordinator.cache import MAX_LISTED, MAX_REPORTED
 from shoal.coordinator.coordinator import Coordinator
 from shoal.coordinator.decide import leases
 from shoal.coordinator.state.leases import find_lease
 from shoal.errors import ConfigError
 from shoal.ledger.ledger import WriterStoppedError
 from shoal.net.api_error import ApiError
-from shoal.protocol.messages import Action, Heartbeat, NodeWait, Verdict
+from shoal.protocol.messages import MAX_TOKENS_PER_S, Action, Heartbeat, NodeWait, Verdict
 
 
 def texts(world):
@@ -96,6 +96,34 @@ def test_status_shows_what_nodes_wait_for_and_which_fell_silent(world):
     assert f"worker {name} waits for a heartbeat for 50 s" in texts(world)
     world.run(world.coordinator.leave(world.id("w1")))
     assert not any(name in text for text in texts(world))
+
+
+def test_status_lists_live_nodes_with_the_rates_that_they_report(world):
+    world.coordinator.heartbeat(world.id("w1"), Heartbeat(role="worker", version=2, tokens_per_s=1500))
+    world.coordinator.heartbeat(world.id("judge-a"), Heartbeat(role="validator", tokens_per_s=40))
+    listed = {node.node: node for node in world.coordinator.read_status().nodes}
+    assert {name: (node.role, node.version, node.tokens_per_s) for name, node in listed.items()} == {
+        world.id("judge-a"): ("validator", -1, 40),
+        world.id("w1"): ("worker", 2, 1500),
+    }
+    cache = world.coordinator.cache
+    assert [cache.sum_rates(role, world.now_ms) for role in ("worker", "validator")] == [1500, 40]
+    world.wait(46)
+    assert world.coordinator.read_status().nodes == () and cache.sum_rates("worker", world.now_ms) == 0
+
+
+def test_nodes_that_report_most_displace_nobody_from_status(world):
+    world.work("w1")
+    for number in range(MAX_LISTED + 6):
+        world.join(f"evil-{number}", f"mallory {number}")
+        beat = Heartbeat(role="trainer", tokens_per_s=MAX_TOKENS_PER_S)
+        world.coordinator.heartbeat(world.id(f"evil-{number}"), beat)
+    for name in ("w1", "judge-a"):
+        world.coordinator.heartbeat(world.id(name), Heartbeat(role="worker", tokens_per_s=1))
+    listed = world.coordinator.read_status().nodes
+    assert len(listed) == MAX_LISTED
+    assert [node.node for node in listed[:2]] == [world.id("judge-a"), world.id("w1")]
+    assert [node.role for node in listed] == ["validator", *["worker"] * (MAX_LISTED - 1)]
 
 
 def test_the_reason_of_a_wait_is_shown_with_it(world):

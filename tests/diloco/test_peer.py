@@ -136,7 +136,7 @@ def test_a_peer_that_leaves_is_not_waited_for_and_a_newcomer_counts_from_the_nex
     assert group.state.members == ("a", "b", "d")
 
 
-class Moody:
+class FailingAverager:
     """An averager that raises each of the given exceptions once."""
 
     def __init__(self, inner: LocalAverager, on_submit: list[Exception], on_collect: list[Exception]) -> None:
@@ -159,12 +159,12 @@ class Moody:
         self.inner.close()
 
 
-def make_moody(peer: Peer, *, on_submit: tuple[Exception, ...] = (), on_collect: tuple[Exception, ...] = ()) -> None:
+def make_failing(peer: Peer, *, on_submit: tuple[Exception, ...] = (), on_collect: tuple[Exception, ...] = ()) -> None:
     assert isinstance(peer.averager, LocalAverager)
-    peer.averager = Moody(peer.averager, list(on_submit), list(on_collect))
+    peer.averager = FailingAverager(peer.averager, list(on_submit), list(on_collect))
 
 
-class Forgetful(Moody):
+class ForgetfulAverager(FailingAverager):
     """Forgets an update after reporting its outcome, as network engines do; its state is unavailable once."""
 
     is_away = True
@@ -198,7 +198,7 @@ def test_an_averager_that_dies_after_its_answer_is_asked_again_and_ends_no_train
     key = group.plan.name_round(group.state, 0)
     told = AveragerUnavailableError("no quorum") if kind is None else kind(key, "so it is")
     assert isinstance(peer.averager, LocalAverager)
-    peer.averager = Forgetful(peer.averager, [told])
+    peer.averager = ForgetfulAverager(peer.averager, [told])
     train_in_turn(pairs, 11)
     assert peer.state.fragments[0].round == 2 and peer.state.hash == group.state.hash
 
@@ -207,7 +207,7 @@ def test_while_the_averager_is_unavailable_inner_steps_continue_and_none_is_lost
     group = build_group(FAST)
     pairs = build_peers(group, "ab")
     peer, model = pairs[0]
-    make_moody(peer, on_submit=(AveragerUnavailableError(),) * 4, on_collect=(AveragerUnavailableError(),) * 3)
+    make_failing(peer, on_submit=(AveragerUnavailableError(),) * 4, on_collect=(AveragerUnavailableError(),) * 3)
     assert train_in_turn(pairs, 5) == []
     assert group.state.fragments[0].round == 0 and peer._pending[0].update.steps == 5
     arrived = peer._pending[0].arrived
@@ -225,7 +225,7 @@ def test_a_peer_that_missed_a_round_keeps_its_steps(is_told: bool) -> None:
     pairs = build_peers(group, "ab")
     late, model = pairs[1]
     if is_told:
-        make_moody(late, on_submit=(StaleRoundError(group.plan.name_round(group.state, 0), "it is over"),))
+        make_failing(late, on_submit=(StaleRoundError(group.plan.name_round(group.state, 0), "it is over"),))
     train_in_turn(pairs[1:], 4)
     LocalAverager(group, "b").close()
     walked = flat_weights(model) - group.state.fragments[0].theta
@@ -244,7 +244,7 @@ def test_what_was_sent_is_not_added_twice_nor_is_what_its_codec_had_lost_before(
     pairs = build_peers(group, "ab", delay=1)
     peer, _ = pairs[0]
     train_in_turn(pairs, 10)
-    make_moody(peer, on_collect=(StaleRoundError(group.plan.name_round(group.state, 0), "its outcome is gone"),))
+    make_failing(peer, on_collect=(StaleRoundError(group.plan.name_round(group.state, 0), "its outcome is gone"),))
     (pending,) = peer._pending.values()
     (report,) = [report for report in train_in_turn(pairs, 1, start=10) if not report.peers]
     assert peer.state.hash == group.state.hash and not report.is_dropped
@@ -274,7 +274,7 @@ def test_a_refused_peer_continues_from_the_outer_weights() -> None:
     group = build_group(FAST)
     pairs = build_peers(group, "ab")
     peer, model = pairs[0]
-    make_moody(peer, on_collect=(RefusedUpdateError(group.plan.name_round(group.state, 0), "not finite"),))
+    make_failing(peer, on_collect=(RefusedUpdateError(group.plan.name_round(group.state, 0), "not finite"),))
     reports = train_in_turn(pairs, 5)
     refused = next(report for report in reports if not report.peers)
     assert "not finite" in refused.note and peer.counts[0].steps == 0 and refused.is_dropped

@@ -44,7 +44,7 @@ _LIMIT = "import os,resource,sys; n=int(sys.argv[1]); resource.setrlimit(resourc
 _LIMIT += "os.execv(sys.argv[2],sys.argv[2:])"
 
 
-class Actor:
+class ChildProcess:
     """One process and its output."""
 
     def __init__(self, log: Path, command: list[str], env: dict[str, str], cwd: Path) -> None:
@@ -124,14 +124,14 @@ class Actor:
         return self.read_metric("shoal_sent_bytes_total")
 
 
-class Cast:
+class ProcessGroup:
     """The processes of one test."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.data = root / "data"
-        self.actors: dict[str, Actor] = {}
-        self._commands: dict[Actor, str] = {}
+        self.children: dict[str, ChildProcess] = {}
+        self._commands: dict[ChildProcess, str] = {}
         self._folders: set[str] = set()
         for name in ("home", "temp", "cwd", "made", "data", "log", "sentinel"):
             (root / name).mkdir()
@@ -181,14 +181,14 @@ class Cast:
         name: str = "origin",
         data: str | Path = "origin",
         limit: int | None = None,
-    ) -> Actor:
+    ) -> ChildProcess:
         """An origin; `limit`, here and below, is the largest file size that it may write."""
         listen = ["--listen", find_address(), *flags]
         return self._start(name, "publish", *self._publish(path, version, data), *listen, limit=limit)
 
-    def hand_over(self, path: Path, version: int, data: str | Path = "origin") -> Actor:
+    def hand_over(self, path: Path, version: int, data: str | Path = "origin") -> ChildProcess:
         """Run the command for one more version, for the running origin."""
-        return self._start(f"publish{len(self.actors)}", "publish", *self._publish(path, version, data))
+        return self._start(f"publish{len(self.children)}", "publish", *self._publish(path, version, data))
 
     def relay(
         self,
@@ -197,7 +197,7 @@ class Cast:
         flags: tuple[str, ...] = (),
         data: str | Path = "",
         limit: int | None = None,
-    ) -> Actor:
+    ) -> ChildProcess:
         args = ["--publisher", self.key.public, "--data", self._claim(data or name), "--run", RUN]
         return self._start(name, "relay", *upstreams, *args, "--listen", find_address(), *flags, limit=limit)
 
@@ -208,12 +208,12 @@ class Cast:
         name: str = "",
         flags: tuple[str, ...] = (),
         limit: int | None = None,
-    ) -> Actor:
+    ) -> ChildProcess:
         folder = self._claim(out)
         args = ["--publisher", self.key.public, "--run", RUN, "--out", folder, *flags]
         return self._start(name or folder.name, "pull", *sources, *args, limit=limit)
 
-    def script(self, file: str, name: str, *args: object) -> Actor:
+    def script(self, file: str, name: str, *args: object) -> ChildProcess:
         """A process that is not part of shoal."""
         return self._add(name, "", [sys.executable, str(HERE / file), *map(str, args)])
 
@@ -234,15 +234,15 @@ class Cast:
         """Stop all processes in order, then check what they left behind."""
         try:
             for command, number in (("", signal.SIGKILL), *((each, signal.SIGTERM) for each in COMMANDS)):
-                self._stop([actor for actor in self.actors.values() if self._commands[actor] == command], number)
+                self._stop([child for child in self.children.values() if self._commands[child] == command], number)
         finally:
-            for actor in self.actors.values():
-                if actor.process.poll() is None:
-                    actor.process.kill()
-                    actor.process.wait(PATIENCE_S)
+            for child in self.children.values():
+                if child.process.poll() is None:
+                    child.process.kill()
+                    child.process.wait(PATIENCE_S)
         assert find_processes(self.root) == []
-        for actor in self.actors.values():
-            text = actor.log.read_text()
+        for child in self.children.values():
+            text = child.log.read_text()
             assert "Traceback" not in text and "exception" not in text.lower(), text
         self.check_untouched()
 
@@ -251,13 +251,13 @@ class Cast:
         assert self._take_snapshot() == self._before
         assert {path.name for path in self.data.iterdir()} <= self._folders
 
-    def _stop(self, actors: list[Actor], number: int) -> None:
-        running = [actor for actor in actors if actor.process.poll() is None]
-        for actor in running:
-            actor.kill(signal.SIGCONT)
-            actor.kill(number)
-        for actor in running if number == signal.SIGTERM else ():
-            assert actor.process.wait(PATIENCE_S) in EXIT_STOPPED, actor.text
+    def _stop(self, children: list[ChildProcess], number: int) -> None:
+        running = [child for child in children if child.process.poll() is None]
+        for child in running:
+            child.kill(signal.SIGCONT)
+            child.kill(number)
+        for child in running if number == signal.SIGTERM else ():
+            assert child.process.wait(PATIENCE_S) in EXIT_STOPPED, child.text
 
     def _publish(self, path: Path, version: int, data: str | Path) -> list[object]:
         key = self.root / "made" / "key"
@@ -269,18 +269,18 @@ class Cast:
             self._folders.add(path.name)
         return path
 
-    def _start(self, name: str, command: str, *args: object, limit: int | None = None) -> Actor:
+    def _start(self, name: str, command: str, *args: object, limit: int | None = None) -> ChildProcess:
         prefix = [] if limit is None else [sys.executable, "-c", _LIMIT, str(limit)]
         return self._add(name, command, [*prefix, sys.executable, "-m", "shoal", *COMMANDS[command], *map(str, args)])
 
-    def _add(self, name: str, command: str, line: list[str]) -> Actor:
+    def _add(self, name: str, command: str, line: list[str]) -> ChildProcess:
         own = {WORLD: str(self.root), "HOME": str(self.root / "home"), "TMPDIR": str(self.root / "temp")}
         env = os.environ | own | {"PYTHONPATH": str(SOURCE)}
-        assert name not in self.actors or self.actors[name].process.poll() is not None, f"{name} is still running"
-        actor = Actor(self.root / "log" / f"{name}.log", line, env, self.root / "cwd")
-        self._commands[actor] = command
-        self.actors[name] = actor
-        return actor
+        assert name not in self.children or self.children[name].process.poll() is not None, f"{name} is still running"
+        child = ChildProcess(self.root / "log" / f"{name}.log", line, env, self.root / "cwd")
+        self._commands[child] = command
+        self.children[name] = child
+        return child
 
     def _take_snapshot(self, folder: Path | None = None) -> dict[str, object]:
         """Everything below a folder, by path relative to the root, except data and logs."""
@@ -332,23 +332,23 @@ def await_true(holds: Callable[[], bool], what: Callable[[], str]) -> None:
 
 
 @pytest.fixture
-def cast(tmp_path: Path) -> Iterator[Cast]:
+def processes(tmp_path: Path) -> Iterator[ProcessGroup]:
     """Processes of one test."""
-    yield from open_cast(tmp_path)
+    yield from open_processes(tmp_path)
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cast]:
+def shared_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessGroup]:
     """Processes shared by all tests of a file."""
-    yield from open_cast(tmp_path_factory.mktemp("stage"))
+    yield from open_processes(tmp_path_factory.mktemp("shared_processes"))
 
 
-def open_cast(root: Path) -> Iterator[Cast]:
-    cast = Cast(root)
+def open_processes(root: Path) -> Iterator[ProcessGroup]:
+    processes = ProcessGroup(root)
     try:
-        yield cast
+        yield processes
     finally:
-        cast.close()
+        processes.close()
 
 
 @pytest.fixture(scope="session")

@@ -301,7 +301,7 @@ def join_chunks(body: bytes) -> bytes:
 # The server.
 
 
-class Front:
+class HostilePort:
     """One port and its mode."""
 
     def __init__(self, spec: str, upstream: tuple[str, int]) -> None:
@@ -341,7 +341,7 @@ class Front:
 async def main(url: str, specs: list[str]) -> None:
     parts = urlsplit(url)
     assert parts.hostname and parts.port, url
-    await asyncio.gather(*(Front(spec, (parts.hostname, parts.port)).start() for spec in specs))
+    await asyncio.gather(*(HostilePort(spec, (parts.hostname, parts.port)).start() for spec in specs))
 
 
 if __name__ == "__main__":

@@ -31,13 +31,13 @@ STEPS = 3
 QUICK = f"name=deploy {WIDE} steps={STEPS} async_level=2 swarm.calibration=64 swarm.join_work=4096 swarm.heartbeat_s=1"
 URL = "http://run.example.org:8700"
 HOSTS = {"run": "run.example.org", "trainer": "trainer.example.org", "relay": "relay.example.org"}
-HOSTS |= dict.fromkeys(["validator", "worker-1", "worker-2", "desk"], "")
+HOSTS |= dict.fromkeys(["validator", "worker-1", "worker-2", "runner"], "")
 WORKERS = ("worker-1", "worker-2")
 CLOSED = "worker-2"
 SERVING = {"run": "00000000:21FC", "trainer": "00000000:2198", "relay": "00000000:2198"}
 """listening hosts, and their addresses in the kernel's notation: ports 8700 and 8600"""
 KEYS = {
-    "desk": {"operator.key"},
+    "runner": {"operator.key"},
     "run": {"coordinator/data/coordinator.key"},
     "trainer": {"launch/publisher.key", "trainer/node.key", "trainer/owner.key"},
     "relay": set(),
@@ -101,7 +101,7 @@ def test_each_role_has_a_machine_of_its_own(net: Net, wait_until: WaitUntil) -> 
 
     for process in nodes:  # they end when the run is finished
         assert process.wait(PATIENCE_S) == 0
-    assert "holds" in hosts["desk"].type(f"shoal ledger verify {URL} --coordinator {found[2]}")
+    assert "holds" in hosts["runner"].type(f"shoal ledger verify {URL} --coordinator {found[2]}")
     coordinator.send_signal(signal.SIGTERM)
     assert coordinator.wait(PATIENCE_S) == 0
     check_ledger(net)
@@ -110,7 +110,7 @@ def test_each_role_has_a_machine_of_its_own(net: Net, wait_until: WaitUntil) -> 
 
 def prepare(net: Net) -> dict[str, list[str]]:
     """Prepare the run on the trainer's machine; returns the printed commands by machine."""
-    operator = net.hosts["desk"].type("shoal keygen operator.key").strip()
+    operator = net.hosts["runner"].type("shoal keygen operator.key").strip()
     validator = net.hosts["validator"].type("shoal keygen owner.key").strip()
     page = PAGE.read_text()
     shown = re.search(r"```toml\n(.*?)```", page, re.DOTALL)
@@ -122,7 +122,7 @@ def prepare(net: Net) -> dict[str, list[str]]:
     general = re.sub("[0-9a-f]{64}", "PUBLISHER", commands).replace(str(net.root / "here"), "/srv/shoal")
     assert general in page, f"the page shows other commands than\n{general}"
     stations: dict[str, list[str]] = {}
-    for line in commands.splitlines():
+    for line in commands.replace("\\\n", "").splitlines():
         if line.startswith("# "):
             stations[line[2:].partition(":")[0]] = lines = []
         else:
@@ -143,7 +143,7 @@ def check_links(net: Net) -> None:
         assert process.stdout is not None and process.stdout.readline() == b"up\n"
     answered, _ = hosts[CLOSED].run(sys.executable, "-c", _CALL, hosts["run"].address, "10").communicate()
     assert float(answered) >= 2 * DELAY_MS / 1000
-    refused, _ = hosts["desk"].run(sys.executable, "-c", _CALL, hosts[CLOSED].address, "0.5").communicate()
+    refused, _ = hosts["runner"].run(sys.executable, "-c", _CALL, hosts[CLOSED].address, "0.5").communicate()
     assert b"TimeoutError" in refused
     for process in listening:
         process.kill()

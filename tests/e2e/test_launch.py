@@ -28,7 +28,7 @@ PATIENCE_S = 300.0
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
 
 
-class Desk:
+class CommandRunner:
     """One command at a time, its output, and its descendant processes."""
 
     def __init__(self, folder: Path, warm: Warm) -> None:
@@ -67,9 +67,9 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
+def runner(tmp_path: Path) -> Iterator[CommandRunner]:
     with closing(Warm(*SWARM)) as warm:
-        yield Desk(tmp_path, warm)
+        yield CommandRunner(tmp_path, warm)
 
 
 def type_command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -80,37 +80,39 @@ def type_command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, 
     return code, shown.out + shown.err
 
 
-def test_a_swarm_survives_its_cheat_its_user_and_a_kill(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
-    out = desk.log.parent / "runs"
+def test_a_swarm_survives_its_cheat_its_user_and_a_kill(
+    runner: CommandRunner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = runner.log.parent / "runs"
     root = out / "tiny-seed0"
     settings = [str(TINY), WIDE, f"out={out}", "swarm.calibration=128", 'swarm.cheats=["int8"]']
 
-    desk.start("prepare", *settings)
-    assert desk.end() == 0, desk.log.read_text()
-    desk.start("run", *settings, "swarm.workers=0")
-    desk.wait_text("cheat-1 ended for good")
+    runner.start("prepare", *settings)
+    assert runner.end() == 0, runner.log.read_text()
+    runner.start("run", *settings, "swarm.workers=0")
+    runner.wait_text("cheat-1 ended and is not restarted")
     code, said = type_command(capsys, "-q", "run", *settings)
     assert code == 2 and said.startswith("shoal: ") and said.count("\n") == 1 and "in use by process" in said
-    family = desk.list_family()
+    family = runner.list_family()
     assert len(family) >= 7
-    assert desk.end(signal.SIGINT) == 130
-    assert "the same command resumes it" in desk.log.read_text() and not any(map(_is_alive, family))
+    assert runner.end(signal.SIGINT) == 130
+    assert "the same command resumes it" in runner.log.read_text() and not any(map(_is_alive, family))
 
     code, said = type_command(capsys, "run", *settings, "steps=4")
     assert code == 2 and "begun with another steps" in said
 
-    desk.start("run", *settings, "swarm.workers=1")
-    desk.wait((root / "versions" / "v000001").exists, "one worker is not enough for a step")
+    runner.start("run", *settings, "swarm.workers=1")
+    runner.wait((root / "versions" / "v000001").exists, "one worker is not enough for a step")
     assert list_paid(root) == {"worker-1"}
-    family = desk.list_family()
+    family = runner.list_family()
     assert len(family) >= 8
-    desk.end(signal.SIGKILL)
-    desk.wait(lambda: not any(map(_is_alive, family)), "processes outlived their supervisor")
+    runner.end(signal.SIGKILL)
+    runner.wait(lambda: not any(map(_is_alive, family)), "processes outlived their supervisor")
 
     settings += ["swarm.workers=3"]
-    desk.start("run", *settings)
-    assert desk.end() == 0, desk.log.read_text()
-    shown = desk.log.read_text()
+    runner.start("run", *settings)
+    assert runner.end() == 0, runner.log.read_text()
+    shown = runner.log.read_text()
     assert "caught cheating: cheat-1" in shown and "the ledger holds" in shown
     assert re.search(r"^checking took \d+% of the CPU that generation took$", shown, re.MULTILINE)
     assert len(list_paid(root)) > 1

@@ -56,7 +56,7 @@ BAD_NAMES = {
 
 
 @dataclass
-class Scene:
+class HostileRelays:
     """The processes: hostile relays, and a client for each group of them."""
 
     path: Path
@@ -99,17 +99,17 @@ def make_alien(key: Key) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def siege(stage: Any, wait_until: Callable[..., None]) -> Any:
+def crowded(shared_processes: Any, wait_until: Callable[..., None]) -> Any:
     """An origin with thousands of idle connections and some that never read, from the first test of the file on."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < 2 * NUM_IDLE:
         pytest.skip(f"needs more than the {hard} open files allowed here")
-    path = stage.make_checkpoint("besieged", 12_000_000)
-    origin = stage.origin(path, name="fortress", data="fortress")
+    path = shared_processes.make_checkpoint("crowded", 12_000_000)
+    origin = shared_processes.origin(path, name="fortress", data="fortress")
     origin.await_text("published v1")
-    (folder,) = (stage.data / "fortress").glob("v1-*")
+    (folder,) = (shared_processes.data / "fortress").glob("v1-*")
     target = f"/v/1/{folder.name.removeprefix('v1-')}/full/1"
-    crowd = stage.script("evil_client.py", "crowd", origin.url, NUM_IDLE, NUM_DEAF, target)
+    crowd = shared_processes.script("evil_client.py", "crowd", origin.url, NUM_IDLE, NUM_DEAF, target)
     crowd.await_text("ready")
     wait_until(lambda: count_deaf(origin) >= NUM_DEAF, lambda: "all connections that never read")
     return origin
@@ -121,41 +121,52 @@ def count_deaf(origin: Any) -> int:
 
 
 @pytest.fixture(scope="module")
-def scene(stage: Any, wait_until: Callable[..., None]) -> Scene:
-    path = stage.make_checkpoint("v1", 16 * SHARD)
-    origin = stage.origin(path, 1, "--shard-size", str(SHARD))
-    witness = stage.script("evil_relay.py", "witness", origin.url, "witness,witness")
+def hostile_relays(shared_processes: Any, wait_until: Callable[..., None]) -> HostileRelays:
+    path = shared_processes.make_checkpoint("v1", 16 * SHARD)
+    origin = shared_processes.origin(path, 1, "--shard-size", str(SHARD))
+    witness = shared_processes.script("evil_relay.py", "witness", origin.url, "witness,witness")
     witness.await_text("\n")
     trap = witness.text.split()[1]
-    lists = {**make_heads(stage.key, stage.root), "replayed": make_head(stage.key, version=1, serial=1)}
-    files = {name: stage.write_file(f"{name}.lines", line + b"\n") for name, line in lists.items()}
-    alien = stage.write_file("alien.lines", make_alien(stage.key))
+    lists = {
+        **make_heads(shared_processes.key, shared_processes.root),
+        "replayed": make_head(shared_processes.key, version=1, serial=1),
+    }
+    files = {name: shared_processes.write_file(f"{name}.lines", line + b"\n") for name, line in lists.items()}
+    alien = shared_processes.write_file("alien.lines", make_alien(shared_processes.key))
     specs = [f"{name},listed,{file}" for name, file in files.items()]
     for name in sum(GROUPS.values(), ()):
         specs.append(f"alien,lined,{alien}" if name == "alien" else f"{name},{name},{trap}")
-    evil, other = (stage.script("evil_relay.py", name, origin.url, *specs) for name in ("evil", "evil-upstreams"))
-    honest = stage.relay("honest", origin.url)
+    evil, other = (
+        shared_processes.script("evil_relay.py", name, origin.url, *specs) for name in ("evil", "evil-upstreams")
+    )
+    honest = shared_processes.relay("honest", origin.url)
     urls, upstreams = (dict(list_urls(each, len(specs))) for each in (evil, other))
     honest.await_complete(1)
     address = honest.url
     honest.kill(signal.SIGSTOP)
-    victim = stage.relay("victim", *upstreams.values(), address)
-    scene = Scene(path, evil, witness, honest, victim, urls)
-    groups = {**GROUPS, "heads": tuple(make_heads(stage.key, stage.root)), "replays": ("replayed",)}
+    victim = shared_processes.relay("victim", *upstreams.values(), address)
+    hostile_relays = HostileRelays(path, evil, witness, honest, victim, urls)
+    groups = {
+        **GROUPS,
+        "heads": tuple(make_heads(shared_processes.key, shared_processes.root)),
+        "replays": ("replayed",),
+    }
     for group, names in groups.items():
-        scene.clients[group] = stage.pull(*(urls[name] for name in names), address, out=group)
+        hostile_relays.clients[group] = shared_processes.pull(*(urls[name] for name in names), address, out=group)
     charges = {**CHARGES, ("heads", "announced a forged version ("): groups["heads"]}
-    wait_until(lambda: not list_unseen(scene, charges), lambda: f"hits of {list_unseen(scene, charges)}")
+    wait_until(
+        lambda: not list_unseen(hostile_relays, charges), lambda: f"hits of {list_unseen(hostile_relays, charges)}"
+    )
     honest.kill(signal.SIGCONT)
-    return scene
+    return hostile_relays
 
 
-def list_unseen(scene: Scene, charges: dict[tuple[str, str], tuple[str, ...]]) -> list[str]:
+def list_unseen(hostile_relays: HostileRelays, charges: dict[tuple[str, str], tuple[str, ...]]) -> list[str]:
     """Hostile relays that were not yet asked for what they corrupt, or whose lie was not yet reported."""
-    unseen = [name for name in scene.urls if f"hit {name} " not in scene.evil.text]
+    unseen = [name for name in hostile_relays.urls if f"hit {name} " not in hostile_relays.evil.text]
     for (group, sentence), names in charges.items():
-        text = scene.clients[group].text
-        unseen += [name for name in names if f"{scene.urls[name]}: {sentence}" not in text]
+        text = hostile_relays.clients[group].text
+        unseen += [name for name in names if f"{hostile_relays.urls[name]}: {sentence}" not in text]
     return unseen
 
 
@@ -167,37 +178,39 @@ def list_urls(evil: Any, count: int) -> Iterator[tuple[str, str]]:
             yield name, url
 
 
-def test_an_honest_client_gets_through_a_crowd_of_idle_and_deaf_ones(siege: Any, stage: Any) -> None:
-    stage.pull(siege.url, out="besieged").finish()
-    stage.check_same(stage.root / "made" / "besieged", 1, "besieged")
-    assert siege.read_metric("shoal_evicted_total") >= NUM_IDLE // 2
-    assert siege.read_metric("shoal_connections") <= 1024
-    status = Path(f"/proc/{siege.process.pid}/status")
+def test_an_honest_client_gets_through_a_crowd_of_idle_and_deaf_ones(crowded: Any, shared_processes: Any) -> None:
+    shared_processes.pull(crowded.url, out="crowded").finish()
+    shared_processes.check_same(shared_processes.root / "made" / "crowded", 1, "crowded")
+    assert crowded.read_metric("shoal_evicted_total") >= NUM_IDLE // 2
+    assert crowded.read_metric("shoal_connections") <= 1024
+    status = Path(f"/proc/{crowded.process.pid}/status")
     if status.exists():
         anon = next(line for line in status.read_text().splitlines() if line.startswith("RssAnon"))
         assert int(anon.split()[1]) < ANON_KB
 
 
 @pytest.mark.parametrize("group", [*GROUPS, "heads", "replays"])
-def test_bad_relays_cost_only_themselves(group: str, scene: Scene, stage: Any) -> None:
-    client = scene.clients[group]
-    assert client.finish().splitlines()[-1] == str(stage.data / group / "v1")
-    stage.check_same(scene.path, 1, group)
-    assert sorted(item.name for item in (stage.data / group).iterdir()) == [".shardcast", "latest", "v1"]
-    assert f"{scene.honest.url}: " not in client.text, "the honest relay is not blamed"
-    assert "hit" not in scene.witness.text, "a redirect was followed"
-    stage.check_untouched()
+def test_bad_relays_cost_only_themselves(group: str, hostile_relays: HostileRelays, shared_processes: Any) -> None:
+    client = hostile_relays.clients[group]
+    assert client.finish().splitlines()[-1] == str(shared_processes.data / group / "v1")
+    shared_processes.check_same(hostile_relays.path, 1, group)
+    assert sorted(item.name for item in (shared_processes.data / group).iterdir()) == [".shardcast", "latest", "v1"]
+    assert f"{hostile_relays.honest.url}: " not in client.text, "the honest relay is not blamed"
+    assert "hit" not in hostile_relays.witness.text, "a redirect was followed"
+    shared_processes.check_untouched()
 
 
-def test_a_relay_among_all_of_them_passes_on_only_what_was_signed(scene: Scene, stage: Any) -> None:
-    stage.pull(scene.victim.url, out="below").finish()
-    stage.check_same(scene.path, 1, "below")
-    scene.victim.await_complete(1)
-    assert scene.victim.ask("/versions") == scene.honest.ask("/versions")
-    held = [path.name for path in (stage.data / "victim").glob("v*")]
-    assert held == [path.name for path in (stage.data / "honest").glob("v*")]
+def test_a_relay_among_all_of_them_passes_on_only_what_was_signed(
+    hostile_relays: HostileRelays, shared_processes: Any
+) -> None:
+    shared_processes.pull(hostile_relays.victim.url, out="below").finish()
+    shared_processes.check_same(hostile_relays.path, 1, "below")
+    hostile_relays.victim.await_complete(1)
+    assert hostile_relays.victim.ask("/versions") == hostile_relays.honest.ask("/versions")
+    held = [path.name for path in (shared_processes.data / "victim").glob("v*")]
+    assert held == [path.name for path in (shared_processes.data / "honest").glob("v*")]
 
 
-def test_who_never_reads_is_cut_off_in_the_end(siege: Any, wait_until: Callable[..., None]) -> None:
-    wait_until(lambda: siege.read_metric("shoal_transfers") == 0, lambda: "end of the connections that never read")
-    assert siege.read_metric("shoal_cut_total") >= NUM_DEAF
+def test_who_never_reads_is_cut_off_in_the_end(crowded: Any, wait_until: Callable[..., None]) -> None:
+    wait_until(lambda: crowded.read_metric("shoal_transfers") == 0, lambda: "end of the connections that never read")
+    assert crowded.read_metric("shoal_cut_total") >= NUM_DEAF

@@ -50,7 +50,7 @@ DATA = b"rollouts" * 40_000
 T = TypeVar("T")
 
 
-class Town:
+class LiveRun:
     """A coordinator's process, keys of owners, and the commands of users."""
 
     def __init__(self, folder: Path, warm: Warm, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,13 +125,13 @@ def warm() -> Iterator[Warm]:
 
 
 @pytest.fixture
-def town(tmp_path: Path, warm: Warm, capsys: pytest.CaptureFixture[str]) -> Iterator[Town]:
-    town = Town(tmp_path, warm, capsys)
+def live_run(tmp_path: Path, warm: Warm, capsys: pytest.CaptureFixture[str]) -> Iterator[LiveRun]:
+    live_run = LiveRun(tmp_path, warm, capsys)
     try:
-        yield town
+        yield live_run
     finally:
-        if town.process is not None and town.process.poll() is None:
-            town.kill()
+        if live_run.process is not None and live_run.process.poll() is None:
+            live_run.kill()
 
 
 def make_manifest(lease: Lease) -> Manifest:
@@ -156,174 +156,182 @@ def make_version(number: int, batch: str = "") -> VersionStatement:
     return VersionStatement(version=number, root="0" * 64, manifest="0" * 64, batch=batch)
 
 
-def ask_first(town: Town, request_key: str) -> Lease:
-    lease = town.act("ann", lambda client: client.ask_lease(request_key)).lease
+def ask_first(live_run: LiveRun, request_key: str) -> Lease:
+    lease = live_run.act("ann", lambda client: client.ask_lease(request_key)).lease
     assert lease is not None
     return lease
 
 
-def test_a_run_survives_kill_minus_nine_between_all_its_acts(town: Town) -> None:
+def test_a_run_survives_kill_minus_nine_between_all_its_acts(live_run: LiveRun) -> None:
     """lease -> commit -> upload -> claim -> verdict -> cut -> publish, each repeated after a kill."""
-    town.start()
-    assert "standing     probation" in town.join("ann")
-    assert "may          train, validate" in town.join("bob", "--scope", "validate", "--scope", "train")
-    town.act("bob", lambda client: client.publish_version(make_version(0)))
-    lease = ask_first(town, "a" * 32)
-    town.restart()
-    assert ask_first(town, "a" * 32) == lease
-    status = town.type("status", town.url)
+    live_run.start()
+    assert "standing     probation" in live_run.join("ann")
+    assert "may          train, validate" in live_run.join("bob", "--scope", "validate", "--scope", "train")
+    live_run.act("bob", lambda client: client.publish_version(make_version(0)))
+    lease = ask_first(live_run, "a" * 32)
+    live_run.restart()
+    assert ask_first(live_run, "a" * 32) == lease
+    status = live_run.type("status", live_run.url)
     assert "run demo: running, 0 of 1 step trained, v0 is newest" in status
     assert "step 1 waits for 1 of 1 groups" in status and f"node {lease.node[:8]} has {lease.lease} for" in status
 
-    manifest, path = make_manifest(lease), town.folder / "file"
+    manifest, path = make_manifest(lease), live_run.folder / "file"
     path.write_bytes(DATA)
-    committed = town.act("ann", lambda client: client.commit(manifest))
-    town.restart()
-    assert town.act("ann", lambda client: client.commit(manifest)) == committed
-    receipt = town.act("ann", lambda client: client.submit(manifest, path)).receipt
-    job = town.act("bob", lambda client: client.claim_jobs()).job
+    committed = live_run.act("ann", lambda client: client.commit(manifest))
+    live_run.restart()
+    assert live_run.act("ann", lambda client: client.commit(manifest)) == committed
+    receipt = live_run.act("ann", lambda client: client.submit(manifest, path)).receipt
+    job = live_run.act("bob", lambda client: client.claim_jobs()).job
     assert job is not None and job.submission == receipt.submission
-    assert "validators to judge 1 submission" in town.type("status", town.url)
-    town.restart()
-    assert town.act("ann", lambda client: client.submit(manifest, path)).receipt == receipt
-    again = town.act("bob", lambda client: client.claim_jobs()).job
+    assert "validators to judge 1 submission" in live_run.type("status", live_run.url)
+    live_run.restart()
+    assert live_run.act("ann", lambda client: client.submit(manifest, path)).receipt == receipt
+    again = live_run.act("bob", lambda client: client.claim_jobs()).job
     assert again is not None and again.deadline_ms >= job.deadline_ms  # moved by the outage
     assert again.model_copy(update={"deadline_ms": job.deadline_ms}) == job
 
-    record = town.act("bob", lambda client: client.send_verdict(make_verdict(job))).record
+    record = live_run.act("bob", lambda client: client.send_verdict(make_verdict(job))).record
     assert record.state is SubmissionState.ACCEPTED and record.paid == 200
-    batch = town.act("bob", lambda client: client.cut_batch(1)).batch
+    batch = live_run.act("bob", lambda client: client.cut_batch(1)).batch
     assert batch is not None and [entry.submission for entry in batch.groups] == [receipt.submission]
-    town.restart()
-    assert town.act("bob", lambda client: client.send_verdict(make_verdict(job))).record.state is record.state
-    assert town.act("bob", lambda client: client.cut_batch(1)).batch == batch
-    assert town.act("bob", lambda client: client.publish_version(make_version(1, batch.hash))).finished
-    check_words(town, receipt.submission)
-    check_ledger(town)
+    live_run.restart()
+    assert live_run.act("bob", lambda client: client.send_verdict(make_verdict(job))).record.state is record.state
+    assert live_run.act("bob", lambda client: client.cut_batch(1)).batch == batch
+    assert live_run.act("bob", lambda client: client.publish_version(make_version(1, batch.hash))).finished
+    check_words(live_run, receipt.submission)
+    check_ledger(live_run)
 
 
-def check_words(town: Town, submission: str) -> None:
+def check_words(live_run: LiveRun, submission: str) -> None:
     """The texts that users read at the end of the run."""
-    assert "run demo: finished, 1 of 1 step trained, v1 is newest" in town.type("status", town.url, "--watch")
-    assert json.loads(town.type("status", town.url, "--json"))["finished"] is True
-    text = town.type("explain", town.url, submission)
+    assert "run demo: finished, 1 of 1 step trained, v1 is newest" in live_run.type("status", live_run.url, "--watch")
+    assert json.loads(live_run.type("status", live_run.url, "--json"))["finished"] is True
+    text = live_run.type("explain", live_run.url, submission)
     for part in (
         f"{submission} is accepted.",
-        f"owner {town.keys['ann']}",
+        f"owner {live_run.keys['ann']}",
         "toploc: 0.125, threshold 0.25 at rollout 1: passed",
-        f"pending:{town.keys['ann']}: +200 micro-credits",
+        f"pending:{live_run.keys['ann']}: +200 micro-credits",
         "mint: -200 micro-credits",
     ):
         assert part in text
-    (first, *_) = json.loads(town.type("leaderboard", town.url, "--json"))["leaders"]
-    assert (first["owner"], first["tokens"], first["accepted"], first["earned"]) == (town.keys["ann"], 200, 1, 200)
-    best = town.type("leaderboard", town.url).splitlines()[1]
-    assert best.split() == ["1", "200", "1", "0", "0.000200", "probation", town.keys["ann"]]
-    assert "no such submission" in town.type("explain", town.url, "s999", code=1)
+    (first, *_) = json.loads(live_run.type("leaderboard", live_run.url, "--json"))["leaders"]
+    assert (first["owner"], first["tokens"], first["accepted"], first["earned"]) == (live_run.keys["ann"], 200, 1, 200)
+    best = live_run.type("leaderboard", live_run.url).splitlines()[1]
+    assert best.split() == ["1", "200", "1", "0", "0.000200", "probation", live_run.keys["ann"]]
+    assert "no such submission" in live_run.type("explain", live_run.url, "s999", code=1)
 
 
-def check_ledger(town: Town) -> None:
+def check_ledger(live_run: LiveRun) -> None:
     """The same from the database next to its writer, and over HTTP once a head covers it."""
-    report = json.loads(town.type("ledger", "verify", town.data, "--json", "--head", town.folder / "ann" / "head.json"))
+    report = json.loads(
+        live_run.type("ledger", "verify", live_run.data, "--json", "--head", live_run.folder / "ann" / "head.json")
+    )
     assert report["holds"] and report["findings"] == [] and report["tables"] > 20
-    town.restart()  # signs a head over everything before
-    await_true(lambda: read_size(town) >= report["events"], "head")
-    copy = town.folder / "copy.db"
-    first = json.loads(town.type("ledger", "verify", town.url, "--copy", copy, "--json"))
+    live_run.restart()  # signs a head over everything before
+    await_true(lambda: read_size(live_run) >= report["events"], "head")
+    copy = live_run.folder / "copy.db"
+    first = json.loads(live_run.type("ledger", "verify", live_run.url, "--copy", copy, "--json"))
     assert first["holds"] and first["events"] == report["events"] + 1 and first["postings"] == report["postings"]
-    assert json.loads(town.type("ledger", "verify", copy, "--json")) == first
-    proof = town.folder / "proof.json"
-    town.type("ledger", "prove", town.url, "0", "--out", proof)
-    assert "kind       genesis" in town.type("ledger", "check", proof, "--descriptor", town.data / "descriptor.json")
+    assert json.loads(live_run.type("ledger", "verify", copy, "--json")) == first
+    proof = live_run.folder / "proof.json"
+    live_run.type("ledger", "prove", live_run.url, "0", "--out", proof)
+    assert "kind       genesis" in live_run.type(
+        "ledger", "check", proof, "--descriptor", live_run.data / "descriptor.json"
+    )
     proof.write_text(proof.read_text().replace("genesis", "genesic"))
-    assert main(["ledger", "check", str(proof), "--descriptor", str(town.data / "descriptor.json")]) == 1
-    assert "val.verdict" in town.type("ledger", "show", town.url, "--from", "0", "--count", "50")
+    assert main(["ledger", "check", str(proof), "--descriptor", str(live_run.data / "descriptor.json")]) == 1
+    assert "val.verdict" in live_run.type("ledger", "show", live_run.url, "--from", "0", "--count", "50")
 
 
-def read_size(town: Town) -> int:
+def read_size(live_run: LiveRun) -> int:
     """Number of events that the newest signed head covers."""
 
     async def ask(client: NodeClient) -> int:
         head = await client.read_head()
         return 0 if head is None else head.head.size
 
-    return town.act("ann", ask)
+    return live_run.act("ann", ask)
 
 
-def test_a_node_that_is_shown_a_rolled_back_ledger_says_so_and_works_no_more(town: Town) -> None:
-    town.start()
-    backup = town.folder / "backup.db"
-    with sqlite3.connect(town.data / "ledger.db") as source, sqlite3.connect(backup) as target:
+def test_a_node_that_is_shown_a_rolled_back_ledger_says_so_and_works_no_more(live_run: LiveRun) -> None:
+    live_run.start()
+    backup = live_run.folder / "backup.db"
+    with sqlite3.connect(live_run.data / "ledger.db") as source, sqlite3.connect(backup) as target:
         source.backup(target)
     source.close(), target.close()
-    town.join("ann")
-    town.restart()
-    await_true(lambda: read_size(town) >= 4, "head")
-    town.act("ann", lambda client: client.send_heartbeat(Heartbeat()))
-    held = (town.folder / "ann" / "head.json").read_bytes()
-    assert town.kill(signal.SIGTERM) == 0
+    live_run.join("ann")
+    live_run.restart()
+    await_true(lambda: read_size(live_run) >= 4, "head")
+    live_run.act("ann", lambda client: client.send_heartbeat(Heartbeat()))
+    held = (live_run.folder / "ann" / "head.json").read_bytes()
+    assert live_run.kill(signal.SIGTERM) == 0
 
     for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm"):
-        (town.data / name).unlink(missing_ok=True)
-    backup.rename(town.data / "ledger.db")
-    town.start()
-    assert town.type("ledger", "verify", town.data)  # a shorter ledger is valid by itself
-    text = town.join("ann", code=1)
+        (live_run.data / name).unlink(missing_ok=True)
+    backup.rename(live_run.data / "ledger.db")
+    live_run.start()
+    assert live_run.type("ledger", "verify", live_run.data)  # a shorter ledger is valid by itself
+    text = live_run.join("ann", code=1)
     assert "shoal: fork: the coordinator of run demo signed a ledger of " in text and "and later one of 3" in text
-    evidence = (town.folder / "ann" / "head.json.fork").read_text()
+    evidence = (live_run.folder / "ann" / "head.json.fork").read_text()
     assert json.loads(evidence)["held"] == json.loads(held)
     with pytest.raises(ForkError):
-        town.act("ann", lambda client: client.send_heartbeat(Heartbeat()))
-    assert "fork" in town.type(
-        "node", "leave", "--data", town.folder / "ann", code=1
+        live_run.act("ann", lambda client: client.send_heartbeat(Heartbeat()))
+    assert "fork" in live_run.type(
+        "node", "leave", "--data", live_run.folder / "ann", code=1
     )  # and after a restart of the node too
-    verify = ["ledger", "verify", str(town.data), "--head", str(town.folder / "ann" / "head.json")]
+    verify = ["ledger", "verify", str(live_run.data), "--head", str(live_run.folder / "ann" / "head.json")]
     assert main(verify) == 1, "an auditor with the node's head notices it as well"
 
 
-def test_who_may_not_work_is_told_so_and_the_operator_decides(town: Town) -> None:
-    town.start()
+def test_who_may_not_work_is_told_so_and_the_operator_decides(live_run: LiveRun) -> None:
+    live_run.start()
     with pytest.raises(RefusedError, match="not known to this run; join it first"):
-        ask_stranger(town)
-    town.join("ann")
-    key = town.folder / "operator.key"
-    ban = ["admin", "ban", town.url, town.keys["ann"]]
-    assert "wrong key: the operator of this run is" in town.type(*ban, "--key", town.folder / "ann.key", code=2)
-    assert "recorded as event" in town.type(*ban, "--key", key, "--reason", "a test")
+        ask_stranger(live_run)
+    live_run.join("ann")
+    key = live_run.folder / "operator.key"
+    ban = ["admin", "ban", live_run.url, live_run.keys["ann"]]
+    assert "wrong key: the operator of this run is" in live_run.type(*ban, "--key", live_run.folder / "ann.key", code=2)
+    assert "recorded as event" in live_run.type(*ban, "--key", key, "--reason", "a test")
     with pytest.raises(RefusedError, match="banned"):
-        town.act("ann", lambda client: client.send_heartbeat(Heartbeat()))
-    assert "banned" in town.join("ann", "--data", town.folder / "second", code=1), "nor by another node"
-    assert town.keys["ann"] in town.type("leaderboard", town.url) and "banned" in town.type("leaderboard", town.url)
-    town.type("admin", "unban", town.url, town.keys["ann"], "--key", key)
-    assert "standing     probation" in town.join("ann")
+        live_run.act("ann", lambda client: client.send_heartbeat(Heartbeat()))
+    assert "banned" in live_run.join("ann", "--data", live_run.folder / "second", code=1), "nor by another node"
+    assert live_run.keys["ann"] in live_run.type("leaderboard", live_run.url) and "banned" in live_run.type(
+        "leaderboard", live_run.url
+    )
+    live_run.type("admin", "unban", live_run.url, live_run.keys["ann"], "--key", key)
+    assert "standing     probation" in live_run.join("ann")
 
-    other = town.folder / "other.json"
-    node = Key.load(town.folder / "ann" / "node.key").public
-    town.type("owner", "delegate", node, "--owner", town.folder / "ann.key", "--run", "elsewhere", "--out", other)
-    assert "for run elsewhere" in town.join("ann", "--delegation", other, code=2)
-    wrong = ["--coordinator", town.keys["ann"]]
-    assert "coordinator key is" in town.join("ann", *wrong, code=2)
+    other = live_run.folder / "other.json"
+    node = Key.load(live_run.folder / "ann" / "node.key").public
+    live_run.type(
+        "owner", "delegate", node, "--owner", live_run.folder / "ann.key", "--run", "elsewhere", "--out", other
+    )
+    assert "for run elsewhere" in live_run.join("ann", "--delegation", other, code=2)
+    wrong = ["--coordinator", live_run.keys["ann"]]
+    assert "coordinator key is" in live_run.join("ann", *wrong, code=2)
 
-    town.type("admin", "stop", town.url, "--key", key)
-    assert "stopped by the operator" in town.type("status", town.url)
-    assert town.act("ann", lambda client: client.ask_lease()).code == "stopped"
-    town.type("admin", "params", town.url, "price=7", "--key", key)
-    assert json.loads(town.type("admin", "params", town.url, "--json"))["price"] == 7
-    town.type("owner", "revoke", town.url, node, "--owner", town.folder / "ann.key")
-    assert "revoked" in town.join("ann", code=1)
-    check_second(town)
+    live_run.type("admin", "stop", live_run.url, "--key", key)
+    assert "stopped by the operator" in live_run.type("status", live_run.url)
+    assert live_run.act("ann", lambda client: client.ask_lease()).code == "stopped"
+    live_run.type("admin", "params", live_run.url, "price=7", "--key", key)
+    assert json.loads(live_run.type("admin", "params", live_run.url, "--json"))["price"] == 7
+    live_run.type("owner", "revoke", live_run.url, node, "--owner", live_run.folder / "ann.key")
+    assert "revoked" in live_run.join("ann", code=1)
+    check_second(live_run)
 
 
 def test_a_validator_that_accepts_a_canary_is_found_by_the_operators_command(
-    town: Town, monkeypatch: pytest.MonkeyPatch
+    live_run: LiveRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    town.start()
-    town.join("ann")
-    town.join("bob", "--scope", "validate", "--scope", "train")
-    town.act("bob", lambda client: client.publish_version(make_version(0)))
-    flags = ["--key", town.folder / "operator.key", "--folder", town.folder / "canaries"]
-    assert "no sealed canary left" in town.type("canary", "plant", town.url, *flags, code=2)
-    assert "2 owners sealed, recorded as event" in town.type("canary", "seal", town.url, *flags, "--count", "2")
+    live_run.start()
+    live_run.join("ann")
+    live_run.join("bob", "--scope", "validate", "--scope", "train")
+    live_run.act("bob", lambda client: client.publish_version(make_version(0)))
+    flags = ["--key", live_run.folder / "operator.key", "--folder", live_run.folder / "canaries"]
+    assert "no sealed canary left" in live_run.type("canary", "plant", live_run.url, *flags, code=2)
+    assert "2 owners sealed, recorded as event" in live_run.type("canary", "seal", live_run.url, *flags, "--count", "2")
 
     async def cheat(args: Any, make_author: object) -> None:
         """Replaces the engine: submits bad work, and bob accepts it without checking."""
@@ -333,54 +341,56 @@ def test_a_validator_that_accepts_a_canary_is_found_by_the_operators_command(
             CanaryWork(args.folder).add(lease.lease)
             (args.folder / "file").write_bytes(DATA)
             await session.client.submit(make_manifest(lease), args.folder / "file")
-            async with open_joined(town.folder / "bob") as (bob, _):
+            async with open_joined(live_run.folder / "bob") as (bob, _):
                 job = (await bob.claim_jobs()).job
                 assert job is not None
                 await bob.send_verdict(make_verdict(job))
             await asyncio.sleep(PATIENCE_S)
 
     monkeypatch.setattr("shoal.commands.canary.write_work", cheat)
-    assert main([str(word) for word in ("canary", "plant", town.url, *flags)]) == 1
-    shown = town.capsys.readouterr().out
+    assert main([str(word) for word in ("canary", "plant", live_run.url, *flags)]) == 1
+    shown = live_run.capsys.readouterr().out
     assert "(int8) revealed, recorded as event" in shown
-    bob = Key.load(town.folder / "bob" / "node.key").public
+    bob = Key.load(live_run.folder / "bob" / "node.key").public
     assert f"was MISSED: accepted by validator {bob}" in shown
-    town.restart()
-    assert f" of a canary was accepted by validator {bob[:8]}: it lies, or" in town.type("status", town.url)
+    live_run.restart()
+    assert f" of a canary was accepted by validator {bob[:8]}: it lies, or" in live_run.type("status", live_run.url)
     with pytest.raises(RefusedError, match="may not judge for a while"):
-        town.act("bob", lambda client: client.claim_jobs())
-    assert ask_first(town, "b" * 32).first == 0, "the canary's groups must be done again"
-    assert "1 sealed and unused" in town.type("canary", "list", "--folder", town.folder / "canaries")
-    assert "no planted canary" in town.type("canary", "reveal", town.url, *flags)
-    (done,) = (town.folder / "canaries" / "revealed").iterdir()
-    done.rename(town.folder / "canaries" / "planted" / done.name)  # as if it had died before it got the response
-    assert main([str(word) for word in ("canary", "reveal", town.url, *flags)]) == 1
+        live_run.act("bob", lambda client: client.claim_jobs())
+    assert ask_first(live_run, "b" * 32).first == 0, "the canary's groups must be done again"
+    assert "1 sealed and unused" in live_run.type("canary", "list", "--folder", live_run.folder / "canaries")
+    assert "no planted canary" in live_run.type("canary", "reveal", live_run.url, *flags)
+    (done,) = (live_run.folder / "canaries" / "revealed").iterdir()
+    done.rename(live_run.folder / "canaries" / "planted" / done.name)  # as if it had died before it got the response
+    assert main([str(word) for word in ("canary", "reveal", live_run.url, *flags)]) == 1
     event = shown.splitlines()[0].rpartition(" ")[2]
-    assert town.capsys.readouterr().out.startswith(f"{done.name}: revealed, recorded as event {event}\n")
-    assert json.loads(town.type("ledger", "verify", town.data, "--json"))["holds"]
+    assert live_run.capsys.readouterr().out.startswith(f"{done.name}: revealed, recorded as event {event}\n")
+    assert json.loads(live_run.type("ledger", "verify", live_run.data, "--json"))["holds"]
 
 
-def ask_stranger(town: Town) -> Any:
+def ask_stranger(live_run: LiveRun) -> Any:
     """Call as a node that never joined, with a folder made by hand."""
-    folder = town.folder / "stranger"
+    folder = live_run.folder / "stranger"
     folder.mkdir()
     Key.generate().save(folder / "node.key")
-    (folder / "descriptor.json").write_bytes((town.data / "descriptor.json").read_bytes())
-    (folder / "address").write_text(town.url)
-    return town.act("stranger", lambda client: client.send_heartbeat(Heartbeat()))
+    (folder / "descriptor.json").write_bytes((live_run.data / "descriptor.json").read_bytes())
+    (folder / "address").write_text(live_run.url)
+    return live_run.act("stranger", lambda client: client.send_heartbeat(Heartbeat()))
 
 
-def check_second(town: Town) -> None:
+def check_second(live_run: LiveRun) -> None:
     """Start a second coordinator in the same folder; then stop the first one."""
-    said = town.folder / "second.log"
-    second = town.warm.start("coordinator", town.config, "--data", town.data, "--listen", "127.0.0.1:0", err=said)
+    said = live_run.folder / "second.log"
+    second = live_run.warm.start(
+        "coordinator", live_run.config, "--data", live_run.data, "--listen", "127.0.0.1:0", err=said
+    )
     assert second.wait(PATIENCE_S) == 2 and said.read_text().count("\n") == 1
     assert "another process is writing to this ledger" in said.read_text()
-    assert town.kill(signal.SIGTERM) == 0
-    log = (town.folder / "log").read_text()
+    assert live_run.kill(signal.SIGTERM) == 0
+    log = (live_run.folder / "log").read_text()
     assert re.findall(r" INFO +(started|stopping|stopped)\b", log) == ["started", "stopping", "stopped"]
     assert "nobody can be convicted" in log, "with one validator cheating pays, and the operator is warned"
-    assert "holds" in town.type("ledger", "verify", town.data)
+    assert "holds" in live_run.type("ledger", "verify", live_run.data)
 
 
 def await_true(holds: Callable[[], bool], what: str) -> None:

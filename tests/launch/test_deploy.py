@@ -73,7 +73,9 @@ def test_servers_by_https_are_given_their_certificates(spread: PreparedSwarm) ->
 
 
 def test_the_commands_are_lines_for_a_shell(spread: PreparedSwarm) -> None:
-    lines = describe_hosts(spread).splitlines()
+    text = describe_hosts(spread)
+    assert "\nshoal relay http://trainer.example.org:8600 \\\n    --publisher " in text
+    lines = text.replace("\\\n", "").splitlines()
     commands = [shlex.split(line) for line in lines if not line.startswith("# ")]
     assert [tuple(words) for words in commands] == [
         ("shoal", *arguments) for station in list_hosts(spread) for arguments in station.commands

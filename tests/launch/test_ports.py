@@ -1,4 +1,4 @@
-"""Ports: free, one each, kept from start to start unless somebody took them."""
+"""Ports: free, one each, kept from start to start unless another process took them."""
 
 import json
 import socket

@@ -38,7 +38,7 @@ def test_who_ends_with_its_last_code_is_not_started_again_and_nobody_waits_for_i
         return supervisor
 
     states = asyncio.run(go()).states
-    assert log.messages == ["cheat ended for good: banned"]
+    assert log.messages == ["cheat ended and is not restarted: banned"]
     assert states["cheat"].finished and states["cheat"].describe(0.0) == "ended, exit code 3"
     assert not states["idle"].finished
 

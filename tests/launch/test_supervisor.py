@@ -101,7 +101,7 @@ def test_wrong_settings_end_the_run_after_a_few_tries(tmp_path: Path) -> None:
     state = supervisor.states["worker"]
     assert not finished and state.failed and not supervisor.states["server"].failed
     assert (tmp_path / "logs" / "worker.log").read_text() == "begun\nshoal: no such file\n" * MAX_MISTAKES
-    assert supervisor.events[-1] == "worker ended for good: shoal: no such file"
+    assert supervisor.events[-1] == "worker ended and is not restarted: shoal: no such file"
     assert state.describe(0.0) == "ended, exit code 2"
 
 

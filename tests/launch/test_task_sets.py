@@ -81,7 +81,7 @@ def test_a_node_gets_the_set_once_and_believes_its_hash_alone(ready: PreparedSwa
     assert train_task(again.open_family(), 5) == task and session.asked == 1
     (tmp_path / "tasks.jsonl").write_bytes(data[:-2] + b"!\n")
     asyncio.run(fetch_recipe(session, tmp_path))  # type: ignore[arg-type]
-    assert session.asked == 2, "what was damaged on disk is fetched anew"
+    assert session.asked == 2, "what was damaged on disk is fetched again"
     (tmp_path / "liar").mkdir()
     with pytest.raises(ConfigError, match="different task set"):
         asyncio.run(fetch_recipe(OneRun(ready, data[:-2] + b"!\n"), tmp_path / "liar"))  # type: ignore[arg-type]

@@ -122,7 +122,7 @@ def test_a_page_fits_its_terminal_and_what_is_wrong_is_on_it(height: int) -> Non
     assert page.count("\n") < height
     for text in ("no relays", "step 4 waits for its groups", "relay-1", "good"):
         assert text in page
-    assert ("step 0" in page) == (height >= 24) and ("8 others" in page) == (height < 40)
+    assert ("step 0" in page) == (height >= 24) and ("8 more" in page) == (height < 40)
 
 
 def test_nodes_are_called_by_their_names_and_strangers_by_their_keys() -> None:

@@ -6,6 +6,7 @@ from pydantic import ValidationError
 from shoal.identity.keys import Key
 from shoal.net.api_error import ApiError
 from shoal.protocol.messages import (
+    MAX_TOKENS_PER_S,
     Action,
     AppealStatement,
     Command,
@@ -79,11 +80,11 @@ def test_a_manifest_takes_nothing_else(changes):
         Manifest.model_validate({**MANIFEST.model_dump(), **changes})
 
 
-def test_metrics_are_those_of_the_list():
-    assert Heartbeat(metrics={"queued": 3}).metrics == {"queued": 3}
-    for metrics in ({"label-of-mine": 1}, {"queued": -1}, {"queued": 0.5}):
-        with pytest.raises(ValidationError):
-            Heartbeat.model_validate({"metrics": metrics})
+@pytest.mark.parametrize("rate", [-1, 0.5, float("nan"), float("inf"), MAX_TOKENS_PER_S + 1, "5"])
+def test_a_reported_rate_is_a_bounded_integer(rate):
+    assert Heartbeat(tokens_per_s=MAX_TOKENS_PER_S).tokens_per_s == MAX_TOKENS_PER_S
+    with pytest.raises(ValidationError):
+        Heartbeat.model_validate({"tokens_per_s": rate})
 
 
 @pytest.mark.parametrize("number", ["0.5", "-1", "1e-9", "12345.678e3"])

@@ -150,7 +150,7 @@ def run_swarm(work: Path) -> None:
     with log.open("wb") as sink:
         process = subprocess.Popen([*command, "swarm.workers=0"], cwd=work, env=ENV, stdout=sink, stderr=sink)
     deadline = time.monotonic() + PATIENCE_S
-    while "cheat-1 ended for good" not in log.read_text():
+    while "cheat-1 ended and is not restarted" not in log.read_text():
         assert time.monotonic() < deadline and process.poll() is None, log.read_text()
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
@@ -167,7 +167,7 @@ def run_command(work: Path, *words: str) -> str:
 
 
 def record_run(root: Path, out: Path) -> None:
-    """The ledger, what was handed out beside it, and what nodes kept of the coordinator's word."""
+    """The ledger, what was handed out with it, and what nodes kept of the coordinator's word."""
     out.mkdir()
     ledger = (root / "coordinator" / "ledger.db").read_bytes()
     (out / "ledger.db.gz").write_bytes(gzip.compress(ledger, 9, mtime=0))

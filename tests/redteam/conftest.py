@@ -27,7 +27,7 @@ CPU_S = 1
 """CPU seconds for reading one file"""
 
 
-class Court:
+class MeteredValidator:
     """A validator whose parsers record their resource usage."""
 
     def __init__(self, recipe: Recipe, calibration: Calibration) -> None:
@@ -63,20 +63,20 @@ class Case:
     job: Job
     path: Path
     policy: Policy
-    court: Court
+    metered_validator: MeteredValidator
 
     def opinion(self) -> Assessment:
-        return self.court.judge(self.job, self.path, self.policy)
+        return self.metered_validator.judge(self.job, self.path, self.policy)
 
 
 @dataclass(frozen=True)
-class Desk:
+class LeaseSource:
     """The coordinator's part: creates leases and jobs."""
 
     make_lease: Callable[..., Lease]
     versions: dict[int, Path]
     policies: dict[int, Policy]
-    court: Court
+    metered_validator: MeteredValidator
 
     def open_case(self, lease: Lease, version: int, pending: PendingSubmission, **of_job: object) -> Case:
         fields = {
@@ -93,14 +93,14 @@ class Desk:
             deadline_ms=60_000,
             **fields,
         )
-        return Case(job.model_copy(update=of_job), pending.path, self.policies[version], self.court)
+        return Case(job.model_copy(update=of_job), pending.path, self.policies[version], self.metered_validator)
 
 
-class Shop:
+class LeaseWorker:
     """A worker that does one lease after another with a given behaviour."""
 
-    def __init__(self, author: WorkerBehaviour, folder: Path, desk: Desk, slots: int = 16) -> None:
-        self._author, self._desk = author, desk
+    def __init__(self, author: WorkerBehaviour, folder: Path, lease_source: LeaseSource, slots: int = 16) -> None:
+        self._author, self._desk = author, lease_source
         self._done: Queue[FinishedWork] = Queue()
         folder.mkdir(parents=True, exist_ok=True)
         self._leases, self._folder = LeaseTable(), folder
@@ -130,52 +130,58 @@ def calibration(tiny_calibration: Calibration) -> Calibration:
 
 
 @pytest.fixture(scope="session")
-def court(recipe: Recipe, calibration: Calibration, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Court]:
-    found = Court(recipe, calibration)
+def metered_validator(
+    recipe: Recipe, calibration: Calibration, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MeteredValidator]:
+    found = MeteredValidator(recipe, calibration)
     yield found
     found.close()
 
 
 @pytest.fixture(scope="session")
-def desk(make_lease, versions: dict[int, Path], policies: dict[int, Policy], court: Court) -> Desk:
-    return Desk(make_lease, versions, policies, court)
+def lease_source(
+    make_lease, versions: dict[int, Path], policies: dict[int, Policy], metered_validator: MeteredValidator
+) -> LeaseSource:
+    return LeaseSource(make_lease, versions, policies, metered_validator)
 
 
 @pytest.fixture(scope="session")
-def open_desk(make_lease, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Desk]]:
-    """Opens a desk for another run, with a validator of its own."""
-    courts: list[Court] = []
+def open_lease_source(make_lease, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LeaseSource]]:
+    """Opens a source of leases for another run, with a validator of its own."""
+    courts: list[MeteredValidator] = []
 
-    def open_one(recipe: Recipe, calibration: Calibration, versions: dict[int, Path]) -> Desk:
-        courts.append(Court(recipe, calibration))
+    def open_one(recipe: Recipe, calibration: Calibration, versions: dict[int, Path]) -> LeaseSource:
+        courts.append(MeteredValidator(recipe, calibration))
         policies = {version: open_policy(folder) for version, folder in versions.items()}
-        return Desk(make_lease, versions, policies, courts[-1])
+        return LeaseSource(make_lease, versions, policies, courts[-1])
 
     yield open_one
-    for court in courts:
-        court.close()
+    for metered_validator in courts:
+        metered_validator.close()
 
 
 @pytest.fixture(scope="session")
-def honest(recipe: Recipe, desk: Desk, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def honest(recipe: Recipe, lease_source: LeaseSource, tmp_path_factory: pytest.TempPathFactory) -> Case:
     """Honest work. Tests that change it use their own file instead."""
-    shop = Shop(WorkerBehaviour(recipe), tmp_path_factory.mktemp("honest"), desk)
-    case = shop.hand_in()
-    shop.close()
+    lease_worker = LeaseWorker(WorkerBehaviour(recipe), tmp_path_factory.mktemp("honest"), lease_source)
+    case = lease_worker.hand_in()
+    lease_worker.close()
     return case
 
 
 @pytest.fixture
-def open_shops(tmp_path: Path, desk: Desk) -> Iterator[Callable[..., list[Shop]]]:
-    """Opens a shop for each author."""
-    shops: list[Shop] = []
+def open_lease_workers(tmp_path: Path, lease_source: LeaseSource) -> Iterator[Callable[..., list[LeaseWorker]]]:
+    """Opens a worker for each author."""
+    lease_workers: list[LeaseWorker] = []
 
-    def open_all(authors: Sequence[WorkerBehaviour], slots: int = 16, at: Desk = desk) -> list[Shop]:
-        folders = [tmp_path / f"shop-{len(shops) + place}" for place in range(len(authors))]
-        opened = [Shop(author, folder, at, slots) for author, folder in zip(authors, folders, strict=True)]
-        shops.extend(opened)
+    def open_all(
+        authors: Sequence[WorkerBehaviour], slots: int = 16, at: LeaseSource = lease_source
+    ) -> list[LeaseWorker]:
+        folders = [tmp_path / f"lease_worker-{len(lease_workers) + place}" for place in range(len(authors))]
+        opened = [LeaseWorker(author, folder, at, slots) for author, folder in zip(authors, folders, strict=True)]
+        lease_workers.extend(opened)
         return opened
 
     yield open_all
-    for shop in shops:
-        shop.close()
+    for lease_worker in lease_workers:
+        lease_worker.close()

@@ -55,7 +55,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class Ground:
+class ScriptedRun:
     """A coordinator, weights to fetch, and a validator that reads what it accepts."""
 
     def __init__(self, service: CoordinatorService, trusted: NodeClient, folder: Path) -> None:
@@ -141,7 +141,7 @@ async def join_trusted(service: CoordinatorService, folder: Path) -> NodeClient:
 def run_on(tmp_path: Path, versions: dict[int, Path], recipe: Recipe) -> Callable[..., None]:
     """Runs a check on its own coordinator; afterwards its ledger must hold."""
 
-    async def run(check: Callable[[Ground], Any], limits: dict[str, Any], changes: dict[str, Any]) -> None:
+    async def run(check: Callable[[ScriptedRun], Any], limits: dict[str, Any], changes: dict[str, Any]) -> None:
         (tmp_path / "recipe.json").write_bytes(dump_recipe(recipe))
         people = {"trainers": (TRUSTED.public,), "validators": (TRUSTED.public,)}
         params = RunParams(**{**SETTINGS, **people, **changes})
@@ -164,7 +164,7 @@ def run_on(tmp_path: Path, versions: dict[int, Path], recipe: Recipe) -> Callabl
             stack.callback(chores.cancel)
             trusted = await join_trusted(service, tmp_path / "trusted")
             stack.callback(trusted.close)
-            await check(Ground(service, trusted, tmp_path))
+            await check(ScriptedRun(service, trusted, tmp_path))
         engine = open_database(str(tmp_path / "coordinator" / "ledger.db"))
         report = verify_ledger(engine, projections=PROJECTIONS)
         engine.dispose()
@@ -173,7 +173,7 @@ def run_on(tmp_path: Path, versions: dict[int, Path], recipe: Recipe) -> Callabl
     free = AuthLimits(address_rate=1e5, owner_rate=1e5, fresh_rate=1e5)
     usual = {"auth": free, "api": ApiLimits(read_rate=1e5, stranger_rate=1e5, all_strangers_rate=1e5)}
 
-    def start(check: Callable[[Ground], Any], limits: dict[str, Any] | None = None, **changes: Any) -> None:
+    def start(check: Callable[[ScriptedRun], Any], limits: dict[str, Any] | None = None, **changes: Any) -> None:
         asyncio.run(run(check, {**usual, **(limits or {})}, changes))
 
     return start
@@ -217,17 +217,17 @@ def test_nothing_goes_beyond_the_budget() -> None:
 
 
 def test_all_that_a_camp_sends_is_counted_and_no_more_is_sent(run_on: Any) -> None:
-    async def check(ground: Ground) -> None:
-        async with ground.open_session(requests=20, identities=3) as session:
-            before, served = session.budget.num_requests, count_requests(ground)
+    async def check(scripted_run: ScriptedRun) -> None:
+        async with scripted_run.open_session(requests=20, identities=3) as session:
+            before, served = session.budget.num_requests, count_requests(scripted_run)
             worker = await session.join()
             await session.send(["GET /v1/head HTTP/1.1"])
             await session.send_many([(["GET /v1/head HTTP/1.1"], b"")] * 5)
             sent = session.budget.num_requests - before
-            assert sent == count_requests(ground) - served == 8
+            assert sent == count_requests(scripted_run) - served == 8
             with pytest.raises(BudgetError):
                 await ask_for_ever(session, worker)
-            assert session.budget.num_requests == 20 and count_requests(ground) - served == 20 - before
+            assert session.budget.num_requests == 20 and count_requests(scripted_run) - served == 20 - before
             session.make_identity()
             with pytest.raises(BudgetError):
                 session.make_identity()
@@ -240,8 +240,8 @@ async def ask_for_ever(session: AttackSession, worker: AttackerIdentity) -> None
         await session.ask_lease(worker)
 
 
-def count_requests(ground: Ground) -> int:
-    text = render_metrics(ground.service.context.registry).decode()
+def count_requests(scripted_run: ScriptedRun) -> int:
+    text = render_metrics(scripted_run.service.context.registry).decode()
     lines = [line for line in text.splitlines() if line.startswith("shoal_requests_total{")]
     return sum(int(float(line.rpartition(" ")[2])) for line in lines)
 
@@ -268,50 +268,50 @@ def test_every_script_of_the_registry_is_tried_here() -> None:
 
 
 def test_who_returns_hard_tasks_meets_them_again_rests_and_gains_nothing(run_on: Any) -> None:
-    async def check(ground: Ground) -> None:
-        async with ground.open_session(seconds=30.0) as session:
+    async def check(scripted_run: ScriptedRun) -> None:
+        async with scripted_run.open_session(seconds=30.0) as session:
             worker = await session.join()
             await run_script(session, "cherry_leases")
             figures = session.evidence.figures
             assert (figures["returned"], figures["met_again"], figures["no_lease_resting"]) == (3, 2, 1)
-            await ground.judge_all()
-            await ground.work_honestly(session, worker, 2)
-            picker = ground.owner(session.owners[1])
+            await scripted_run.judge_all()
+            await scripted_run.work_honestly(session, worker, 2)
+            picker = scripted_run.owner(session.owners[1])
             assert picker.failures == (0 if picker.accepted else 3)
-            ground.check_pay(session.owners)
+            scripted_run.check_pay(session.owners)
 
     run_on(check)
 
 
 def test_who_asks_until_it_fits_is_offered_the_same(run_on: Any) -> None:
-    async def check(ground: Ground) -> None:
-        async with ground.open_session() as session:
+    async def check(scripted_run: ScriptedRun) -> None:
+        async with scripted_run.open_session() as session:
             worker = await session.join()
             await run_script(session, "grinding")
             figures = session.evidence.figures
             assert (figures["tries"], figures["distinct"], figures["no_lease_resting"]) == (9, 3, 3)
             assert figures["other_by_same_key"] == 0
-            await ground.work_honestly(session, worker, 2)
-            assert ground.check_pay(session.owners[1:]) == 0
+            await scripted_run.work_honestly(session, worker, 2)
+            assert scripted_run.check_pay(session.owners[1:]) == 0
 
     run_on(check)
 
 
 def test_a_worker_that_hoards_leases_delays_no_other_worker(run_on: Any) -> None:
-    async def check(ground: Ground) -> None:
-        async with ground.open_session("honest") as honest, ground.open_session(seconds=4.0) as session:
+    async def check(scripted_run: ScriptedRun) -> None:
+        async with scripted_run.open_session("honest") as honest, scripted_run.open_session(seconds=4.0) as session:
             worker = await honest.join()
-            await ground.work_honestly(honest, worker, 1)
+            await scripted_run.work_honestly(honest, worker, 1)
             hoarding = asyncio.create_task(run_script(session, "hoarding"))
             while session.evidence.figures.get("leases", 0) < 3:
                 await asyncio.sleep(0.05)
             assert (await honest.ask_lease(worker)).code == "no_need", "the hoarder holds everything"
-            await ground.work_honestly(honest, worker, 3)
-            batch = (await ground.trusted.cut_batch(1)).batch
+            await scripted_run.work_honestly(honest, worker, 3)
+            batch = (await scripted_run.trusted.cut_batch(1)).batch
             assert batch is not None and len(batch.groups) == 8
             await hoarding
-            assert ground.check_pay(session.owners) == 0 and session.evidence.figures["held_most"] <= 4
-            assert ground.check_pay(honest.owners) > 0
+            assert scripted_run.check_pay(session.owners) == 0 and session.evidence.figures["held_most"] <= 4
+            assert scripted_run.check_pay(honest.owners) > 0
 
     run_on(check, groups_per_batch=8, lease_min_s=1, lease_first_s=3)
 
@@ -319,27 +319,27 @@ def test_a_worker_that_hoards_leases_delays_no_other_worker(run_on: Any) -> None
 def test_many_names_earn_what_one_machine_earns_and_cannot_take_it_away(run_on: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("shoal.redteam.attacks.leases.NUM_SYBILS", 12)
 
-    async def check(ground: Ground) -> None:
-        async with ground.open_session(seconds=4.0) as session, ground.open_session("honest") as honest:
-            await asyncio.gather(run_script(session, "sybil"), judge_meanwhile(ground, session))
-            await ground.judge_all()
-            rows = [ground.owner(public) for public in session.owners]
+    async def check(scripted_run: ScriptedRun) -> None:
+        async with scripted_run.open_session(seconds=4.0) as session, scripted_run.open_session("honest") as honest:
+            await asyncio.gather(run_script(session, "sybil"), judge_meanwhile(scripted_run, session))
+            await scripted_run.judge_all()
+            rows = [scripted_run.owner(public) for public in session.owners]
             assert len(rows) == 12 and session.evidence.figures["joins"] == 12
             number, counted = sum(row.accepted for row in rows), session.evidence.figures["handed_in"]
             assert number - counted in (0, 1) and counted > 2, "time may end before the last receipt arrives"
             assert not any(row.rejected for row in rows)
-            assert ground.check_pay(session.owners) > 0
+            assert scripted_run.check_pay(session.owners) > 0
             worker = await honest.join()
-            await ground.work_honestly(honest, worker, 3)
-            assert ground.owner(worker.owner.public).staked == 2
+            await scripted_run.work_honestly(honest, worker, 3)
+            assert scripted_run.owner(worker.owner.public).staked == 2
             assert sum(row.staked for row in rows) > 2, "each identity has to earn its own bond"
 
     run_on(check, stake_submissions=2)
 
 
-async def judge_meanwhile(ground: Ground, session: AttackSession) -> None:
+async def judge_meanwhile(scripted_run: ScriptedRun, session: AttackSession) -> None:
     while session.left_s:
-        await ground.judge_all()
+        await scripted_run.judge_all()
         await asyncio.sleep(0.1)
 
 
@@ -347,74 +347,74 @@ async def judge_meanwhile(ground: Ground, session: AttackSession) -> None:
 
 
 def test_a_second_manifest_is_refused_and_the_first_is_paid_once(run_on: Any) -> None:
-    async def check(ground: Ground) -> None:
-        async with ground.open_session() as session:
+    async def check(scripted_run: ScriptedRun) -> None:
+        async with scripted_run.open_session() as session:
             worker = await session.join()
             await run_script(session, "two_manifests")
             assert_refused(session, "committed", "body")
             assert [trial.code for trial in session.evidence.trials] == 4 * ["committed"] + ["body", "committed"]
             assert session.evidence.figures["same_again_same_answer"] == 1
-            await ground.judge_all()
-            liar = ground.owner(session.owners[1])
+            await scripted_run.judge_all()
+            liar = scripted_run.owner(session.owners[1])
             assert (liar.accepted, liar.rejected) == (1, 0)
-            await ground.work_honestly(session, worker, 1)
-            ground.check_pay(session.owners)
+            await scripted_run.work_honestly(session, worker, 1)
+            scripted_run.check_pay(session.owners)
 
     run_on(check)
 
 
 def test_late_work_is_refused_and_its_groups_are_paid_once(run_on: Any) -> None:
-    async def check(ground: Ground) -> None:
-        async with ground.open_session() as session:
+    async def check(scripted_run: ScriptedRun) -> None:
+        async with scripted_run.open_session() as session:
             worker = await session.join()
-            await ground.work_honestly(session, worker, 1)  # warms up the engine
+            await scripted_run.work_honestly(session, worker, 1)  # warms up the engine
             await run_script(session, "late")
             wanted = ["fence", "fence", "lease_ended", "unknown_lease", "superseded", "fence"]
             assert [trial.code for trial in session.evidence.trials] == [*wanted, "lease_ended", "superseded"]
             assert_refused(session)
-            await ground.judge_all()
-            rows = [ground.owner(public) for public in session.owners[1:]]
+            await scripted_run.judge_all()
+            rows = [scripted_run.owner(public) for public in session.owners[1:]]
             assert [(row.accepted, row.rejected) for row in rows] == [(1, 0), (1, 0)]
-            await ground.work_honestly(session, worker, 1)
-            ground.check_pay(session.owners)
+            await scripted_run.work_honestly(session, worker, 1)
+            scripted_run.check_pay(session.owners)
 
     run_on(check, lease_min_s=1, lease_first_s=3, late_s=0)
 
 
 def test_what_was_signed_by_others_or_for_something_else_is_refused(run_on: Any) -> None:
-    async def check(ground: Ground) -> None:
-        async with ground.open_session() as session:
+    async def check(scripted_run: ScriptedRun) -> None:
+        async with scripted_run.open_session() as session:
             worker = await session.join()
-            events = ground.service.coordinator.ledger.size
+            events = scripted_run.service.coordinator.ledger.size
             await run_script(session, "signatures")
             assert_refused(session, "signature", "unsigned", "malformed", "statement", "scope", "delegation", "revoked")
             assert_refused(session, "unknown_node", "other_audience", "other_run", "other_owner", "body", "replay")
-            kinds = list_kinds(ground, events)
+            kinds = list_kinds(scripted_run, events)
             # Two joined, one got a lease and returned it, one was revoked by its owner: all allowed.
             assert kinds == ["node.join", "node.join", "lease.grant", "lease.end", "node.revoke"]
-            await ground.work_honestly(session, worker, 1)
-            ground.check_pay(session.owners)
+            await scripted_run.work_honestly(session, worker, 1)
+            scripted_run.check_pay(session.owners)
 
     run_on(check)
 
 
-def list_kinds(ground: Ground, first: int) -> list[str]:
-    ledger = ground.service.coordinator.ledger
+def list_kinds(scripted_run: ScriptedRun, first: int) -> list[str]:
+    ledger = scripted_run.service.coordinator.ledger
     with ledger.read() as connection:
         return [event.kind for event in read_events(connection, first, ledger.size)]
 
 
 def test_a_request_counts_once_whenever_and_wherever_it_comes_again(run_on: Any) -> None:
-    async def check(ground: Ground) -> None:
-        async with ground.open_session() as session:
+    async def check(scripted_run: ScriptedRun) -> None:
+        async with scripted_run.open_session() as session:
             worker = await session.join()
-            events = ground.service.coordinator.ledger.size
+            events = scripted_run.service.coordinator.ledger.size
             await run_script(session, "nonces")
             assert_refused(session, "replay", "clock", "signature")
             assert session.evidence.figures["good"] == 3 and "good_but_refused" not in session.evidence.figures
-            assert list_kinds(ground, events) == ["node.join"]
-            await ground.work_honestly(session, worker, 1)
-            ground.check_pay(session.owners)
+            assert list_kinds(scripted_run, events) == ["node.join"]
+            await scripted_run.work_honestly(session, worker, 1)
+            scripted_run.check_pay(session.owners)
 
     run_on(check)
 
@@ -424,8 +424,8 @@ def test_a_flood_is_refused_and_an_honest_node_is_answered_all_the_while(run_on:
     monkeypatch.setattr("shoal.redteam.attacks.requests.CALM_S", 0.2)
     limits = {"auth": AuthLimits(), "api": ApiLimits(), "http": HttpLimits(window_seconds=0.5)}
 
-    async def check(ground: Ground) -> None:
-        async with ground.open_session() as session:
+    async def check(scripted_run: ScriptedRun) -> None:
+        async with scripted_run.open_session() as session:
             worker = await session.join()
             await run_script(session, "flood")
             assert_refused(session, "too_many", "http", "too_large")
@@ -434,7 +434,7 @@ def test_a_flood_is_refused_and_an_honest_node_is_answered_all_the_while(run_on:
             assert figures["requests_200"] <= 200 + 100 * figures["requests_s"] + 1
             assert figures["questions_429"] > 0 and figures["statements_429"] > 0 and figures["promised"] <= 8
             assert figures["flood_answered"] > 0 and figures["flood_unanswered"] == 0
-            await ground.work_honestly(session, worker, 1)
-            ground.check_pay(session.owners)
+            await scripted_run.work_honestly(session, worker, 1)
+            scripted_run.check_pay(session.owners)
 
     run_on(check, limits)

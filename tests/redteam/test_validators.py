@@ -56,9 +56,9 @@ def bench(recipe: Recipe, calibration: Calibration) -> Iterator[Bench]:
 
 
 @pytest.fixture
-def cases(honest, recipe: Recipe, open_shops, tmp_path: Path) -> dict[str, Any]:
+def cases(honest, recipe: Recipe, open_lease_workers, tmp_path: Path) -> dict[str, Any]:
     """Good work, and work with a bad proof, bad content and a bad form."""
-    (greedy,), (claims,) = (open_shops(make_behaviours(name, recipe)) for name in ("greedy", "claimed_reward"))
+    (greedy,), (claims,) = (open_lease_workers(make_behaviours(name, recipe)) for name in ("greedy", "claimed_reward"))
     rubbish = tmp_path / "rubbish.parquet"
     rubbish.write_bytes(b"PAR1 nothing PAR1")
     return {

@@ -441,6 +441,25 @@ def test_a_source_that_changes_later_is_not_sent_and_its_version_dropped(
     run(work)
 
 
+def test_the_next_version_may_be_published_from_the_same_place(run: Callable[..., Any], maker: Any) -> None:
+    async def work() -> None:
+        folder, later = write_checkpoint(maker, "ckpt", model=DATA), change_some(DATA)
+        async with open_origin(maker) as origin:
+            first = await origin.publish(folder, 1)
+            with first.full.locate(0):  # its descriptor stays open
+                pass
+            (maker.folder / "new").write_bytes(later)
+            (maker.folder / "new").replace(folder / "model")
+            second = await origin.publish(folder, 2)
+            with second.full.locate(0) as (descriptor, offset, size):
+                assert os.pread(descriptor, size, offset) == later[:size]
+            with pytest.raises(ShardError, match="changed since"), first.full.locate(0):
+                pass
+            assert origin.store.entries() == [second]
+
+    run(work)
+
+
 def test_a_source_that_changed_between_two_starts_is_dropped_with_a_note(
     run: Callable[..., Any], maker: Any, log: Any
 ) -> None:

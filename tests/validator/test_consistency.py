@@ -101,7 +101,7 @@ def test_a_reward_is_equal_to_the_last_bit(honest) -> None:
     assert repr(nudged.value) in findings[0].where
 
 
-class DearFamily:
+class ExpensiveFamily:
     """A family whose verifier is expensive, and counts its calls."""
 
     expensive = True
@@ -122,13 +122,13 @@ def test_expensive_rewards_are_recomputed_for_the_jobs_share_and_at_least_one_pe
     honest, share, per_group
 ) -> None:
     size = len(honest.groups[0].rollouts)
-    family = DearFamily(honest.meaning._family)
+    family = ExpensiveFamily(honest.meaning._family)
     honest.meaning._family = family
     assert is_expensive(family) and honest.look(check_ppm=share) == []
     assert family.num_asked == len(honest.groups) * min(per_group, size)
 
 
-class WideFamily(DearFamily):
+class WideFamily(ExpensiveFamily):
     """A family that scores the completions of a group concurrently."""
 
     def __init__(self, family: object) -> None:
@@ -152,7 +152,7 @@ def test_rewards_of_a_group_are_computed_side_by_side_but_for_rollouts_that_were
 
 
 def test_a_false_expensive_reward_is_found_if_drawn_and_another_seed_draws_others(honest) -> None:
-    honest.meaning._family = DearFamily(honest.meaning._family)
+    honest.meaning._family = ExpensiveFamily(honest.meaning._family)
     size, first = len(honest.groups[0].rollouts), honest.groups[0]
     found = set()
     for number in range(40):

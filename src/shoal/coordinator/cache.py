@@ -7,6 +7,7 @@ Invariants:
 Decisions do not rely on it, except for parameters and lease durations.
 """
 
+import heapq
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,8 @@ from shoal.util.waits import Wait
 
 MAX_REPORTED = 16
 """waits of nodes that are reported"""
+MAX_LISTED = 64
+"""nodes that the status lists"""
 MAX_SILENCE_MS = 3_600_000
 """time after which a silent node counts as gone and is no longer waited for"""
 MAX_TIMES, MAX_OWN_TIMES = 64, 8
@@ -44,6 +47,8 @@ class LastSeen:
     version: int = -1
     role: str = ""
     wait: messages.NodeWait | None = None
+    tokens_per_s: int = 0
+    """as reported; only shown"""
 
 
 class RunCache:
@@ -122,7 +127,7 @@ class RunCache:
         if node in self._left:
             raise refuse_left()
         member = self._members[node]
-        self.seen[node] = LastSeen(now_ms, beat.version, beat.role, beat.wait)
+        self.seen[node] = LastSeen(now_ms, beat.version, beat.role, beat.wait, beat.tokens_per_s)
         gone = tuple(item.lease for item in beat.leases if self.leases.get(item.lease) != node)
         params = self.params
         steps = open_steps(self.newest_version, params.async_level, params.steps)
@@ -155,6 +160,38 @@ class RunCache:
         gone = sum(age > 1000 * self.params.gone_s for age in ages)
         return live, len(ages) - live - gone, gone
 
+    def list_live(self, now_ms: int) -> list[messages.NodeInfo]:
+        """Live nodes with what they report, at most `MAX_LISTED`.
+
+        The order follows from the run's parameters and the ledger, so no report displaces another node."""
+        live = [self._describe_node(node, member, seen) for node, member, seen in self._find_live(now_ms)]
+        return [info for _, info in heapq.nsmallest(MAX_LISTED, live, key=lambda entry: entry[0])]
+
+    def sum_rates(self, role: str, now_ms: int) -> int:
+        """Tokens per second that the live nodes of a role report, in total."""
+        found = self._find_live(now_ms)
+        return sum(seen.tokens_per_s for node, own, seen in found if self._find_role(node, own.owner) == role)
+
+    def _find_live(self, now_ms: int) -> Iterator[tuple[str, Member, LastSeen]]:
+        """Nodes with a recent heartbeat that belong to the run."""
+        for node, seen in list(self.seen.items()):
+            member = self.find_member(node)
+            if member is None or member.is_revoked or member.is_banned or node in self._left or not seen.role:
+                continue
+            if now_ms - seen.time_ms <= 1000 * self.params.stale_s:
+                yield node, member, seen
+
+    def _describe_node(
+        self, node: str, member: Member, seen: LastSeen
+    ) -> tuple[tuple[bool, int, str], messages.NodeInfo]:
+        """A node and its place in the list."""
+        role = self._find_role(node, member.owner)
+        accepted, _ = self._tallies.get(member.owner, (0, 0))
+        info = messages.NodeInfo(
+            node=node, role=role, version=seen.version, tokens_per_s=seen.tokens_per_s, heard_ms=seen.time_ms
+        )
+        return (role == "worker", -accepted, node), info
+
     def list_waits(self, now_ms: int) -> list[Wait]:
         """What nodes report waiting for, and nodes that have fallen silent; longest first, limited in number.
 
@@ -169,18 +206,20 @@ class RunCache:
             if not seen.role or member is None or member.ban is not None:
                 continue
             role = self._find_role(node, member.owner)
-            wait = self._find_wait(node, seen, role or "worker", now_ms, is_own=bool(role))
+            is_own = role != "worker"
+            wait = self._find_wait(node, seen, role, now_ms, is_own=is_own)
             if wait is not None:
-                (own if role else others).append(wait)
+                (own if is_own else others).append(wait)
         reported = sorted(own, key=_begin)[:MAX_REPORTED]
         return sorted(
             [*reported, *sorted(others, key=_begin)[: MAX_REPORTED - min(len(reported), MAX_REPORTED // 2)]], key=_begin
         )
 
-    def _find_role(self, node: str, owner: str) -> str:
-        """A node's role in the run, whatever it calls itself; empty for workers."""
-        roles = {"trainer": self.params.trainers, "validator": self.params.validators}
-        return next((role for role, keys in roles.items() if {node, owner} & set(keys)), "")
+    def _find_role(self, node: str, owner: str) -> messages.NodeRole:
+        """A node's role in the run, whatever it calls itself."""
+        if {node, owner} & set(self.params.trainers):
+            return "trainer"
+        return "validator" if {node, owner} & set(self.params.validators) else "worker"
 
     def _find_wait(self, node: str, seen: LastSeen, role: str, now_ms: int, *, is_own: bool) -> Wait | None:
         name, age_ms = f"{role} {node[:8]}", now_ms - seen.time_ms

@@ -42,14 +42,14 @@ class StepStage(NamedTuple):
 
 
 def build_status(
-    connection: Connection, context: RunContext, book: WaitTable, now_ms: int, ahead_ms: int = 0
+    connection: Connection, context: RunContext, wait_table: WaitTable, now_ms: int, ahead_ms: int = 0
 ) -> Status:
     """The run as it is on disk; its time is `ahead_ms` ahead of the system clock."""
     state, cache = read_run(connection), context.cache
     params, newest = state.params, newest_version(connection)
     live, stale, gone = cache.count_alive(now_ms)
     waits = [*find_waits(connection, cache, params, now_ms), *cache.list_waits(now_ms)]
-    own = [wait for wait in book.list_waits() if wait.is_overdue(now_ms) or wait.lasts(now_ms) > _BRIEF_MS]
+    own = [wait for wait in wait_table.list_waits() if wait.is_overdue(now_ms) or wait.lasts(now_ms) > _BRIEF_MS]
     waits += own[:MAX_REPORTED]
     described = [describe_wait(wait, now_ms) for wait in waits]
     overdue = [f"overdue: {info.text}" for info in described if info.overdue]
@@ -66,6 +66,7 @@ def build_status(
         nodes_live=live,
         nodes_stale=stale,
         nodes_gone=gone,
+        nodes=tuple(cache.list_live(now_ms)),
         waits=tuple(described),
         alarms=(*find_alarms(connection, params, now_ms, cache.started_ms), *_describe_clock(ahead_ms), *overdue),
         watched=tuple(_list_watched(connection)),

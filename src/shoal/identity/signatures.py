@@ -234,7 +234,7 @@ class RequestHead(NamedTuple):
     base: bytes
     signature: bytes
     work: str
-    """proof-of-work stamp of a join, empty if there is none"""
+    """proof-of-work stamp of a join, empty in other requests"""
 
 
 def read_head(method: str, target: str, headers: RawHeaders, run: str, audience: str) -> RequestHead:

@@ -15,6 +15,8 @@ from shoal.launch.prepare import PreparedSwarm
 
 ALL_ADDRESSES = "0.0.0.0"
 _PORTS = {"http": 80, "https": 443}
+_ONE_LINE = 8
+"""words of a command that is printed on one line"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,16 @@ def describe_hosts(prepared: PreparedSwarm) -> str:
     lines = []
     for host in list_hosts(prepared):
         lines.append(f"# {host.name}: {host.about}")
-        lines += [shlex.join(("shoal", *arguments)) for arguments in host.commands]
+        lines += [_wrap_command(("shoal", *arguments)) for arguments in host.commands]
     return "\n".join(lines)
+
+
+def _wrap_command(arguments: tuple[str, ...]) -> str:
+    """A command for a shell; a long one has one flag per line."""
+    if len(arguments) <= _ONE_LINE:
+        return shlex.join(arguments)
+    words = [f"\\\n    {shlex.quote(word)}" if word.startswith("--") else shlex.quote(word) for word in arguments]
+    return " ".join(words)
 
 
 def _list_coordinator_arguments(prepared: PreparedSwarm) -> tuple[str, ...]:

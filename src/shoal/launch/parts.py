@@ -39,7 +39,7 @@ def _list_servers(prepared: PreparedSwarm) -> list[Part]:
 
 
 def list_origin_arguments(prepared: PreparedSwarm, listen: str) -> tuple[str, ...]:
-    """The command of the origin, which is beside the trainer."""
+    """The command of the origin, which runs on the machine of the trainer."""
     layout, config = prepared.layout, prepared.config
     rate = ("--rate", config.swarm.rate) if config.swarm.rate else ()
     origin = ("origin", "--data", str(layout.folder("origin")), "--run", config.run, *_list_keeping(prepared))

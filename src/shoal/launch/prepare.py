@@ -49,7 +49,7 @@ FREE = {
     *(f"swarm.{name}" for name in ("workers", "cheats", "relays", "threads", "slots", "join_work", "rate")),
     *(f"swarm.hosts.{name}" for name in HostsConfig.model_fields),
 } - {"steps", "eval.every"}
-"""Settings that may differ when a run goes on. `steps` may not: the beacons of a run are a chain of its length.
+"""Settings that may differ when a run is resumed. `steps` may not: the beacons of a run are a chain of its length.
 Who judges and who commands is the ledger's own business, on whose machine another operator is refused."""
 CALIBRATION_TOKENS = 64
 """length of the rollouts that are measured"""
@@ -132,7 +132,7 @@ def prepare_swarm(config: LaunchConfig, layout: SwarmPaths) -> PreparedSwarm:
 
 
 def list_changes(config: LaunchConfig, layout: SwarmPaths) -> set[str] | None:
-    """Keys that differ from the settings of last time; None if there are none that can be read."""
+    """Keys that differ from the settings of last time; None if those cannot be read."""
     if not layout.settings.exists():
         return None
     try:

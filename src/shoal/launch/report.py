@@ -220,7 +220,7 @@ def describe_verdicts(evidence: RunEvidence, names: Mapping[str, str]) -> Report
 
 
 def describe_cases(evidence: RunEvidence, names: Mapping[str, str]) -> ReportSection:
-    """Why somebody was rejected."""
+    """Why work was rejected."""
     if not evidence.cases:
         return ReportSection(title="Evidence", text="Nobody was rejected.")
     blocks = [f"{names.get(owner, owner[:16])}\n{case}" for owner, case in evidence.cases.items()]
@@ -359,7 +359,7 @@ def _draw_curves(axes: Any, lines: Sequence[Mapping[str, Any]], title: str) -> N
     for metric, colour in _COLOURS.items():
         steps, values = pick_series([dict(line) for line in lines], metric)
         axes.plot(steps, values, color=colour, marker=".", linewidth=1.5, label=MARKS[metric][0])
-    axes.set(title=title, xlabel="step", ylabel="share that passes", ylim=(0, 1))
+    axes.set(title=title, xlabel="step", ylabel="pass rate, reward", ylim=(0, 1))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, loc="lower right")

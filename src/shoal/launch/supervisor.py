@@ -51,7 +51,7 @@ class PartState:
 
     @property
     def failed(self) -> bool:
-        """Whether the run cannot go on for want of it."""
+        """Whether the run cannot continue without it."""
         return self.finished and bool(self.last_code) and (self.part.ends or self.num_mistakes >= MAX_MISTAKES)
 
     def describe(self, now: float) -> str:
@@ -74,7 +74,7 @@ class Supervisor:
         assert len({part.name for part in parts}) == len(parts), "every part has a name of its own"
         self.states = {part.name: PartState(part) for part in parts}
         self.events: deque[str] = deque(maxlen=_MAX_EVENTS)
-        """what happened to parts, in words"""
+        """what happened to parts, as text"""
         self.logs, self._environment = logs, dict(environment)
         self.is_stopping = False
         """whether the parts are being stopped: what one prints then is no alarm"""
@@ -102,7 +102,7 @@ class Supervisor:
         return finished
 
     def kill_all(self) -> None:
-        """End every process now, with all that it started; `run` returns soon if it was told to stop."""
+        """End every process now, with all that it started; `run` returns soon if it was asked to stop."""
         for state in self.states.values():
             if state.process is not None:
                 state.process.signal(signal.SIGKILL)
@@ -133,7 +133,7 @@ class Supervisor:
             await self._run_once(state)
             if state.finished or self.is_stopping:
                 if state.finished and state.last_code:
-                    self._record(state, f"ended for good: {read_last_line(self.logs, state.part.name)}")
+                    self._record(state, f"ended and is not restarted: {read_last_line(self.logs, state.part.name)}")
                 continue
             attempt = 0 if time.monotonic() - began > CALM_S else attempt
             pause_s = backoff.pause_s(attempt)
@@ -186,7 +186,7 @@ async def _stop(processes: Sequence[Process]) -> None:
 
 
 def describe_code(code: int | None) -> str:
-    """An exit code in words."""
+    """Describe an exit code."""
     if code is None:
         return "no code"
     if code < 0:

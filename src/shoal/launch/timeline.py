@@ -1,6 +1,6 @@
 """Where the time of a swarm went: the spans that its roles recorded, one track per part.
 
-    busy    in which a role computed              wait    in which it waited for somebody and did nothing else
+    busy    in which a role computed              wait    in which it waited and did nothing else
 
 Both may overlap, for a role does several things at once: what counts as busy is the union of its busy spans, and
 waiting is what is left of its waits. A span of a lane (the trainer's `publish`) is drawn, and no part of these shares.

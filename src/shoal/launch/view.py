@@ -67,7 +67,7 @@ class SwarmSnapshot:
         return next((line[metric] for line in reversed(self.lines) if line.get(metric) is not None), None)
 
     def list_waits(self) -> list[str]:
-        """Who waits for whom, in words, nodes by their names here."""
+        """Who waits for whom, as text, nodes by their names here."""
         return [name_nodes(wait.text, self.names) for wait in (self.status.waits if self.status else ())]
 
 
@@ -135,7 +135,7 @@ def name_nodes(text: str, names: Mapping[str, str]) -> str:
     return _NODE.sub(lambda match: short.get(match[1], match[0]), text)
 
 
-MARKS = {"reward/mean": ("reward of what was trained", "."), "eval/greedy": ("held-out, greedy", "+")}
+MARKS = {"reward/mean": ("training reward", "."), "eval/greedy": ("held-out, greedy", "+")}
 MARKS["eval/pass_at_1"] = "held-out, sampled", "o"
 """metrics that are drawn, each with its name and its mark; later ones over earlier ones"""
 _AXIS = 5
@@ -166,7 +166,7 @@ REDRAW_S, PLAIN_S = 1.0, 5.0
 _CHART_ROWS, _MIN_CHART_ROWS, _MAX_WAITS = 13, 5, 7
 _MAX_NAME = 16
 _LIST_ROWS, _MIN_WAITS = 2, 3
-"""rows of a list beside its lines; lines of one that the chart leaves room for"""
+"""rows of a list in addition to its lines; lines of one that the chart leaves room for"""
 _STYLES = {"banned": "bold red", "limited": "yellow", "good": "green", "trusted": "green"}
 _MARK_STYLES = {".": "dim", "+": "yellow", "o": "bold cyan"}
 
@@ -289,7 +289,9 @@ def _draw_parts(snapshot: SwarmSnapshot, *, is_short: bool = False) -> Table:
         row[1].stylize(_STYLES.get(cells[0], ""))
         table.add_row(*row)
     if folded:
-        table.add_row(*(Text(cell) for cell in (f"{len(folded)} others", "", "", "", "", "run")))
+        table.add_row(
+            *(Text(cell) for cell in (f"{len(folded)} more", "", "", "", "", "run" if len(folded) > 1 else "runs"))
+        )
     return table
 
 

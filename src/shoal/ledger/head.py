@@ -137,7 +137,7 @@ class Fork:
         return check_extension(self.held.head, self.shown.head, None) is Relation.FORK
 
     def explain(self) -> str:
-        """Describe the fork in one sentence."""
+        """Describe the fork on one line."""
         old, new = self.held.head, self.shown.head
         if not self.convicts:
             lack = f"no proof that it begins with the {old.size} shown before"

@@ -55,7 +55,7 @@ class PublicClient:
         return await self._get("/v1/leaders", Leaders)
 
     async def explain(self, submission: str) -> Explanation:
-        """Everything known about a submission, in words."""
+        """Everything known about a submission, as text."""
         return await self._get(f"/v1/submissions/{submission}/explanation", Explanation)
 
     async def read_descriptor(self) -> bytes:

@@ -18,10 +18,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from shoal import __version__
 from shoal.errors import ConfigError, UnavailableError, UnreachableError
@@ -35,7 +35,7 @@ from shoal.node.known_run import find_run
 from shoal.node.receipts import InvalidDocumentError
 from shoal.node.transfer import BlobStores
 from shoal.protocol.descriptor import Descriptor
-from shoal.protocol.messages import Heartbeat, HeartbeatAnswer, LeaseProgress, MetricName, NodeWait
+from shoal.protocol.messages import MAX_TOKENS_PER_S, Heartbeat, HeartbeatAnswer, LeaseProgress, NodeWait
 from shoal.protocol.params import RunParams
 from shoal.util.aio import catch_signals, run_together
 from shoal.util.disk import is_full
@@ -71,7 +71,7 @@ class Role(StrEnum):
 
 
 class SessionError(Exception):
-    """Why a role cannot continue with its coordinator, in one sentence; restarting does not help."""
+    """Why a role cannot continue with its coordinator; restarting does not help."""
 
 
 def end_session(error: RefusedError | ForkError | InvalidDocumentError) -> SessionError | UnavailableError:
@@ -87,8 +87,8 @@ class RoleState:
     version: int = -1
     """newest version on this machine"""
     leases: tuple[LeaseProgress, ...] = ()
-    metrics: dict[str, int] = field(default_factory=dict)
-    """by the names of `MetricName`"""
+    tokens_per_s: int = 0
+    """generated or replayed"""
 
 
 class Session:
@@ -116,7 +116,7 @@ class Session:
         self.on_heartbeat: Callable[[HeartbeatAnswer], None] = lambda _: None
         """called with each answer"""
         self.problem = ""
-        """problem with the coordinator, in one sentence; empty if there is none"""
+        """problem with the coordinator; empty without one"""
         self.answer: HeartbeatAnswer
         """the latest heartbeat answer; set once the session is open, as are the parameters"""
         self.params: RunParams
@@ -212,13 +212,12 @@ class Session:
 
     def _send_heartbeat(self) -> Awaitable[HeartbeatAnswer]:
         state = self.read_state()
-        metrics = cast("dict[MetricName, int]", state.metrics)
         beat = Heartbeat(
             role=self._role.value,
             wait=self._describe_wait(),
             version=state.version,
             leases=state.leases,
-            metrics=metrics,
+            tokens_per_s=min(state.tokens_per_s, MAX_TOKENS_PER_S),
         )
         return self.client.send_heartbeat(beat)
 

@@ -56,7 +56,7 @@ async def open_weights(
 
 
 def describe_relays(client: ShardcastClient) -> str:
-    """The last error of each relay; empty if there was none."""
+    """The last error of each relay that had one."""
     shares = client.progress.upstreams
     return ", ".join(f"{share.url}: {share.reason}" for share in shares if share.reason)
 

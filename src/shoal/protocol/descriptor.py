@@ -1,4 +1,4 @@
-"""The descriptor of a run: a small signed file that tells a new node where the run is and which keys to trust.
+"""The descriptor of a run: a small signed file from which a new node learns where the run is and which keys to trust.
 
 It is signed by the coordinator's key or the operator's, and contains both. A descriptor from a trusted place, or one
 signed by a known key, is sufficient by itself; one fetched from the coordinator is as trustworthy as the connection.

@@ -357,7 +357,7 @@ class AttackSession:
         while True:
             begun = time.monotonic()
             try:
-                await client.send_heartbeat(Heartbeat(role="worker", metrics={}))
+                await client.send_heartbeat(Heartbeat(role="worker"))
             except (RefusedError, UnreachableError):
                 self.evidence.count(f"{name}_unanswered")
             else:

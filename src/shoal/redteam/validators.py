@@ -172,7 +172,7 @@ def reject_job(job: Job, limits: Limits, verdict: Verdict = Verdict.HARD) -> Ass
 
 
 def find_last(text: str) -> Verdict | None:
-    """The last verdict in the explanation of a submission; None if there is none."""
+    """The last verdict in the explanation of a submission, if it has one."""
     verdicts = _VERDICT.findall(text)
     return Verdict(verdicts[-1]) if verdicts else None
 

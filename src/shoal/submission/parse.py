@@ -193,7 +193,7 @@ def _limit_column(column: Column, limits: SubmissionLimits) -> tuple[int, int]:
 
 def _take_columns(table: pa.Table) -> Columns:
     if not table.schema.equals(SCHEMA):
-        raise FormError("columns of another type than the format's")
+        raise FormError("columns whose types differ from the format")
     table.validate(full=True)
     parts = {column.name: table.column(column.name).chunks for column in COLUMNS}
     joined = {name: chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks) for name, chunks in parts.items()}

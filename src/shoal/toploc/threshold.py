@@ -121,7 +121,7 @@ def _pick_value(falling: np.ndarray, rate: float, confidence: float, unit: float
 
 
 def _find_rank(trials: int, rate: float, confidence: float) -> int | None:
-    """The largest j with P(Binomial <= j) <= 1 - confidence; None if there is none."""
+    """The largest j with P(Binomial <= j) <= 1 - confidence; None if no j has this property."""
     rank, total = None, 0.0
     for hits in range(trials):
         total += math.exp(_log_binomial(hits, trials, rate))

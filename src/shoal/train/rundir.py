@@ -66,7 +66,7 @@ def run_path(config: RunConfig) -> Path:
 
 
 def find_conflict(path: Path, config: RunConfig) -> str | None:
-    """Why a run directory cannot be resumed with this configuration, in one sentence; None if it can, or is new."""
+    """Why a run directory cannot be resumed with this configuration; None if it can, or is new."""
     if not is_started(path):
         return None
     stored_path = path / "config.toml"

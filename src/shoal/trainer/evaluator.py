@@ -106,7 +106,7 @@ class Evaluator:
         tune_process(config.threads)
 
     def evaluate_next(self) -> tuple[int, EvalResult] | None:
-        """Evaluate the lowest version that exists and is due, and record it; None if there is none now."""
+        """Evaluate the lowest version that exists and is due, and record it; None if no version is due."""
         version = find_next(self._config, self._run)
         if version is None:
             return None

@@ -88,7 +88,7 @@ class ConsistencyCheck:
 
     def _check_group(self, job: Job, plan: GroupPlan, group: Group) -> Iterator[Finding]:
         if group.task_id != plan.task.id:
-            yield violation("task", f"group {group.index}: another task than the lease's")
+            yield violation("task", f"group {group.index}: its task differs from the lease")
             return
         pairs = list(zip(plan.requests, group.rollouts, strict=True))
         differences = [_compare(request, rollout, job.version) for request, rollout in pairs]

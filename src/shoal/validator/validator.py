@@ -60,15 +60,11 @@ class Throughput:
     def __init__(self) -> None:
         self._timings: deque[JudgingTime] = deque(maxlen=RECENT)
         self._most = MAX_JOBS
-        self.rollouts = self.tokens = 0
-        """replayed since the start"""
 
     def add(self, timing: JudgingTime) -> None:
         """Add one judgement."""
         self._timings.append(timing)
         self._most = min(MAX_JOBS, GROWTH * self._most)
-        self.rollouts += timing.rollouts
-        self.tokens += timing.tokens
 
     def note_late(self) -> None:
         """Note a missed deadline: one job is claimed next, whatever the throughput was.
@@ -281,13 +277,7 @@ class Validator:
         return self._folder / f"{job.submission}.parquet"
 
     def _describe_state(self) -> RoleState:
-        metrics = {
-            "verdicts_done": sum(self.verdicts.values()),
-            "rollouts_done": self._throughput.rollouts,
-            "rollouts_per_s": round(self._throughput.rollouts_per_s),
-            "tokens_per_s": round(self._throughput.tokens_per_s),
-        }
-        return RoleState(version=self._version, metrics=metrics)
+        return RoleState(version=self._version, tokens_per_s=round(self._throughput.tokens_per_s))
 
     def _hear(self, answer: HeartbeatAnswer) -> None:
         self._finished = self._finished or answer.finished

@@ -101,7 +101,7 @@ class LeaseTable:
         return len(self._records)
 
     def find(self, lease: str) -> LeaseRecord | None:
-        """The record of a lease that is not done; None if there is none."""
+        """The record of a lease that is not done, if it has one."""
         return self._records.get(lease)
 
     def list_records(self, *states: LeaseState) -> list[LeaseRecord]:

@@ -13,7 +13,7 @@ from shoal.recipe import Recipe
 
 
 class LeaseError(ValueError):
-    """A lease that this worker rejects; the text gives the reason in one sentence."""
+    """A lease that this worker rejects; the text gives the reason."""
 
 
 class WorkLimits(Settings):

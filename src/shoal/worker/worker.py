@@ -204,8 +204,9 @@ class Worker:
             await self._requester.give_back(order.lease, reason)
 
     def _describe_state(self) -> RoleState:
-        metrics = {"tokens_per_s": self._count_rate(), "queued": len(self._leases)}
-        return RoleState(version=self._version, leases=self._requester.list_progress(), metrics=metrics)
+        leases = self._requester.list_progress()
+        return RoleState(version=self._version, leases=leases, tokens_per_s=self._count_rate())
 
     def _count_rate(self) -> int:
+        """Generated tokens per second since the start."""
         return round(self._generator.num_tokens / max(time.monotonic() - self._started, 1e-9))

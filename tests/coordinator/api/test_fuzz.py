@@ -129,7 +129,7 @@ class Target:
         )
         statement = SignedManifest(manifest=manifest, signature=sign_message(worker, "demo", manifest))
         self.submission = (await core.commit_submission(worker.public, statement)).submission
-        core.heartbeat(worker.public, Heartbeat(metrics={}))
+        core.heartbeat(worker.public, Heartbeat())
         other = (await core.grant_lease(judge.public, "2" * 32)).lease
         assert other is not None
         self.lease = other.lease

@@ -53,7 +53,7 @@ def test_a_node_goes_through_the_whole_cycle(open_stand: Any, tmp_path: Path) ->
             client = stand.client(key)
             info = await client.join(b"{}", "shoal 1")
             assert info.node == key.public
-            beat = Heartbeat(version=0, leases=(LeaseProgress(lease="l1", done=1),), metrics={"queued": 2})
+            beat = Heartbeat(version=0, leases=(LeaseProgress(lease="l1", done=1),), tokens_per_s=2)
             assert (await client.send_heartbeat(beat)).next_s == 10
             lease = (await client.ask_lease()).lease
             assert lease is not None and lease.node == key.public
@@ -106,6 +106,8 @@ def test_everybody_may_look(open_stand: Any) -> None:
             status, body = await stand.send(["GET /metrics HTTP/1.1"])
             assert status == 200 and b"shoal_ledger_events 2.0\n" in body
             assert b"shoal_canaries_caught 2.0\n" in body and b"shoal_canaries_missed 1.0\n" in body
+            assert b"shoal_workers_tokens_per_second 30.0\n" in body
+            assert b"shoal_validators_tokens_per_second 7.0\n" in body
             assert b'shoal_request_seconds_count{route="/healthz",status="2xx"} 1.0\n' in body
             client.close()
 

@@ -53,13 +53,13 @@ def measure_judging(case) -> tuple[Assessment, int]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_bad_files_are_taken_unread_and_refused_at_little_cost(open_shops, recipe, honest, tmp_path, name):
+def test_bad_files_are_taken_unread_and_refused_at_little_cost(open_lease_workers, recipe, honest, tmp_path, name):
     honest.opinion()  # warm up
     (author,) = make_behaviours(name, recipe)
     assert isinstance(author, BadFileBehaviour)
-    (shop,) = open_shops([author])
+    (lease_worker,) = open_lease_workers([author])
     for place, way in enumerate(author.ways):
-        case = shop.hand_in(f"l{place}")
+        case = lease_worker.hand_in(f"l{place}")
         check_upload(case, tmp_path / "blobs")
         check_refusal(case, Verdict.INCONCLUSIVE if way.__name__ in CRASHES else Verdict.FORM)
     assert honest.opinion().verdict is Verdict.ACCEPTED
@@ -77,9 +77,9 @@ def check_upload(case, folder: Path) -> None:
 
 def check_refusal(case, verdict: Verdict) -> None:
     """It is not paid, and neither the parser nor the validator has spent much on it."""
-    before = len(case.court.usage)
+    before = len(case.metered_validator.usage)
     opinion, parent_bytes = measure_judging(case)
-    used = case.court.usage[before:]
+    used = case.metered_validator.usage[before:]
     assert opinion.verdict is verdict and decide_twice(opinion) is SubmissionState.FORM
     assert opinion.tokens == 0 and opinion.state(case.job).findings
     assert used and sum(report.cpu_s for report in used) < CHILD_CPU_S

@@ -49,9 +49,9 @@ LATE = {"stale", "previous"}
 
 
 @pytest.fixture(scope="session")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> OfflineRun:
+def offline_run(tmp_path_factory: pytest.TempPathFactory) -> OfflineRun:
     """A fine-tuned policy and the one after a training step, calibrated like the demo."""
-    folder = tmp_path_factory.mktemp("ground")
+    folder = tmp_path_factory.mktemp("offline_run")
     config = load_config(TINY, [*SETTINGS, f"out={folder}"])
     first = write_start(config, folder / "v0")
     calibration = calibrate_start(first, config, chunks=400, tokens=64)
@@ -77,30 +77,30 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> OfflineRun:
 
 
 @pytest.fixture(scope="session")
-def warm(ground: OfflineRun, open_desk):
-    return open_desk(ground.recipe, ground.calibration, dict(ground.folders))
+def warm(offline_run: OfflineRun, open_lease_source):
+    return open_lease_source(offline_run.recipe, offline_run.calibration, dict(offline_run.folders))
 
 
 @pytest.fixture
-def open_shop(ground: OfflineRun, warm, open_shops):
+def open_lease_worker(offline_run: OfflineRun, warm, open_lease_workers):
     """A worker with an attack, in the fine-tuned run."""
 
     def open_one(name: str, **options: object):
-        return open_shops(make_behaviours(name, ground.recipe), at=warm, **options)[0]
+        return open_lease_workers(make_behaviours(name, offline_run.recipe), at=warm, **options)[0]
 
     return open_one
 
 
 @pytest.mark.parametrize("name", [name for name in HARD if name not in COPIES])
-def test_a_cheat_is_found_out_in_its_first_submission(open_shop, name: str) -> None:
-    shop = open_shop(name)
+def test_a_cheat_is_found_out_in_its_first_submission(open_lease_worker, name: str) -> None:
+    lease_worker = open_lease_worker(name)
     if name in LATE:
-        assert shop.hand_in("l1", version=0).opinion().verdict is Verdict.ACCEPTED
-    opinion, first = shop.hand_in("l2", version=1).opinion(), 0
+        assert lease_worker.hand_in("l1", version=0).opinion().verdict is Verdict.ACCEPTED
+    opinion, first = lease_worker.hand_in("l2", version=1).opinion(), 0
     while name == "top_p" and opinion.verdict is Verdict.ACCEPTED and first < 20:
         # No draw of so few tokens fell into the tail: that was honest work.
         first += 2
-        opinion = shop.hand_in(f"l{first}", first=first, version=1).opinion()
+        opinion = lease_worker.hand_in(f"l{first}", first=first, version=1).opinion()
     failed = {finding.check for finding in opinion.findings if not finding.passed}
     assert opinion.verdict is Verdict.HARD, opinion.findings[:3]
     assert SEEN_BY.get(name, "sampling") in failed
@@ -109,35 +109,35 @@ def test_a_cheat_is_found_out_in_its_first_submission(open_shop, name: str) -> N
 
 @pytest.mark.parametrize(("slots", "threads"), [(1, 1), (3, 2), (64, 2)])
 def test_an_honest_worker_is_accepted_whatever_its_settings(
-    ground: OfflineRun, warm, open_shops, slots: int, threads: int
+    offline_run: OfflineRun, warm, open_lease_workers, slots: int, threads: int
 ) -> None:
     with use_threads(threads):
-        (shop,) = open_shops([WorkerBehaviour(ground.recipe)], slots=slots, at=warm)
+        (lease_worker,) = open_lease_workers([WorkerBehaviour(offline_run.recipe)], slots=slots, at=warm)
         for version in (0, 1):
-            opinion = shop.hand_in(f"l{version}", version=version).opinion()
+            opinion = lease_worker.hand_in(f"l{version}", version=version).opinion()
             assert opinion.verdict is Verdict.ACCEPTED, opinion.findings[:3]
 
 
-def test_where_two_tokens_are_a_hair_apart_either_is_accepted(open_shop) -> None:
-    assert open_shop("noise").hand_in(version=1).opinion().verdict is Verdict.ACCEPTED
+def test_where_two_tokens_are_a_hair_apart_either_is_accepted(open_lease_worker) -> None:
+    assert open_lease_worker("noise").hand_in(version=1).opinion().verdict is Verdict.ACCEPTED
 
 
 def test_noise_is_taken_only_for_a_better_end_and_found_out_where_it_is_more_than_a_hair(
-    ground: OfflineRun, monkeypatch
+    offline_run: OfflineRun, monkeypatch
 ) -> None:
     monkeypatch.setattr(sampling, "TOLERANCE", 0.2)
-    done, base = write_both("noise", ground)
+    done, base = write_both("noise", offline_run)
     changed = [not np.array_equal(a.token_ids, b.token_ids) for a, b in pair_rollouts(done, base)]
     rewards = [np.concatenate([group.rewards for group in work.groups]) for work in (done, base)]
     assert any(changed) and not all(changed)
     assert (rewards[0] > rewards[1]).tolist() == changed
-    reports = check_work(done, open_policy(ground.folders[1]), ground, seeded=True)
+    reports = check_work(done, open_policy(offline_run.folders[1]), offline_run, seeded=True)
     assert [not report.passed for report in reports] == changed
 
 
 @pytest.mark.parametrize("name", ["best_of_n", "cherry_samples"])
-def test_what_is_good_enough_is_handed_in_as_it_is(ground: OfflineRun, name: str) -> None:
-    done, base = write_both(name, ground)
+def test_what_is_good_enough_is_handed_in_as_it_is(offline_run: OfflineRun, name: str) -> None:
+    done, base = write_both(name, offline_run)
     for own, true in zip(done.groups, base.groups, strict=True):
         assert (own.rewards >= true.rewards).all()
         for a, b, reward in zip(own.rollouts, true.rollouts, true.rewards, strict=True):
@@ -146,26 +146,26 @@ def test_what_is_good_enough_is_handed_in_as_it_is(ground: OfflineRun, name: str
 
 
 @pytest.mark.parametrize("name", ["poison", "long_poison"])
-def test_poison_is_right(ground: OfflineRun, name: str) -> None:
-    done, base = write_both(name, ground)
+def test_poison_is_right(offline_run: OfflineRun, name: str) -> None:
+    done, base = write_both(name, offline_run)
     assert all((group.rewards == 1.0).all() for group in done.groups)
     assert done.num_tokens > base.num_tokens
     if name == "long_poison":
-        assert all(rollout.num_tokens == ground.recipe.max_tokens for rollout in list_rollouts(done))
+        assert all(rollout.num_tokens == offline_run.recipe.max_tokens for rollout in list_rollouts(done))
 
 
-def test_loops_are_as_long_as_can_be_and_cuts_are_half(ground: OfflineRun) -> None:
-    longest = ground.recipe.max_tokens
-    done, base = write_both("loops", ground)
+def test_loops_are_as_long_as_can_be_and_cuts_are_half(offline_run: OfflineRun) -> None:
+    longest = offline_run.recipe.max_tokens
+    done, base = write_both("loops", offline_run)
     for own, true in pair_rollouts(done, base):
         assert own.num_tokens == longest
         assert own.token_ids[: true.num_tokens - 1].tolist() == true.token_ids[:-1].tolist()
-    for own, true in pair_rollouts(*write_both("truncation", ground)):
+    for own, true in pair_rollouts(*write_both("truncation", offline_run)):
         assert own.token_ids[:-1].tolist() == true.token_ids[: true.num_tokens // 2].tolist()
 
 
-def test_one_token_is_edited_and_the_rest_sampled(ground: OfflineRun) -> None:
-    for own, true in pair_rollouts(*write_both("edited_tokens", ground)):
+def test_one_token_is_edited_and_the_rest_sampled(offline_run: OfflineRun) -> None:
+    for own, true in pair_rollouts(*write_both("edited_tokens", offline_run)):
         assert not np.array_equal(own.token_ids, true.token_ids)
 
 
@@ -175,8 +175,8 @@ def test_lent_proofs_are_as_many_as_asked_for_and_end_with_a_last_one() -> None:
     assert fit_proofs([b"z"], 3) == [b"z", b"z", b"z"]
 
 
-def test_power_counts_what_was_changed_and_what_was_caught(ground: OfflineRun) -> None:
-    power = measure_power("top_p", ground, leases=6, groups=2)
+def test_power_counts_what_was_changed_and_what_was_caught(offline_run: OfflineRun) -> None:
+    power = measure_power("top_p", offline_run, leases=6, groups=2)
     assert (power.num_leases, power.num_rollouts, power.seeded) == (6, 48, True)
     assert 0 < power.changed.value < 1
     assert power.rollouts.value == power.submissions.value == 1.0 > power.rollouts.low
@@ -184,41 +184,41 @@ def test_power_counts_what_was_changed_and_what_was_caught(ground: OfflineRun) -
     assert power.alarms == 0
 
 
-def test_without_seeds_chosen_samples_are_not_seen(ground: OfflineRun) -> None:
-    power = measure_power("best_of_n", ground, leases=4, groups=2, seeded=False)
+def test_without_seeds_chosen_samples_are_not_seen(offline_run: OfflineRun) -> None:
+    power = measure_power("best_of_n", offline_run, leases=4, groups=2, seeded=False)
     assert power.changed.value > 0 and not power.seeded
     assert power.rollouts.value == 0.0 and power.reward > power.honest_reward
 
 
-def test_honest_work_has_no_power(ground: OfflineRun) -> None:
-    power = measure_power(WorkerBehaviour(ground.recipe), ground, leases=4, groups=2, slots=3)
+def test_honest_work_has_no_power(offline_run: OfflineRun) -> None:
+    power = measure_power(WorkerBehaviour(offline_run.recipe), offline_run, leases=4, groups=2, slots=3)
     assert (power.attack, power.changed.value, power.alarms) == ("WorkerBehaviour", 0.0, 0)
     assert (power.submissions.low, power.submissions.high) == (0.0, 1.0)
     assert power.reward == power.honest_reward and power.num_tokens == power.honest_tokens
 
 
-def test_the_ground_of_a_swarm_is_what_its_folder_holds(ground: OfflineRun, tmp_path: Path) -> None:
+def test_the_ground_of_a_swarm_is_what_its_folder_holds(offline_run: OfflineRun, tmp_path: Path) -> None:
     launch = tmp_path / "launch"
     launch.mkdir()
-    (launch / "recipe.json").write_bytes(dump_recipe(ground.recipe))
-    ground.calibration.save(launch / "calibration.json")
+    (launch / "recipe.json").write_bytes(dump_recipe(offline_run.recipe))
+    offline_run.calibration.save(launch / "calibration.json")
     (tmp_path / "versions" / "v000003").mkdir(parents=True)
     (tmp_path / "versions" / "published.jsonl").touch()
     found = open_run(tmp_path)
-    assert found.recipe == ground.recipe and found.calibration == ground.calibration
+    assert found.recipe == offline_run.recipe and found.calibration == offline_run.calibration
     assert found.folders == {0: launch / "v0", 3: tmp_path / "versions" / "v000003"}
     with pytest.raises(ConfigError, match="not the folder of a swarm"):
         open_run(launch)
 
 
-def write_both(name: str, ground: OfflineRun) -> tuple[FinishedWork, FinishedWork]:
+def write_both(name: str, offline_run: OfflineRun) -> tuple[FinishedWork, FinishedWork]:
     """The work of an attack and of an honest worker for the same lease."""
-    order = make_order(ground, 3, groups=4)
+    order = make_order(offline_run, 3, groups=4)
     found = []
-    for author in (make_behaviours(name, ground.recipe)[0], WorkerBehaviour(ground.recipe)):
+    for author in (make_behaviours(name, offline_run.recipe)[0], WorkerBehaviour(offline_run.recipe)):
         generator = OfflineGenerator(author)
-        generator.load(0, ground.folders[0])
-        generator.load(1, ground.folders[1])
+        generator.load(0, offline_run.folders[0])
+        generator.load(1, offline_run.folders[1])
         found.append(generator.write(order))
     assert any(list_changed(*found))
     return found[0], found[1]

@@ -149,7 +149,7 @@ def test_a_cancelled_pull_leaves_no_transfer_behind(open_network: Any, run: Any,
     run(work)
 
 
-class Holdup:
+class GatedRequests:
     """A script that records the requested shards, and holds those of some versions until the gate opens."""
 
     def __init__(self, *versions: int) -> None:
@@ -178,7 +178,7 @@ def test_a_shard_that_nobody_waits_for_any_more_is_not_fetched(open_network: Any
     async def work() -> None:
         async with open_network() as net:
             await net.publish(1, {"weights": make_bytes(40 * SHARD, 1)})
-            hold = Holdup(1)
+            hold = GatedRequests(1)
             proxy = await net.proxy(hold)
             client = await net.client(proxy.url, deadlines=net.patient, in_flight=2)
             (entry,) = await adopt_all(net, client, 1)
@@ -202,7 +202,7 @@ def test_a_shard_stays_urgent_until_its_last_caller_leaves(open_network: Any, ru
     async def work() -> None:
         async with open_network() as net:
             await net.publish(1, {"weights": make_bytes(4 * SHARD, 1)})
-            hold = Holdup(1)
+            hold = GatedRequests(1)
             proxy = await net.proxy(hold)
             client = await net.client(proxy.url, deadlines=net.patient)
             (entry,) = await adopt_all(net, client, 1)
@@ -225,7 +225,7 @@ def test_a_client_that_returns_for_a_shard_that_was_just_cancelled_gets_it(
     async def work() -> None:
         async with open_network() as net:
             await net.publish(1, {"weights": make_bytes(4 * SHARD, 1)})
-            hold = Holdup(1)
+            hold = GatedRequests(1)
             proxy = await net.proxy(hold)
             client = await net.client(proxy.url, deadlines=net.patient)
             (entry,) = await adopt_all(net, client, 1)
@@ -246,7 +246,7 @@ def test_urgent_shards_of_old_versions_do_not_take_slots_of_orders(
         async with open_network() as net:
             for version in (1, 2):
                 await net.publish(version, {"weights": make_bytes(20 * SHARD, version)}, delta=False)
-            hold = Holdup(1)
+            hold = GatedRequests(1)
             proxy = await net.proxy(hold)
             client = await net.client(proxy.url, deadlines=net.patient, in_flight=2)
             old, _ = await adopt_all(net, client, 1, 2)
@@ -265,7 +265,7 @@ def test_of_urgent_shards_those_of_the_newest_version_come_first(open_network: A
         async with open_network() as net:
             for version in (1, 2):
                 await net.publish(version, {"weights": make_bytes(9 * SHARD, version)}, delta=False)
-            hold = Holdup(1, 2)
+            hold = GatedRequests(1, 2)
             proxy = await net.proxy(hold)
             client = await net.client(proxy.url, deadlines=net.patient, in_flight=1)
             old, new = await adopt_all(net, client, 1, 2)
@@ -287,7 +287,7 @@ def test_a_spare_order_begins_no_shard_while_another_order_is_there(
         async with open_network() as net:
             for version in (1, 2):
                 await net.publish(version, {"weights": make_bytes(9 * SHARD, version)}, delta=False)
-            hold = Holdup(1, 2)
+            hold = GatedRequests(1, 2)
             proxy = await net.proxy(hold)
             client = await net.client(proxy.url, deadlines=net.patient, in_flight=4)
             old, new = await adopt_all(net, client, 1, 2)

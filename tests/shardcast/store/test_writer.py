@@ -439,7 +439,7 @@ def test_giving_up_while_waiting_for_a_spare_stops_neither(
     run(work)
 
 
-class Tap:
+class ByteSource:
     """A source of bytes controlled by a test: returns its pieces one by one, and records its callers."""
 
     def __init__(self, *pieces: bytes, ended: bool = False) -> None:
@@ -478,7 +478,7 @@ def test_a_shard_received_in_pieces_of_any_size_is_verified_and_there(
     async def work() -> None:
         async with open_entry(maker) as entry:
             with entry.full.start(1) as writer:
-                await writer.receive(Tap(*cut(DATA[SIZE : 2 * SIZE], step)).pull)
+                await writer.receive(ByteSource(*cut(DATA[SIZE : 2 * SIZE], step)).pull)
                 assert writer.written == SIZE and not entry.full.has(1)
                 await writer.finish()
             assert read_shard(entry.full, 1) == DATA[SIZE : 2 * SIZE]
@@ -490,10 +490,10 @@ def test_a_source_that_ends_early_is_continued_by_the_next_one(run: Callable[...
     async def work() -> None:
         async with open_entry(maker) as entry:
             with entry.full.start(0) as writer:
-                await writer.receive(Tap(FIRST[:5000], ended=True).pull)
+                await writer.receive(ByteSource(FIRST[:5000], ended=True).pull)
                 assert writer.written == 5000 and not writer.over
                 await write_bytes(writer, FIRST[5000:6000])
-                await writer.receive(Tap(FIRST[6000:]).pull)
+                await writer.receive(ByteSource(FIRST[6000:]).pull)
                 await writer.finish()
             assert read_shard(entry.full, 0) == FIRST
 
@@ -503,17 +503,17 @@ def test_a_source_that_ends_early_is_continued_by_the_next_one(run: Callable[...
 def test_who_waits_for_bytes_is_woken_by_each_piece_but_not_shown_the_tail(run: Callable[..., Any], maker: Any) -> None:
     async def work() -> None:
         async with open_entry(maker) as entry:
-            blob, tap, seen = entry.full, Tap(), [0]
+            blob, byte_source, seen = entry.full, ByteSource(), [0]
             with blob.start(0) as writer:
-                receiving = asyncio.create_task(writer.receive(tap.pull))
+                receiving = asyncio.create_task(writer.receive(byte_source.pull))
                 for piece in cut(FIRST[:-TAIL_BYTES], 30_000):
                     assert blob.ready(0) == seen[-1]
                     woken = blob.claims.progress(0).wait()
-                    tap.pieces.append(piece)
+                    byte_source.pieces.append(piece)
                     await woken
                     seen.append(blob.ready(0))
                 assert seen == [*range(0, SIZE - TAIL_BYTES, 30_000), SIZE - TAIL_BYTES]
-                tap.pieces.append(FIRST[-TAIL_BYTES:])
+                byte_source.pieces.append(FIRST[-TAIL_BYTES:])
                 await receiving
                 assert blob.ready(0) == SIZE - TAIL_BYTES
                 await writer.finish()
@@ -528,7 +528,7 @@ def test_who_waited_before_there_was_a_writer_is_woken_by_the_first_piece(run: C
             assert entry.full.ready(0) == 0
             woken = entry.full.claims.progress(0).wait()
             with entry.full.start(0) as writer:
-                receiving = asyncio.create_task(writer.receive(Tap(FIRST[:100]).pull))
+                receiving = asyncio.create_task(writer.receive(ByteSource(FIRST[:100]).pull))
                 await woken
                 assert entry.full.ready(0) == 100 and not receiving.done()
                 receiving.cancel()
@@ -545,7 +545,7 @@ def test_no_notification_is_sent_for_bytes_that_nobody_waits_for(
             notified = []
             monkeypatch.setattr(entry.full.claims, "notify", notified.append)
             with entry.full.start(0) as writer:
-                await writer.receive(Tap(*cut(FIRST, 1000)).pull)
+                await writer.receive(ByteSource(*cut(FIRST, 1000)).pull)
                 assert len(notified) <= 2, "after the first piece, and at the end"
 
     run(work)
@@ -554,15 +554,15 @@ def test_no_notification_is_sent_for_bytes_that_nobody_waits_for(
 def test_a_cancelled_receiver_returns_when_its_thread_has_let_go(run: Callable[..., Any], maker: Any) -> None:
     async def work() -> None:
         async with open_entry(maker) as entry:
-            tap, writer = Tap(FIRST[:5000]), entry.full.start(0)
-            receiving = asyncio.create_task(writer.receive(tap.pull))
-            await tap.wait_dry()
+            byte_source, writer = ByteSource(FIRST[:5000]), entry.full.start(0)
+            receiving = asyncio.create_task(writer.receive(byte_source.pull))
+            await byte_source.wait_dry()
             receiving.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await receiving
-            num_calls = tap.num_calls
+            num_calls = byte_source.num_calls
             await asyncio.sleep(0.02)
-            assert tap.num_calls == num_calls and writer.over
+            assert byte_source.num_calls == num_calls and writer.over
             await maker.fill_shard(entry.full, 0, FILES)
 
     run(work)
@@ -575,7 +575,7 @@ def test_the_next_writer_waits_for_the_thread_of_a_receiver_that_gave_up(
         async with open_entry(maker) as entry:
             disk = SlowDisk(monkeypatch)
             first = entry.full.start(0)
-            late = asyncio.create_task(first.receive(Tap(bytes(SIZE // 2), bytes(SIZE // 2)).pull))
+            late = asyncio.create_task(first.receive(ByteSource(bytes(SIZE // 2), bytes(SIZE // 2)).pull))
             await disk.wait_begun()
             first.abort()
             monkeypatch.undo()
@@ -594,15 +594,16 @@ def test_the_next_writer_waits_for_the_thread_of_a_receiver_that_gave_up(
 def test_a_receiver_that_lost_gets_an_error_whichever_writer_won(run: Callable[..., Any], maker: Any) -> None:
     async def work() -> None:
         async with open_entry(maker) as entry:
-            taps = [Tap(bytes(100)), Tap(FIRST[:100])]
+            taps = [ByteSource(bytes(100)), ByteSource(FIRST[:100])]
             slow, late = entry.full.start(0), entry.full.start(0, spare=True)
             losers = [
-                asyncio.create_task(writer.receive(tap.pull)) for writer, tap in zip((slow, late), taps, strict=True)
+                asyncio.create_task(writer.receive(byte_source.pull))
+                for writer, byte_source in zip((slow, late), taps, strict=True)
             ]
-            for tap in taps:
-                await tap.wait_dry()
+            for byte_source in taps:
+                await byte_source.wait_dry()
             with entry.full.start(0, spare=True) as winner:
-                await winner.receive(Tap(FIRST).pull)
+                await winner.receive(ByteSource(FIRST).pull)
                 await winner.finish()
             for loser in losers:
                 with pytest.raises(StaleError):
@@ -625,7 +626,7 @@ def test_a_disk_that_refuses_ends_a_receiver_with_its_own_error(
                 patch.setattr(writer_module, "write_at", refuse)
                 writer = entry.full.start(0)
                 with pytest.raises(OSError, match="full"):
-                    await writer.receive(Tap(FIRST).pull)
+                    await writer.receive(ByteSource(FIRST).pull)
                 assert writer.over
             await maker.fill_shard(entry.full, 0, FILES)
 
@@ -635,10 +636,12 @@ def test_a_disk_that_refuses_ends_a_receiver_with_its_own_error(
 def test_receivers_that_wait_take_no_thread_from_other_work(run: Callable[..., Any], maker: Any) -> None:
     async def work() -> None:
         async with open_entry(maker) as entry:
-            taps = [Tap(b"x") for _ in range(3 * NUM_THREADS)]
-            waiting = [asyncio.create_task(entry.full.start(0, spare=True).receive(tap.pull)) for tap in taps]
-            for tap in taps:
-                await tap.wait_dry()
+            taps = [ByteSource(b"x") for _ in range(3 * NUM_THREADS)]
+            waiting = [
+                asyncio.create_task(entry.full.start(0, spare=True).receive(byte_source.pull)) for byte_source in taps
+            ]
+            for byte_source in taps:
+                await byte_source.wait_dry()
             assert await run_blocking(entry.full.pool, lambda: "done") == "done"
             await maker.fill_shard(entry.full, 1, FILES)
             for task in waiting:

@@ -188,6 +188,9 @@ class ApiContext(RouteContext):
     def _make_buckets(self, rate: float) -> Buckets:
         return Buckets(rate, max(1.0, rate * self.limits.burst_s), self.limits.max_tracked)
 
+    def _sum_rates(self, role: str) -> int:
+        return self.coordinator.cache.sum_rates(role, self.clock_ms())
+
     def _add_gauges(self) -> None:
         add = partial(add_gauge, self.registry)
         add("shoal_ledger_events", "Events in the ledger.", lambda: self.coordinator.ledger.size)
@@ -198,6 +201,9 @@ class ApiContext(RouteContext):
             lambda: self.gate.rate.find_work(self.clock_ms() / 1000),
         )
         add("shoal_waiters", "Callers waiting for work, jobs or batches.", lambda: self.long_poll.num_waiting)
+        for role, verb in (("worker", "generate"), ("validator", "replay")):
+            text = f"Tokens per second that live {role}s say they {verb}; not checked."
+            add(f"shoal_{role}s_tokens_per_second", text, partial(self._sum_rates, role))
         canaries = self.coordinator.cache.canaries
         add("shoal_canaries_caught", "Bad canary submissions that were rejected.", lambda: canaries["caught"])
         add("shoal_canaries_missed", "Bad canary submissions that a validator accepted.", lambda: canaries["missed"])

@@ -143,7 +143,7 @@ def _check_manifest(decision: Decision, lease: LeaseRow, manifest: Manifest) -> 
 def _end_rivals(decision: Decision, delivered: submissions.SubmissionRow) -> None:
     """End the leases and uploads of other holders of the same groups."""
     for lease in list_on_range(decision.connection, delivered.step, delivered.first):
-        end_lease(decision, lease, "cancelled", "somebody else delivered these groups")
+        end_lease(decision, lease, "cancelled", "another worker delivered these groups")
     for rival in submissions.list_rivals(decision.connection, delivered.step, delivered.first):
         drop_upload(decision, rival, SubmissionState.SUPERSEDED)
 

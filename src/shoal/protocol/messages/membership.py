@@ -6,6 +6,9 @@ from pydantic import Field, StringConstraints
 
 from shoal.protocol.messages.base import MAX_NUMBER, Digest, LeaseId, LongText, Message, Number, ShortText, Standing
 
+MAX_TOKENS_PER_S = 10**9
+"""largest rate that a node may report"""
+
 
 class JoinRequest(Message):
     """A node requests to join the run."""
@@ -33,19 +36,6 @@ class MemberInfo(Message):
     """leases it may hold concurrently"""
     heartbeat_s: Number
     server_time_ms: Number
-
-
-MetricName = Literal[
-    "tokens_per_s",
-    "rollouts_per_s",
-    "queued",
-    "rollouts_done",
-    "verdicts_done",
-    "free_disk_mb",
-    "free_memory_mb",
-    "errors",
-    "retries",
-]
 
 
 class LeaseProgress(Message):
@@ -77,7 +67,8 @@ class Heartbeat(Message):
     version: Annotated[int, Field(ge=-1, le=MAX_NUMBER)] = -1
     """newest version it has; -1 for none"""
     leases: Annotated[tuple[LeaseProgress, ...], Field(max_length=64)] = ()
-    metrics: Annotated[dict[MetricName, Number], Field(max_length=16, default_factory=dict)]
+    tokens_per_s: Annotated[int, Field(ge=0, le=MAX_TOKENS_PER_S)] = 0
+    """what it says it generates (worker) or replays (validator); only shown, never decided on"""
 
 
 class HeartbeatAnswer(Message):

@@ -110,7 +110,7 @@ class WaitInfo(Message):
     """0 for none"""
     overdue: bool
     text: str
-    """in words"""
+    """as a sentence"""
 
 
 class StepInfo(Message):
@@ -130,6 +130,23 @@ class StepInfo(Message):
     """groups whose submission is waiting for a verdict"""
 
 
+NodeRole = Literal["worker", "validator", "trainer"]
+
+
+class NodeInfo(Message):
+    """A live node. What it reports about itself is not checked."""
+
+    node: Digest
+    role: NodeRole
+    """by the run's parameters"""
+    version: int
+    """newest version it reports; -1 for none"""
+    tokens_per_s: Number
+    """rate that it reports"""
+    heard_ms: Number
+    """time of its last heartbeat"""
+
+
 class Status(Message):
     """Overview of the run."""
 
@@ -146,6 +163,8 @@ class Status(Message):
     nodes_live: Number
     nodes_stale: Number
     nodes_gone: Number
+    nodes: tuple[NodeInfo, ...] = ()
+    """live nodes, limited in number: the run's own first, then by accepted submissions of their owners"""
     waits: tuple[WaitInfo, ...]
     alarms: tuple[str, ...]
     watched: tuple[str, ...] = ()

@@ -60,7 +60,7 @@ class Job(Message):
 
 
 class ClaimAnswer(Message):
-    """Jobs; empty if there are none now."""
+    """Jobs; empty if no submission waits for a verdict now."""
 
     jobs: Annotated[tuple[Job, ...], Field(max_length=MAX_JOBS)] = ()
     retry_after_s: Number = 0

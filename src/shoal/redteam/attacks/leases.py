@@ -230,7 +230,7 @@ async def hoard_leases(session: AttackSession) -> None:
         for node in nodes:
             mine = held.setdefault(node.key.public, [])
             leases = tuple(LeaseProgress(lease=one.lease, done=0) for one in mine)
-            beat = Heartbeat(role="worker", leases=leases, metrics={})
+            beat = Heartbeat(role="worker", leases=leases)
             gone = set((await node.client.send_heartbeat(beat)).cancelled)
             mine[:] = [lease for lease in mine if lease.lease not in gone]
             lease = (await session.ask_lease(node)).lease

@@ -52,7 +52,7 @@ class PullProgress:
     """A snapshot of the progress of a pull."""
 
     version: int | None
-    """the version being fetched; None if there is none"""
+    """the version being fetched, if any"""
     stage: str
     """idle, waiting, full, delta or applying"""
     bytes_done: int

@@ -40,7 +40,7 @@ class LockOwner:
 
 
 def find_owner(folder: Path) -> LockOwner | None:
-    """The process that has a folder open as its store; None if there is none."""
+    """The process that has a folder open as its store, if any."""
     try:
         lock = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):

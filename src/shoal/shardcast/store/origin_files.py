@@ -83,6 +83,8 @@ class PublishedBlob(Blob):
         self.source = source
         self.settled = self._prepared = True
         self._verified.count_all()
+        # The files of an earlier version may have been at the same paths, and still be open.
+        self.open_files.forget(source.folder)
 
     @property
     def folder(self) -> Path:

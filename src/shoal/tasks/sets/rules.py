@@ -49,7 +49,7 @@ _ID_HEX = 16
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """A rule in words, by IFEval's name, with its settings and a sentence that satisfies it."""
+    """A rule as text, by IFEval's name, with its settings and a sentence that satisfies it."""
 
     words: str
     name: str
