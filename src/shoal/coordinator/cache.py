@@ -176,7 +176,7 @@ class RunCache:
         """Nodes with a recent heartbeat that belong to the run."""
         for node, seen in list(self.seen.items()):
             member = self.find_member(node)
-            if member is None or member.is_revoked or member.is_banned or node in self._left or not seen.role:
+            if member is None or member.is_revoked or member.ban is not None or node in self._left or not seen.role:
                 continue
             if now_ms - seen.time_ms <= 1000 * self.params.stale_s:
                 yield node, member, seen
