@@ -16,7 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.commands.common import WHERE, CliCommand, CommandParser, StopCode, check_least, flag, run_until_stopped
+from shoal.commands.common import (
+    DEVICE,
+    WHERE,
+    CliCommand,
+    CommandParser,
+    StopCode,
+    check_least,
+    flag,
+    run_until_stopped,
+)
 from shoal.commands.roles import add_engine, add_node, check_engine, judge_work, run_node, write_work
 from shoal.redteam.registry import check_worker_attack, list_attacks, make_behaviours
 from shoal.util.console import LiveLine
@@ -136,7 +145,7 @@ _LIE = flag("--lie", required=True, metavar="NAME", help="behaviour to run; an u
 _ACTIONS = (
     CliCommand("list", run_list),
     CliCommand("work", run_cheat, (partial(add_node, folder="work"), _ATTACK, add_engine)),
-    CliCommand("judge", run_liar, (partial(add_node, folder="judge"), _LIE)),
+    CliCommand("judge", run_liar, (partial(add_node, folder="judge"), DEVICE, _LIE)),
     CliCommand("campaign", run_campaign, (WHERE, _add_campaign, add_engine)),
 )
 COMMANDS = (CliCommand("redteam", run_matrix, (_add_redteam,), actions=_ACTIONS),)

@@ -59,7 +59,6 @@ def add_node(parser: CommandParser, folder: str) -> None:
     common.AUTHORITY(parser)
     TASKS(parser)
     add("--threads", type=int, default=0, metavar="N", help="torch threads (default: all cores)")
-    common.DEVICE(parser)
 
 
 _TASK_SET = "the run's task set, if it has one (default: from the coordinator)"
@@ -71,6 +70,7 @@ def add_engine(parser: CommandParser) -> None:
     add = parser.add_argument
     add("--slots", type=int, default=256, metavar="N", help="maximum number of concurrent rollouts (%(default)s)")
     add("--memory", type=int, default=4096, metavar="MB", help="maximum memory for rollouts in progress (%(default)s)")
+    common.DEVICE(parser)
 
 
 def run_trainer(args: argparse.Namespace) -> int:
@@ -251,5 +251,5 @@ COMMANDS = (
     CliCommand("evaluator", run_evaluator, (common.name_inputs("CONFIG is a TOML file or a run directory"),)),
     CliCommand("origin", run_origin, (add_origin,)),
     CliCommand("worker", run_worker, (partial(add_node, folder="worker"), add_engine)),
-    CliCommand("validator", run_validator, (partial(add_node, folder="validator"),)),
+    CliCommand("validator", run_validator, (partial(add_node, folder="validator"), common.DEVICE)),
 )
