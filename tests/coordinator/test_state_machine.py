@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 )
 from sqlalchemy import text
 
+from shoal.coordinator.rules.room import limit_lease_file
 from shoal.coordinator.state.members import find_owner
 from shoal.coordinator.state.run import list_steps
 from shoal.coordinator.state.submissions import find_submission
@@ -392,7 +393,7 @@ class Swarm(RuleBasedStateMachine):
                     world.run(world.coordinator.leave(world.id("m1")))
                     world.join("m1", "mallory")
                 case "only commit":
-                    world.commit("m1", world.make_manifest(lease, size=world.params.blob_max_bytes))
+                    world.commit("m1", world.make_manifest(lease, size=limit_lease_file(world.params, lease.count)))
                 case "copy":
                     world.commit("m1", world.make_manifest(lease, rollouts=self.guess_rollouts(lease)))
                 case "rubbish":

@@ -108,6 +108,11 @@ class RouteRequest:
         """The IP address of the peer."""
         return str(self.scope["client"][0])
 
+    @property
+    def port(self) -> int:
+        """The port of the peer, which identifies its connection; 0 if a proxy hides it."""
+        return int(self.scope["client"][1])
+
     async def wait_disconnect(self) -> None:
         """Return when the peer has disconnected; only after the body was read."""
         while (await self.receive())["type"] != "http.disconnect":
@@ -152,11 +157,11 @@ class RouteContext:
             return None
         head = route.method, request.read_target(), scope["headers"], request.address, self.clock_ms()
         if route.access is Access.JOIN:
-            return check.check_join(*head)
+            return check.check_join(*head, peer_port=request.port)
         if route.access is Access.OWNER:
-            return check.check_accused(*head)
+            return check.check_accused(*head, peer_port=request.port)
         limit = self.max_stream_bytes if "chunks" in route.given else MAX_BODY_BYTES
-        return check.check_head(*head, max_body_bytes=limit)
+        return check.check_head(*head, peer_port=request.port, max_body_bytes=limit)
 
     def note_disconnect(self, caller: Caller) -> None:
         """Note that the connection of a caller broke while its body was read."""

@@ -31,6 +31,7 @@ from shoal.identity.routes import Access, RouteContext
 from shoal.ledger.ledger import WriterBusyError, WriterStoppedError
 from shoal.net.api_error import ApiError
 from shoal.net.limits import Buckets
+from shoal.protocol.messages import MemberInfo
 from shoal.util.clock import read_clock
 from shoal.util.metrics import Counter, add_gauge
 
@@ -116,9 +117,18 @@ class ApiContext(RouteContext):
         """The proof of work that a node must compute before it joins."""
         return self.gate.make_challenge(node, self.clock_ms(), os.urandom(_SALT_BYTES))
 
-    def note_join(self) -> None:
-        """Count a new node: later joins may need more work."""
-        self.gate.rate.note_join(self.clock_ms() / 1000)
+    async def join(self, node: str, stamp: str, delegation: bytes) -> MemberInfo:
+        """Add or renew a node. A stamp pays for one event; later ones may need more work."""
+        is_paid = self.gate.spend_stamp(stamp, self.clock_ms())
+        try:
+            info = await self.coordinator.join(node, delegation, is_paid=is_paid)
+        except ApiError:
+            if is_paid:
+                self.gate.return_stamp(stamp)
+            raise
+        if is_paid:
+            self.gate.find_rate(node).note_join(self.clock_ms() / 1000)
+        return info
 
     @property
     def max_stream_bytes(self) -> int:

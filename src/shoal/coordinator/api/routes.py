@@ -48,11 +48,7 @@ def post_heartbeat(context: ApiContext, caller: Caller, message: messages.Heartb
 @nodes.post("/join", Access.JOIN)
 async def post_join(context: ApiContext, caller: Caller, message: messages.JoinRequest) -> messages.MemberInfo:
     """Join the run; needs a proof of work in the header Shoal-Work."""
-    is_new = context.coordinator.find_member(caller.node) is None
-    info = await context.coordinator.join(caller.node, message.delegation.encode())
-    if is_new:
-        context.note_join()
-    return info
+    return await context.join(caller.node, caller.stamp, message.delegation.encode())
 
 
 @nodes.post("/leave", Access.MEMBER)
@@ -82,7 +78,8 @@ async def post_submission(
     """Commit to a file before uploading it."""
     caller.check_scope(Scope.WORK)
     answer = await context.coordinator.commit_submission(caller.node, message)
-    return await _offer_upload(context, answer, message.manifest.blob)
+    owner = caller.member.owner if caller.member is not None else ""
+    return await _offer_upload(context, answer, message.manifest.blob, owner)
 
 
 @nodes.put("/submissions/{submission}/blob", Access.MEMBER)
@@ -308,11 +305,15 @@ async def get_page(context: ApiContext, first: messages.Number) -> messages.Page
     return messages.PageAnswer(events=tuple(await context.read(partial(_read_page, context.coordinator.ledger, first))))
 
 
-async def _offer_upload(context: ApiContext, answer: messages.CommitAnswer, blob: str) -> messages.CommitAnswer:
-    """Add an upload URL, if the store offers one; it expires with the deadline of the file."""
+async def _offer_upload(
+    context: ApiContext, answer: messages.CommitAnswer, blob: str, owner: str
+) -> messages.CommitAnswer:
+    """Add an upload URL, if the store offers one; it expires with the deadline of the file.
+
+    A URL does not bound what is uploaded, so only owners with accepted work get one."""
     store = context.coordinator.blobs
     left_s = (answer.deadline_ms - context.clock_ms()) // 1000
-    if not isinstance(store, DirectStore) or left_s < 1:
+    if not isinstance(store, DirectStore) or left_s < 1 or not context.coordinator.cache.has_record(owner):
         return answer
     url = await store.sign_upload(blob, answer.size, min(left_s, MAX_URL_S))
     return answer.model_copy(update={"upload_url": url})

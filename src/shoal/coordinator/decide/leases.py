@@ -20,7 +20,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shoal.coordinator.decide.context import CallerRows, Decision, build_from, require_member, require_row
+from shoal.coordinator.decide.room import explain_shortage
 from shoal.coordinator.rules import leases as rules
+from shoal.coordinator.rules.room import limit_lease_file
 from shoal.coordinator.state import leases
 from shoal.coordinator.state.members import find_node, find_owner
 from shoal.coordinator.state.queue import is_crowded
@@ -38,6 +40,8 @@ MAX_AT_ONCE = 64
 RESCUE_S = 5
 """time after which an idle owner gets groups reserved for another"""
 _RETRY_S = 5
+_ROOM_RETRY_S = 60
+"""room becomes free when files are deleted, about once a minute"""
 _MAX_RESERVED = 3
 """number of leases of the same groups after which they are no longer reserved"""
 
@@ -103,6 +107,9 @@ def grant_lease(decision: Decision, node: str, request_key: str) -> LeaseAnswer:
     choice = _choose_range(decision, caller, steps, rooms)
     if choice is None:
         return _explain_none(decision, caller, steps, rooms)
+    shortage = explain_shortage(decision, caller.owner.owner, limit_lease_file(decision.params, choice.count))
+    if shortage:
+        return _refuse_lease("room", shortage, retry_s=_ROOM_RETRY_S)
     name = f"l{decision.next_seq}"
     decision.append(name, _describe_lease(decision, caller, request_key, choice))
     lease = require_row(leases.find_lease(decision.connection, name), "the lease was granted above")
@@ -211,6 +218,7 @@ def _describe_lease(decision: Decision, caller: CallerRows, request_key: str, ch
         choice,
         deadline_ms=decision.now_ms + rules.lease_time(params, decision.context.cache.group_ms, choice.count),
         duplicate_tokens=params.duplicate_tokens,
+        file_bytes=limit_lease_file(params, choice.count),
         newest_version=newest_version(decision.connection),
         node=caller.node.node,
         owner=caller.owner.owner,
