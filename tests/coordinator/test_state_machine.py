@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from sqlalchemy import text
+from tests.fixtures.world import check_room
 
 from shoal.coordinator.rules.room import limit_lease_file
 from shoal.coordinator.state.members import find_owner
@@ -265,6 +266,10 @@ class Swarm(RuleBasedStateMachine):
         before = self.list_answers()
         self.world.restart()
         assert self.list_answers() == before
+
+    @invariant()
+    def room_adds_up(self):
+        self.world.query(check_room)
 
     @invariant()
     def postings_sum_to_zero(self):

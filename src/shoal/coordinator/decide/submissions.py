@@ -12,8 +12,8 @@ Invariants:
 
 A file is needed while its submission is expected or judged, while its rejection can be appealed (for a short time if
 its form is wrong), and until the step of its batch is trained; and for the challenge window after that. A file that
-arrived too late is not needed. While the room of owners without accepted work is short, their files that are not
-accepted are kept for `form_keep_s` only: the hash and the verdict stay in the ledger, and room comes back.
+arrived too late is not needed. While room is short, files of owners without accepted work are kept for `form_keep_s`
+only (`rules.room`). The hash and the verdict stay in the ledger.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 from shoal.coordinator.decide.context import Decision, build_from, require_member, require_row
 from shoal.coordinator.decide.leases import drop_upload, end_lease
-from shoal.coordinator.decide.room import explain_shortage, is_tight
+from shoal.coordinator.decide.room import explain_shortage, read_patience
 from shoal.coordinator.rules.leases import upload_time
 from shoal.coordinator.rules.room import appeal_time
 from shoal.coordinator.state import submissions
@@ -241,5 +241,5 @@ def _find_times(decision: Decision) -> submissions.KeepTimes:
         kept_ms=kept_ms,
         form_ms=form_ms,
         appealed_ms=min(kept_ms, appealed_ms),
-        newcomer_ms=form_ms if is_tight(decision) else -1,
+        patience=read_patience(decision),
     )

@@ -6,7 +6,7 @@
     sub.outcome        accepted: counts its size from now on, and its reservation as earned
     blob.drop          releases it
 
-Invariant: `held`, `over` and `stored` are sums over leases and submissions; `tests/fixtures/world.py` recomputes them.
+Invariant: the rows are sums over leases and submissions (`tests/fixtures/world.py` counts them again).
 """
 
 from typing import NamedTuple
@@ -41,6 +41,7 @@ class TotalRoomRow(NamedTuple):
 
 
 OWNER_ROOM = db.define_table("owner_room", OwnerRoomRow, key="owner")
+db.index_some("room_unearned", "earned = 0 AND held > 0", OWNER_ROOM.c.owner)
 TOTAL_ROOM = db.define_table("total_room", TotalRoomRow, key="id")
 
 

@@ -78,8 +78,8 @@ class KeepTimes(NamedTuple):
     """of rejections for form"""
     appealed_ms: int
     """of other rejections"""
-    newcomer_ms: int
-    """of what is not accepted of owners without accepted work; -1 if the others apply"""
+    patience: int
+    """bytes above which owners without accepted work have other files deleted at the time of `form_ms`"""
 
     def find_end(self, state: str) -> int:
         """The latest time at which a submission in this state was decided whose file can be deleted."""
@@ -91,8 +91,8 @@ class KeepTimes(NamedTuple):
             case SubmissionState.FORM:
                 return self.form_ms
             case SubmissionState.SOFT | SubmissionState.HARD:
-                return max(self.appealed_ms, self.newcomer_ms)
-        return max(self.kept_ms, self.newcomer_ms)
+                return self.appealed_ms
+        return self.kept_ms
 
 
 class DuplicateRow(NamedTuple):
@@ -132,8 +132,8 @@ _DECIDED = tuple(
 _FREE = (
     "{0}.decided_ms > 0 AND ({0}.decided_ms <= CASE WHEN {0}.received_ms = 0 THEN :now_ms "
     "WHEN {0}.state = 'rejected_form' THEN :form_ms WHEN {0}.state IN ('rejected_soft', 'rejected_hard') "
-    "THEN :appealed_ms ELSE :kept_ms END OR ({0}.decided_ms <= :newcomer_ms AND {0}.state <> 'accepted' "
-    "AND EXISTS (SELECT 1 FROM owner w WHERE w.owner = {0}.owner AND w.accepted = 0))) "
+    "THEN :appealed_ms ELSE :kept_ms END OR ({0}.decided_ms <= :form_ms AND {0}.state <> 'accepted' AND EXISTS "
+    "(SELECT 1 FROM owner_room r WHERE r.owner = {0}.owner AND r.earned = 0 AND r.held > :patience))) "
     "AND NOT EXISTS (SELECT 1 FROM job j WHERE j.submission = {0}.submission AND j.state <> 'done') "
     "AND ({0}.state <> 'accepted' OR EXISTS (SELECT 1 FROM step t WHERE t.step = {0}.step AND t.state = 'trained' "
     "AND t.trained_ms <= :kept_ms))"
@@ -143,6 +143,13 @@ _SELECT_FREE = db.Sql(
     f"AND {_FREE.format('s')} AND NOT EXISTS "
     f"(SELECT 1 FROM submission o WHERE o.blob = s.blob AND NOT ({_FREE.format('o')})) "
     "ORDER BY s.decided_ms, s.submission LIMIT :most"
+)
+_SELECT_EARLY = db.Sql(
+    "SELECT s.blob FROM owner_room m CROSS JOIN submission s WHERE m.earned = 0 AND m.held > 0 AND m.held > :patience "
+    "AND s.owner = m.owner AND s.state IN ('rejected_soft', 'rejected_hard', 'inconclusive') AND s.dropped = 0 "
+    f"AND s.decided_ms <= :form_ms AND {_FREE.format('s')} AND NOT EXISTS "
+    f"(SELECT 1 FROM submission o WHERE o.blob = s.blob AND NOT ({_FREE.format('o')})) "
+    "ORDER BY m.owner, s.decided_ms, s.submission LIMIT :most"
 )
 _COUNT_USES = db.Sql(f"SELECT count(*) FROM submission s WHERE s.blob = :blob AND NOT ({_FREE.format('s')})")
 _TAKE_OVER = db.Sql(
@@ -205,6 +212,8 @@ def list_free_blobs(connection: Connection, times: KeepTimes, most: int) -> list
     for state in _DECIDED:  # each by its own time, so that appealable submissions are not scanned repeatedly
         values = {**times._asdict(), "state": state, "until_ms": times.find_end(state), "most": most - len(found)}
         found |= dict.fromkeys(db.fetch_rows(connection, _SELECT_FREE, str, **values))
+    values = {**times._asdict(), "most": most - len(found)}
+    found |= dict.fromkeys(db.fetch_rows(connection, _SELECT_EARLY, str, **values))
     return list(found)
 
 
