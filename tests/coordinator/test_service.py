@@ -59,6 +59,7 @@ def make_config(**changes: Any) -> ServiceConfig:
         groups_per_batch=1,
         group_size=2,
         max_tokens=8192,
+        max_prompt_tokens=10**6,
         validators=(JUDGE.public,),
         trainers=(JUDGE.public,),
     )
@@ -363,7 +364,7 @@ def test_kill_minus_nine_in_the_middle_of_an_upload_costs_a_retry_and_nothing_el
         url, public = started["url"], started["coordinator"]
         manifest = asyncio.run(prepare(url, public))
         first_lease = Lease.model_validate(
-            json.loads((tmp_path / "worker" / "leases" / f"{manifest.lease}.json").read_text())["body"]
+            json.loads((tmp_path / "worker" / "signed_leases" / f"{manifest.lease}.json").read_text())["body"]
         )
         asyncio.run(upload_half(url, public, manifest, process))
     port = int(url.rpartition(":")[2])

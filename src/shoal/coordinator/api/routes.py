@@ -78,8 +78,7 @@ async def post_submission(
     """Commit to a file before uploading it."""
     caller.check_scope(Scope.WORK)
     answer = await context.coordinator.commit_submission(caller.node, message)
-    owner = caller.member.owner if caller.member is not None else ""
-    return await _offer_upload(context, answer, message.manifest.blob, owner)
+    return await _offer_upload(context, answer, message.manifest.blob, caller.node)
 
 
 @nodes.put("/submissions/{submission}/blob", Access.MEMBER)
@@ -306,14 +305,14 @@ async def get_page(context: ApiContext, first: messages.Number) -> messages.Page
 
 
 async def _offer_upload(
-    context: ApiContext, answer: messages.CommitAnswer, blob: str, owner: str
+    context: ApiContext, answer: messages.CommitAnswer, blob: str, node: str
 ) -> messages.CommitAnswer:
     """Add an upload URL, if the store offers one; it expires with the deadline of the file.
 
     A URL does not bound what is uploaded, so only owners with accepted work get one."""
     store = context.coordinator.blobs
     left_s = (answer.deadline_ms - context.clock_ms()) // 1000
-    if not isinstance(store, DirectStore) or left_s < 1 or not context.coordinator.cache.has_record(owner):
+    if not isinstance(store, DirectStore) or left_s < 1 or not context.coordinator.find_payer(node):
         return answer
     url = await store.sign_upload(blob, answer.size, min(left_s, MAX_URL_S))
     return answer.model_copy(update={"upload_url": url})

@@ -18,7 +18,7 @@ from shoal.protocol.events import BondReleased, BondWaiting, CreditPost
 from shoal.protocol.messages import Action, Command, RedeemAnswer, SignedRedeem, SignedUnbond, UnbondAnswer
 
 MAX_AT_ONCE = 256
-MAX_OPEN = 8
+MAX_OPEN = 16
 """open payout requests of one owner: credit can be split into many requests, and each is an event"""
 
 

@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shoal.coordinator.decide.context import CallerRows, Decision, build_from, require_member, require_row
-from shoal.coordinator.decide.room import explain_shortage
 from shoal.coordinator.rules import leases as rules
-from shoal.coordinator.rules.room import limit_lease_file
+from shoal.coordinator.rules.room import find_shortage, limit_lease_file
 from shoal.coordinator.state import leases
 from shoal.coordinator.state.members import find_node, find_owner
 from shoal.coordinator.state.queue import is_crowded
+from shoal.coordinator.state.room import find_owner_room, find_total_room
 from shoal.coordinator.state.run import StepRow, count_away, find_step, list_steps, newest_version
 from shoal.coordinator.state.submissions import SubmissionRow, count_open
 from shoal.identity.delegation import Scope
@@ -114,6 +114,12 @@ def grant_lease(decision: Decision, node: str, request_key: str) -> LeaseAnswer:
     decision.append(name, _describe_lease(decision, caller, request_key, choice))
     lease = require_row(leases.find_lease(decision.connection, name), "the lease was granted above")
     return _answer_lease(decision, lease)
+
+
+def explain_shortage(decision: Decision, owner: str, file_bytes: int) -> str:
+    """Why an owner gets no room for one more file, in one sentence; empty if it does."""
+    own, total = find_owner_room(decision.connection, owner), find_total_room(decision.connection)
+    return find_shortage(decision.params, own, file_bytes, all_over=total.over, all_bytes=total.stored)
 
 
 def return_lease(decision: Decision, node: str, lease_id: str) -> ReturnAnswer:

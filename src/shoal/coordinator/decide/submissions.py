@@ -20,12 +20,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shoal.coordinator.decide.context import Decision, build_from, require_member, require_row
-from shoal.coordinator.decide.leases import drop_upload, end_lease
-from shoal.coordinator.decide.room import explain_shortage, read_patience
+from shoal.coordinator.decide.leases import drop_upload, end_lease, explain_shortage
 from shoal.coordinator.rules.leases import upload_time
-from shoal.coordinator.rules.room import appeal_time
+from shoal.coordinator.rules.room import appeal_time, find_patience
 from shoal.coordinator.state import submissions
 from shoal.coordinator.state.leases import LeaseRow, find_lease, find_range, list_on_range
+from shoal.coordinator.state.room import find_total_room
 from shoal.coordinator.state.run import count_away, find_step, newest_version
 from shoal.identity.delegation import Scope
 from shoal.identity.documents import Tag
@@ -241,5 +241,5 @@ def _find_times(decision: Decision) -> submissions.KeepTimes:
         kept_ms=kept_ms,
         form_ms=form_ms,
         appealed_ms=min(kept_ms, appealed_ms),
-        patience=read_patience(decision),
+        patience=find_patience(params, find_total_room(decision.connection).over),
     )

@@ -25,6 +25,7 @@ kept for `form_keep_s` only while more than half of the pool is used, or of the 
 newcomers within that time, whatever others do.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 from shoal.protocol.messages import SubmissionState
@@ -56,14 +57,22 @@ class Room(NamedTuple):
 
 def limit_lease_file(params: RunParams, groups: int) -> int:
     """Bytes of the largest file of a lease of so many groups."""
-    limits = SubmissionLimits(
-        max_rollouts=groups * params.group_size,
-        group_size=params.group_size,
-        max_tokens=params.max_tokens,
-        vocab_size=1,  # no token id is longer than another
-        max_prompt_tokens=params.max_prompt_tokens,
+    most = _limit_rollouts(groups * params.group_size, params.max_tokens, params.max_prompt_tokens)
+    return min(params.blob_max_bytes, most)
+
+
+@cache
+def _limit_rollouts(rollouts: int, max_tokens: int, max_prompt_tokens: int) -> int:
+    # No token id is longer than another, and the form of groups changes no size.
+    return limit_file(
+        SubmissionLimits(
+            max_rollouts=rollouts,
+            group_size=1,
+            max_tokens=max_tokens,
+            vocab_size=1,
+            max_prompt_tokens=max_prompt_tokens,
+        )
     )
-    return min(params.blob_max_bytes, limit_file(limits))
 
 
 def find_shortage(params: RunParams, own: Room, file_bytes: int, *, all_over: int, all_bytes: int) -> str:
