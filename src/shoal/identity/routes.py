@@ -50,6 +50,8 @@ Handler = Callable[..., Any]
 class Access(Enum):
     """Who may call a route."""
 
+    FREE = "free"
+    """everyone, without limit: the answer is short and in memory, and costs no more than a refusal"""
     PUBLIC = "public"
     """everyone, limited by address"""
     OPERATOR = "operator"
@@ -152,6 +154,8 @@ class RouteContext:
     def check_caller(self, route: "Route", request: RouteRequest) -> Caller | None:
         """The caller; None on public routes. `ApiError` for a caller without permission."""
         scope, check = request.scope, self.authenticator
+        if route.access is Access.FREE:
+            return None
         if route.access in (Access.PUBLIC, Access.OPERATOR):
             self.check_address(route.access, route.method, request.address)
             return None

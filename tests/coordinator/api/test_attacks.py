@@ -281,8 +281,10 @@ def test_strangers_have_a_rate_each_and_one_for_all(open_stand: Any) -> None:
     async def check() -> None:
         limits = ApiLimits(read_rate=2.0, stranger_rate=0.5, all_strangers_rate=1000.0, burst_s=2.0)
         async with open_stand(api=limits) as stand:
-            answers = [await stand.send(["GET /healthz HTTP/1.1"]) for _ in range(6)]
+            answers = [await stand.send(["GET /metrics HTTP/1.1"]) for _ in range(6)]
             assert [status for status, _ in answers] == [200] * 4 + [429] * 2
+            for path in (f"/v1/challenges/{'0' * 64}", "/v1/params", "/v1/head", "/healthz"):
+                assert (await stand.send([f"GET {path} HTTP/1.1"]))[0] == 200, "a neighbour can still join"
             refusal = json.loads(answers[-1][1])
             assert refusal["code"] == "too_many" and refusal["retry_after_s"] >= 1 and refusal["server_time_ms"] > 0
             answers = [await stand.send(["POST /v1/appeals HTTP/1.1"]) for _ in range(2)]

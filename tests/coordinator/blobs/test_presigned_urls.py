@@ -147,6 +147,17 @@ def test_a_file_goes_past_us_and_is_believed_once_it_was_looked_at(s3_place: Any
     asyncio.run(check())
 
 
+def test_an_owner_without_accepted_work_uploads_through_us(s3_place: Any, tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(s3_place, tmp_path) as run:
+            del run.core.cache._tallies[run.worker.public]
+            answer = await run.commit(DATA)
+            assert answer.upload_url == ""
+            await run.ask(run.worker, "PUT", f"/v1/submissions/{answer.submission}/blob", DATA)
+
+    asyncio.run(check())
+
+
 def test_a_validator_may_download_a_submission_directly_and_its_worker_may_not(
     s3_place: Any, ask_url: Any, tmp_path: Path
 ) -> None:

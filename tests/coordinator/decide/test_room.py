@@ -98,6 +98,7 @@ def test_many_owners_without_accepted_work_share_one_pool(tight):
         fill(tight, name)
     assert sum(count_files(tight, name) for name in names) == POOL
     assert tight.query(find_total_room).over == POOL * FILE
+    assert "new owners get no leases" in " ".join(tight.coordinator.read_status().alarms)
     for name in ("ann", "bob"):
         for _ in range(3):
             tight.work(name)
@@ -249,3 +250,12 @@ def test_a_file_that_arrives_after_it_was_given_up_is_not_left_behind(tight, mon
     assert not [data for data in tight.blobs.blobs.values() if data == lease.lease.encode()]
     tight.wait(CLEANUP_EVERY_S)
     assert count_files(tight, "mallory") == 0
+
+
+def test_a_full_store_is_an_alarm_and_gives_no_leases(tight):
+    tight.change(store_bytes=4 * FILE)
+    tight.wait(1)
+    assert tight.ask("ann").lease is not None
+    tight.change(store_bytes=FILE)
+    assert tight.ask("bob").code == "room"
+    assert "no room for a further file" in " ".join(tight.coordinator.read_status().alarms)

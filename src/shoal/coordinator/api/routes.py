@@ -171,7 +171,7 @@ async def get_file(context: ApiContext, caller: Caller, submission: messages.Sub
 # Public
 
 
-@everybody.get("/healthz", Access.PUBLIC)
+@everybody.get("/healthz", Access.FREE)
 def get_health(context: ApiContext) -> messages.Health:
     """Whether the server is up."""
     return messages.Health(
@@ -206,7 +206,7 @@ async def get_explanation(context: ApiContext, submission: messages.SubmissionId
         raise ApiError(404, "not_found", "no such submission") from None
 
 
-@everybody.get("/v1/descriptor", Access.PUBLIC, answer=JSON)
+@everybody.get("/v1/descriptor", Access.FREE, answer=JSON)
 def get_descriptor(context: ApiContext) -> bytes:
     """The signed descriptor of the run."""
     if context.descriptor is None:
@@ -214,13 +214,13 @@ def get_descriptor(context: ApiContext) -> bytes:
     return context.descriptor
 
 
-@everybody.get("/v1/challenges/{node}", Access.PUBLIC)
+@everybody.get("/v1/challenges/{node}", Access.FREE)
 def get_challenge(context: ApiContext, node: messages.Digest) -> messages.ChallengeAnswer:
     """The proof of work that this node must compute to join."""
     return messages.ChallengeAnswer(challenge=context.make_challenge(node))
 
 
-@everybody.get("/v1/head", Access.PUBLIC)
+@everybody.get("/v1/head", Access.FREE)
 def get_head(context: ApiContext) -> messages.HeadAnswer:
     """The newest signed head."""
     head = context.coordinator.ledger.head
@@ -274,7 +274,7 @@ async def post_command(context: ApiContext, message: messages.SignedCommand) -> 
     return await context.coordinator.command(message)
 
 
-@everybody.get("/v1/params", Access.PUBLIC)
+@everybody.get("/v1/params", Access.FREE)
 def get_params(context: ApiContext) -> messages.ParamsAnswer:
     """The run's current parameters."""
     return messages.ParamsAnswer(params=dump_params(context.coordinator.params))
