@@ -54,8 +54,8 @@ LONGEST_S = 600
 """for a run that hangs, not for a slow one"""
 MOST_AGAIN = 300
 POLL_S = 0.02
-FAST = {"address_rate": 1e5, "owner_rate": 1e5, "fresh_rate": 1e5}
-OPEN = {"read_rate": 1e5, "stranger_rate": 1e5, "all_strangers_rate": 1e5}
+FAST = {"address_rate": 1e5, "node_rate": 1e5, "owner_rate": 1e5, "fresh_rate": 1e5}
+OPEN = {"read_rate": 1e5, "stranger_rate": 1e5}
 SUBMISSIONS = text("SELECT submission, state, received_ms, paid, blob, dropped FROM submission")
 VERDICTS = text("SELECT submission, round, validator, verdict, state, paid FROM verdict")
 BALANCES = text("SELECT account, amount FROM balance")

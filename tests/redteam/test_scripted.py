@@ -172,8 +172,8 @@ def run_on(tmp_path: Path, versions: dict[int, Path], recipe: Recipe) -> Callabl
         engine.dispose()
         assert report.holds, report.findings
 
-    free = AuthLimits(address_rate=1e5, owner_rate=1e5, fresh_rate=1e5)
-    usual = {"auth": free, "api": ApiLimits(read_rate=1e5, stranger_rate=1e5, all_strangers_rate=1e5)}
+    free = AuthLimits(address_rate=1e5, node_rate=1e5, owner_rate=1e5, fresh_rate=1e5)
+    usual = {"auth": free, "api": ApiLimits(read_rate=1e5, stranger_rate=1e5)}
 
     def start(check: Callable[[Ground], Any], limits: dict[str, Any] | None = None, **changes: Any) -> None:
         asyncio.run(run(check, {**usual, **(limits or {})}, changes))

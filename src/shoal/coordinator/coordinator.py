@@ -192,6 +192,10 @@ class Coordinator:
         """The owner that a key belongs to, banned or not; from memory, does not block."""
         return self.cache.find_owner(key)
 
+    def knows_owner(self, key: str) -> bool:
+        """Whether a key is that of an owner, banned or not; from memory, does not block."""
+        return key in self.cache.standings
+
     def find_payer(self, node: str) -> str:
         """The owner with accepted work that a node belongs to; empty if there is none. From memory."""
         member = self.cache.find_member(node)

@@ -35,6 +35,8 @@ from shoal.net.server import Receive, Scope, Send
 from shoal.util.metrics import Counter
 
 MAX_BODY_BYTES = 64 * 1024
+MAX_STATEMENT_BYTES = 4 * 1024
+"""of a body whose sender is not known, except the operator's"""
 MAX_WAIT_S = 20
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0)
 JSON, BINARY = "application/json", "application/octet-stream"
@@ -363,7 +365,8 @@ class RouteApp:
             assert caller is not None, "only a signed body is read as it arrives"
             values["chunks"] = _read_chunks(context, caller, request)
         else:
-            values |= route.read_message(await _read_body(context, caller, request))
+            limit = MAX_STATEMENT_BYTES if route.access is Access.PUBLIC else MAX_BODY_BYTES
+            values |= route.read_message(await _read_body(context, caller, request, limit))
         shared = {"context": context, "caller": caller, "request": request}
         arguments = values | {name: shared[name] for name in shared if name in given}
         if not route.is_async:
@@ -400,14 +403,14 @@ def _read_wait(query: bytes) -> int:
     return int(number)
 
 
-async def _read_body(context: RouteContext, caller: Caller | None, request: RouteRequest) -> bytes:
+async def _read_body(context: RouteContext, caller: Caller | None, request: RouteRequest, limit: int) -> bytes:
     if caller is not None:
         return b"".join([piece async for piece in _read_chunks(context, caller, request)])
     pieces, size = [], 0
     async for piece in _read_pieces(request):
         size += len(piece)
-        if size > MAX_BODY_BYTES:
-            raise ApiError(413, "too_large", f"the request body exceeds {MAX_BODY_BYTES} bytes")
+        if size > limit:
+            raise ApiError(413, "too_large", f"the request body exceeds {limit} bytes")
         pieces.append(piece)
     return b"".join(pieces)
 

@@ -14,8 +14,9 @@ from shoal.coordinator.blobs.base import MAX_URL_S, BlobReader, DirectReader, Di
 from shoal.coordinator.coordinator import Coordinator
 from shoal.errors import ConfigError
 from shoal.identity.authenticator import Caller
-from shoal.identity.delegation import Scope
-from shoal.identity.routes import BINARY, JSON, Access, Response, RouteTable
+from shoal.identity.delegation import Scope, open_revocation
+from shoal.identity.documents import DocumentError, Tag, read_signer
+from shoal.identity.routes import BINARY, JSON, Access, Response, RouteRequest, RouteTable
 from shoal.ledger.event import EventError
 from shoal.ledger.head import InclusionProof, SignedHead
 from shoal.ledger.ledger import Ledger
@@ -244,26 +245,41 @@ async def get_event(context: ApiContext, seq: messages.Number) -> messages.Inclu
 
 
 @everybody.post("/v1/appeals", Access.PUBLIC)
-async def post_appeal(context: ApiContext, message: messages.SignedAppeal) -> messages.AppealAnswer:
+async def post_appeal(
+    context: ApiContext, request: RouteRequest, message: messages.SignedAppeal
+) -> messages.AppealAnswer:
     """Request a second look at a rejection; signed by the owner."""
+    _check_statement(context, request, message.owner, message.appeal, message.signature)
     return await context.coordinator.appeal(message)
 
 
 @everybody.post("/v1/redeems", Access.PUBLIC)
-async def post_redeem(context: ApiContext, message: messages.SignedRedeem) -> messages.RedeemAnswer:
+async def post_redeem(
+    context: ApiContext, request: RouteRequest, message: messages.SignedRedeem
+) -> messages.RedeemAnswer:
     """Request a payout of credit; signed by the owner."""
+    _check_statement(context, request, message.owner, message.redeem, message.signature)
     return await context.coordinator.redeem(message)
 
 
 @everybody.post("/v1/unbonds", Access.PUBLIC)
-async def post_unbond(context: ApiContext, message: messages.SignedUnbond) -> messages.UnbondAnswer:
+async def post_unbond(
+    context: ApiContext, request: RouteRequest, message: messages.SignedUnbond
+) -> messages.UnbondAnswer:
     """Request the bond back; signed by the owner."""
+    _check_statement(context, request, message.owner, message.unbond, message.signature)
     return await context.coordinator.unbond(message)
 
 
 @everybody.post("/v1/revocations", Access.PUBLIC)
-async def post_revocation(context: ApiContext, message: messages.RevokeRequest) -> messages.Done:
+async def post_revocation(context: ApiContext, request: RouteRequest, message: messages.RevokeRequest) -> messages.Done:
     """Revoke a node's delegation; signed by the owner."""
+    document = message.revocation.encode()
+    try:
+        owner = read_signer(Tag.REVOCATION, document)
+        context.check_statement(request.address, owner, partial(open_revocation, document))
+    except DocumentError as error:
+        raise ApiError(400, "revocation", f"invalid revocation: {error}") from None
     await context.coordinator.revoke(message.revocation.encode())
     return messages.Done()
 
@@ -302,6 +318,14 @@ def get_tasks(context: ApiContext) -> bytes:
 async def get_page(context: ApiContext, first: messages.Number) -> messages.PageAnswer:
     """Events starting at number `first`, up to the newest signed head."""
     return messages.PageAnswer(events=tuple(await context.read(partial(_read_page, context.coordinator.ledger, first))))
+
+
+def _check_statement(
+    context: ApiContext, request: RouteRequest, owner: str, message: messages.Signable, signature: str
+) -> None:
+    """Check the signature of an owner's statement before it is decided."""
+    check = partial(messages.open_message, context.coordinator.run, owner, message, signature)
+    context.check_statement(request.address, owner, check)
 
 
 async def _offer_upload(

@@ -197,7 +197,7 @@ async def flood_requests(session: AttackSession, node: AttackerIdentity) -> None
 async def flood_questions(session: AttackSession) -> None:
     """Public queries and statements from strangers; each costs the coordinator some work."""
     source = session.find_source(1)
-    for name, line in (("questions", "GET /v1/status HTTP/1.1"), ("statements", "POST /v1/appeals HTTP/1.1")):
+    for name, line in (("questions", "GET /v1/status HTTP/1.1"), ("statements", "POST /v1/commands HTTP/1.1")):
         note_statuses(session, name, await session.send_many([([line], b"")] * NUM_QUESTIONS, source=source))
 
 
