@@ -428,7 +428,7 @@ def test_credit_is_not_split_into_any_number_of_requests(rich):
     for name in names:
         rich.redeem("ann", 1, name)
     size = rich.coordinator.ledger.size
-    with pytest.raises(ApiError, match="the operator pays those out first"):
+    with pytest.raises(ApiError, match="the operator pays those first"):
         rich.redeem("ann", 1)
     assert rich.redeem("ann", 1, names[0]).state == "open"
     assert rich.coordinator.ledger.size == size

@@ -86,7 +86,7 @@ def request_redeem(decision: Decision, signed: SignedRedeem) -> RedeemAnswer:
     if free < asked.amount:
         raise ApiError(402, "credit", f"insufficient credit: {asked.amount} micro-credits requested, {free} available")
     if count_open(decision.connection, owner) >= MAX_OPEN:
-        raise ApiError(429, "too_many", f"this owner has {MAX_OPEN} open requests; the operator pays those out first")
+        raise ApiError(409, "open_requests", f"this owner has {MAX_OPEN} open requests; the operator pays those first")
     decision.record(statement, _move_between(owner, "avail", "redeeming", asked.amount))
     return build_from(RedeemAnswer, find_redeem(decision.connection, asked.request))
 
