@@ -78,7 +78,7 @@ def make_config(database: str) -> Any:
         database=database,
         params=params,
         # The whole load comes from one address.
-        auth=AuthLimits(address_rate=MANY, owner_rate=MANY, fresh_rate=MANY),
+        auth=AuthLimits(address_rate=MANY, node_rate=MANY, owner_rate=MANY, fresh_rate=MANY),
         api=ApiLimits(read_rate=MANY),
         http=HttpLimits(max_connections=16_384),
     )

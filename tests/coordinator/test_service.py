@@ -59,6 +59,7 @@ def make_config(**changes: Any) -> ServiceConfig:
         groups_per_batch=1,
         group_size=2,
         max_tokens=8192,
+        max_prompt_tokens=10**6,
         validators=(JUDGE.public,),
         trainers=(JUDGE.public,),
     )
@@ -363,7 +364,7 @@ def test_kill_minus_nine_in_the_middle_of_an_upload_costs_a_retry_and_nothing_el
         url, public = started["url"], started["coordinator"]
         manifest = asyncio.run(prepare(url, public))
         first_lease = Lease.model_validate(
-            json.loads((tmp_path / "worker" / "leases" / f"{manifest.lease}.json").read_text())["body"]
+            json.loads((tmp_path / "worker" / "signed_leases" / f"{manifest.lease}.json").read_text())["body"]
         )
         asyncio.run(upload_half(url, public, manifest, process))
     port = int(url.rpartition(":")[2])
@@ -374,3 +375,48 @@ def test_kill_minus_nine_in_the_middle_of_an_upload_costs_a_retry_and_nothing_el
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert verify_database(f"sqlite:///{tmp_path}/data/ledger.db").code == 0
+
+
+def test_a_new_run_promises_no_more_room_than_its_store_has(tmp_path: Path) -> None:
+    async def check() -> None:
+        room = 2**31
+        async with running(tmp_path / "data", blobs=DiskLimits(max_bytes=room)) as service:
+            assert service.coordinator.params.store_bytes == room
+        with pytest.raises(ConfigError, match=r"params.store_bytes=2147483648: more than the store accepts"):
+            async with running(tmp_path / "data", blobs=DiskLimits(max_bytes=room - 1)):
+                pass
+        with pytest.raises(ConfigError, match=r"are needed for 128 files of a lease"):
+            async with running(tmp_path / "small", blobs=DiskLimits(max_bytes=2**20)):
+                pass
+        assert not (tmp_path / "small").exists()
+
+    asyncio.run(check())
+
+
+def test_leaving_and_joining_again_is_more_expensive_each_time_and_after_a_restart_too(tmp_path: Path) -> None:
+    """With 200 joins in a moment, a further one needs 11 times the work; an owner with accepted work pays its own."""
+
+    async def check() -> None:
+        async with running(tmp_path / "data") as service:
+            where = service.url, service.coordinator.public
+            async with node_of(*where, OWNER, tmp_path / "worker", Scope.WORK) as worker:
+                rate = service.context.gate.find_rate(worker._key.public)
+                size, work = service.coordinator.ledger.size, rate.find_work(read_clock() / 1000)
+                for _ in range(200):
+                    await worker.leave()
+                    await worker.join(sign_again(worker._key))
+                assert service.coordinator.ledger.size == size + 400
+                assert rate.find_work(read_clock() / 1000) > 10 * work
+                risen = rate.find_work(read_clock() / 1000)
+        async with running(tmp_path / "data") as service:
+            gate, node = service.context.gate, worker._key.public
+            assert gate.find_rate(node).find_work(read_clock() / 1000) > risen / 2
+            service.coordinator.cache._tallies[OWNER.public] = 1, 0
+            assert gate.find_rate(node).find_work(read_clock() / 1000) == work
+
+    asyncio.run(check())
+
+
+def sign_again(key: Key) -> bytes:
+    now_ms = read_clock()
+    return sign_delegation(OWNER, Grant(key.public, "demo", now_ms, now_ms + 10**8, frozenset({Scope.WORK}), 16))

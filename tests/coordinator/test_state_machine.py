@@ -22,7 +22,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from sqlalchemy import text
+from tests.fixtures.world import check_room
 
+from shoal.coordinator.rules.room import limit_lease_file
 from shoal.coordinator.state.members import find_owner
 from shoal.coordinator.state.run import list_steps
 from shoal.coordinator.state.submissions import find_submission
@@ -270,6 +272,10 @@ class Swarm(RuleBasedStateMachine):
         assert self.list_answers() == before
 
     @invariant()
+    def room_adds_up(self):
+        self.world.query(check_room)
+
+    @invariant()
     def postings_sum_to_zero(self):
         assert sum(amount for _, amount in self.read(_BALANCES)) == 0
 
@@ -396,7 +402,7 @@ class Swarm(RuleBasedStateMachine):
                     world.run(world.coordinator.leave(world.id("m1")))
                     world.join("m1", "mallory")
                 case "only commit":
-                    world.commit("m1", world.make_manifest(lease, size=world.params.blob_max_bytes))
+                    world.commit("m1", world.make_manifest(lease, size=limit_lease_file(world.params, lease.count)))
                 case "copy":
                     world.commit("m1", world.make_manifest(lease, rollouts=self.guess_rollouts(lease)))
                 case "rubbish":

@@ -101,7 +101,7 @@ def test_committing_and_never_uploading_stops_nobody(make_world):
     world = start(make_world(groups_per_batch=2, async_level=0, upload_s=3000), "evil", "w1", "w2")
     held = world.lease("evil")
     world.work("w1")
-    world.commit("evil", world.make_manifest(held, size=2**17))
+    world.commit("evil", world.make_manifest(held, size=2**16))
     world.wait(world.params.lease_first_s // 2)
     backup = world.lease("w2")
     assert backup.first == held.first

@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from warm import Running, Warm
 
 PATIENCE_S = 60.0
-DATA = b"rollouts" * 40_000
+DATA = b"rollouts" * 8_000
 T = TypeVar("T")
 
 

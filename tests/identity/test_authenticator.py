@@ -20,7 +20,7 @@ from shoal.net.api_error import ApiError
 NODE, OTHER, SERVER, OWNER = (Key.generate() for _ in range(4))
 NOW_MS = 1_800_000_000_000
 MEMBER = Member(OWNER.public, frozenset({Scope.WORK}))
-WIDE = AuthLimits(address_rate=1e5, owner_rate=1e5, fresh_rate=1e5)
+WIDE = AuthLimits(address_rate=1e5, node_rate=1e5, owner_rate=1e5, fresh_rate=1e5)
 
 
 @dataclass(frozen=True)

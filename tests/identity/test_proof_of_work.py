@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -148,6 +149,55 @@ def test_work_has_an_end_so_that_a_flood_shuts_nobody_out_for_good() -> None:
     rate = JoinRate(base_work=1000)
     now_s = run_joins(rate, per_minute=60_000.0, minutes=1)
     assert rate.find_work(now_s) == 64_000
+
+
+def test_no_join_is_taken_above_the_rate_at_which_work_is_highest() -> None:
+    gate = make_gate(base_work=1)
+    stamps = [solve(gate, salt=number.to_bytes(8, "big")) for number in range(2000)]
+    taken = 0
+    for stamp in stamps:  # all in one second
+        with suppress(ApiError):
+            gate.check_stamp(stamp, NODE, NOW_MS)
+            taken += 1
+            gate.find_rate(NODE).note_join(NOW_MS / 1000)
+    assert taken < 100, "a challenge from before the flood is refused when the work is 4 times as much"
+    while not gate.rate.find_wait(NOW_MS / 1000):
+        gate.rate.note_join(NOW_MS / 1000)
+    assert gate.rate.find_work(NOW_MS / 1000) == 64
+    expensive = solve(gate)
+    with pytest.raises(ApiError, match="too many nodes") as caught:
+        gate.check_stamp(expensive, NODE, NOW_MS)
+    assert caught.value.status == 429 and caught.value.retry_after_s == 1
+    gate.check_stamp(expensive, NODE, NOW_MS + 2000)
+
+
+def test_a_stamp_pays_once() -> None:
+    gate = make_gate()
+    stamp, other = solve(gate), solve(gate, salt=b"othersal")
+    assert [gate.spend_stamp(stamp, NOW_MS), gate.spend_stamp(stamp, NOW_MS)] == [True, False]
+    assert not gate.spend_stamp(stamp.rpartition(".")[0] + ".123456", NOW_MS), "another solution of the same challenge"
+    assert gate.spend_stamp(other, NOW_MS)
+    gate.return_stamp(stamp)
+    assert gate.spend_stamp(stamp, NOW_MS)
+
+
+def test_spent_stamps_are_forgotten_when_they_have_expired() -> None:
+    gate = make_gate(base_work=1)
+    for number in range(100):
+        gate.spend_stamp(solve(gate, salt=number.to_bytes(8, "big")), NOW_MS)
+    late_ms = NOW_MS + 3_600_000
+    assert gate.spend_stamp(solve(gate, now_ms=late_ms), late_ms)
+    assert len(gate._spent) == 1
+
+
+def test_a_flood_of_strangers_costs_an_owner_with_a_record_nothing_and_its_own_joins_cost_it() -> None:
+    other = "b" * 64
+    gate = WorkGate(b"s" * 32, "run-1", JoinRate(base_work=1000), find_payer=lambda node: "ann" if node == NODE else "")
+    now_s = run_joins(gate.rate, per_minute=600.0, minutes=30)
+    assert gate.find_rate(other).find_work(now_s) == 64_000
+    assert gate.find_rate(NODE).find_work(now_s) == 1000
+    run_joins(gate.find_rate(NODE), per_minute=60.0, minutes=10, start_s=now_s)
+    assert gate.find_rate(NODE).find_work(now_s + 600) > 9000
 
 
 def test_a_clock_set_back_changes_no_price() -> None:

@@ -38,7 +38,7 @@ def continue_run(url: str, key: Key) -> Ledger:
 
 @pytest.mark.parametrize(
     ("rules", "words"),
-    [({}, "an older shoal with rules edition 1"), ({"rules": RULES + 1}, "a newer shoal with rules edition 4")],
+    [({}, "an older shoal with rules edition 1"), ({"rules": RULES + 1}, "a newer shoal with rules edition 5")],
 )
 def test_a_run_of_other_rules_is_neither_verified_nor_continued(tmp_path: Path, rules, words: str) -> None:
     url, key = f"sqlite:///{tmp_path / 'old.db'}", Key.generate()
@@ -65,7 +65,7 @@ def test_a_database_of_an_older_schema_stays_as_it_is(tmp_path: Path) -> None:
     with engine.begin() as connection:
         connection.exec_driver_sql("ALTER TABLE judge DROP COLUMN silence")
         connection.exec_driver_sql("UPDATE schema_version SET version = 4 WHERE name = 'state'")
-    with pytest.raises(ConfigError, match="tables 'state' have version 4, this shoal needs version 5"):
+    with pytest.raises(ConfigError, match="tables 'state' have version 4, this shoal needs version 6"):
         verify_ledger(engine, projections=PROJECTIONS)
     with pytest.raises(ConfigError, match="an older shoal with rules edition 1"):
         continue_run(url, key)

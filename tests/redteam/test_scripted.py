@@ -14,6 +14,8 @@ import pytest
 
 from shoal.audit.verify import verify_ledger
 from shoal.coordinator.api.context import ApiLimits
+from shoal.coordinator.blobs.disk import DiskLimits
+from shoal.coordinator.rules.room import MIN_FILES, POOL_PART, limit_lease_file
 from shoal.coordinator.service import CoordinatorService, ServiceConfig, open_service
 from shoal.coordinator.state import PROJECTIONS
 from shoal.coordinator.state.members import OwnerRow, find_node, find_owner
@@ -170,8 +172,8 @@ def run_on(tmp_path: Path, versions: dict[int, Path], recipe: Recipe) -> Callabl
         engine.dispose()
         assert report.holds, report.findings
 
-    free = AuthLimits(address_rate=1e5, owner_rate=1e5, fresh_rate=1e5)
-    usual = {"auth": free, "api": ApiLimits(read_rate=1e5, stranger_rate=1e5, all_strangers_rate=1e5)}
+    free = AuthLimits(address_rate=1e5, node_rate=1e5, owner_rate=1e5, fresh_rate=1e5)
+    usual = {"auth": free, "api": ApiLimits(read_rate=1e5, stranger_rate=1e5)}
 
     def start(check: Callable[[ScriptedRun], Any], limits: dict[str, Any] | None = None, **changes: Any) -> None:
         asyncio.run(run(check, {**usual, **(limits or {})}, changes))
@@ -436,5 +438,51 @@ def test_a_flood_is_refused_and_an_honest_node_is_answered_all_the_while(run_on:
             assert figures["flood_answered"] > 0 and figures["flood_unanswered"] == 0
             await scripted_run.work_honestly(session, worker, 1)
             scripted_run.check_pay(session.owners)
+
+    run_on(check, limits)
+
+
+def test_several_owners_without_a_record_cannot_fill_the_store(run_on: Any, monkeypatch: Any) -> None:
+    """With the smallest store, an owner with accepted work delivers before, meanwhile and afterwards."""
+    monkeypatch.setattr("shoal.redteam.attacks.requests.NUM_FILLERS", 6)
+    wide = {"groups_per_batch": 60, "max_pending_per_owner": 64, "limited_s": 1}
+    room = MIN_FILES * limit_lease_file(RunParams(**{**SETTINGS, **wide}), SETTINGS["groups_per_lease"])
+    limits = {"blobs": DiskLimits(max_bytes=room)}
+
+    async def check(scripted_run: ScriptedRun) -> None:
+        async with scripted_run.open_session() as session:
+            worker = await session.join()
+            await scripted_run.work_honestly(session, worker, 1)
+            await run_script(session, "fill_store")
+            assert_refused(session, "too_large")
+            assert 0 < session.evidence.figures["stored_bytes"] <= room / POOL_PART
+            assert session.evidence.figures["filling_unanswered"] == 0
+            await scripted_run.work_honestly(session, worker, 2)
+
+    run_on(check, limits, **wide)
+
+
+def test_a_proof_of_work_pays_for_one_join(run_on: Any) -> None:
+    async def check(scripted_run: ScriptedRun) -> None:
+        async with scripted_run.open_session() as session:
+            before = scripted_run.service.coordinator.ledger.size
+            await run_script(session, "churn")
+            assert_refused(session, "work")
+            assert session.evidence.figures["joins"] == 1
+            assert list_kinds(scripted_run, before) == ["node.join", "node.leave"]
+
+    run_on(check)
+
+
+def test_forged_requests_from_a_shared_address_silence_nobody(run_on: Any) -> None:
+    limits = {"auth": AuthLimits(), "api": ApiLimits()}
+
+    async def check(scripted_run: ScriptedRun) -> None:
+        async with scripted_run.open_session() as session:
+            await run_script(session, "neighbour")
+            assert_refused(session)
+            figures = session.evidence.figures
+            assert figures["neighbour_answered"] > 0 and figures["neighbour_unanswered"] == 0
+            assert figures["forged_429"] > 0
 
     run_on(check, limits)

@@ -56,6 +56,22 @@ def test_a_ticket_signed_by_another_key_is_refused(tmp_path: Path) -> None:
     assert refuse_header(open_book(tmp_path / "book"), header) == (403, "ticket signed by an unknown key")
 
 
+def test_each_server_counts_for_itself_and_a_signer_of_its_own_binds_a_ticket_to_it(tmp_path: Path) -> None:
+    """R servers give a ticket at most R times its bytes; one whose signer only one of them knows, its bytes."""
+    signer = Key.generate()
+    first = TicketTable(tmp_path / "first", run="reef", signers=[KEY.public, signer.public], clock=lambda: NOW)
+    second = TicketTable(tmp_path / "second", run="reef", signers=[KEY.public], clock=lambda: NOW)
+    header = make_header(num_bytes=1000)
+    for table in (first, second):
+        ticket = table.check_header(header)
+        table.charge_bytes(ticket, 1000)
+        with pytest.raises(TicketError, match="used up"):
+            table.charge_bytes(ticket, 1)
+    bound = make_header(key=signer)
+    first.charge_bytes(first.check_header(bound), 1000)
+    assert refuse_header(second, bound) == (403, "ticket signed by an unknown key")
+
+
 def test_a_ticket_with_another_body_under_the_signature_is_refused(tmp_path: Path) -> None:
     small, large = make_header(num_bytes=1), make_header(num_bytes=10**9)
     forged = large.partition(".")[0] + "." + small.partition(".")[2]

@@ -1,7 +1,11 @@
 """The table of columns: schema, limits and the arrays that a parser sends all follow from it."""
 
 from dataclasses import replace
+from math import prod
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
 from shoal.sandbox.pool import JobOutputError
@@ -9,13 +13,16 @@ from shoal.submission.columns import (
     ARRAYS,
     COLUMNS,
     SCHEMA,
+    Column,
     count_bytes,
     dump_columns,
+    encode_file,
     limit_bytes,
+    limit_file,
     measure_columns,
     view_columns,
 )
-from shoal.submission.limits import FormError
+from shoal.submission.limits import FormError, SubmissionLimits
 from shoal.submission.parse import parse_submission
 from shoal.submission.read import ParserPoolError, read_sizes
 
@@ -124,3 +131,30 @@ def test_the_schema_is_that_of_the_table():
     ]
     assert len(ARRAYS) == 21
     assert {spec.column.name for spec in ARRAYS} == {column.name for column in COLUMNS}
+
+
+def fill_columns(limits: SubmissionLimits) -> dict[str, list[Any]]:
+    """A file in which everything is as long as it may be, and nothing can be compressed."""
+    source, rows = np.random.default_rng(0), range(limits.max_rollouts)
+
+    def make(column: Column) -> Any:
+        sizes = [length.most(limits) for length in column.lengths]
+        if column.name == "proofs":
+            return [source.bytes(sizes[1]) for _ in range(sizes[0])]
+        if column.kind == pa.string():
+            return "".join(map(chr, source.integers(0x20, 0x7F, sizes[0])))
+        return np.frombuffer(source.bytes(column.dtype.itemsize * prod(sizes)), column.dtype)[
+            slice(None) if sizes else 0
+        ]
+
+    return {column.name: [make(column) for _ in rows] for column in COLUMNS}
+
+
+@pytest.mark.parametrize(("rollouts", "tokens", "prompt"), [(1, 1, 1), (8, 512, 4096), (64, 64, 16), (16, 4096, 256)])
+def test_the_largest_file_is_no_larger_than_its_limit_and_not_much_smaller(rollouts, tokens, prompt):
+    limits = SubmissionLimits(
+        max_rollouts=rollouts, group_size=1, max_tokens=tokens, vocab_size=1, max_prompt_tokens=prompt
+    )
+    size, most = len(encode_file(fill_columns(limits))), limit_file(limits)
+    assert size <= most
+    assert most - size < 30_000 + size // 3

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from shoal.errors import ConfigError
+from shoal.identity.documents import Tag, sign_document
+from shoal.identity.keys import Key
+from shoal.node.receipts import SignedDocumentStore
 from shoal.protocol.messages import Lease, RolloutEntry
 from shoal.recipe import Recipe
 from shoal.rollout import Group
@@ -205,3 +208,15 @@ def test_threads_share_the_table(make_order: MakeOrder) -> None:
     for thread in threads:
         thread.join(60)
     assert sorted(taken) == sorted(f"l{number}" for number in range(100))
+
+
+def test_the_signed_lease_stays_on_disk_when_its_work_is_done(
+    tmp_path: Path, make_order: MakeOrder, make_lease: Callable[..., Lease]
+) -> None:
+    key, lease = Key.generate(), make_lease("l1")
+    documents, table = SignedDocumentStore(tmp_path, lease.run, key.public), LeaseTable(tmp_path)
+    document = sign_document(key, Tag.LEASE, lease.model_dump(mode="json")).decode()
+    documents.keep("l1", lease, document)
+    table.hold(make_order("l1"))
+    table.end("l1")
+    assert document in [path.read_text() for path in tmp_path.glob("*/l1.json")]

@@ -109,6 +109,10 @@ class RunCache:
             return None if member.is_revoked else member.owner
         return key if key in self.standings else None
 
+    def has_record(self, owner: str) -> bool:
+        """Whether work of an owner was ever accepted."""
+        return self._tallies.get(owner, (0, 0))[0] > 0
+
     def is_banned(self, key: str) -> bool:
         return key in self._bans
 

@@ -29,6 +29,7 @@ from shoal.coordinator.decide import admin, batches, claims, credit, evidence, l
 from shoal.coordinator.decide.context import Decision, RunContext
 from shoal.coordinator.state import PROJECTIONS
 from shoal.coordinator.state.run import read_run
+from shoal.coordinator.state.submissions import SubmissionRow
 from shoal.errors import ConfigError
 from shoal.identity.authenticator import Member
 from shoal.identity.keys import Key
@@ -37,7 +38,16 @@ from shoal.ledger.ledger import LINGER_S, Ledger, LedgerTransaction, WriterStopp
 from shoal.ledger.schema import RULES, check_rules_version
 from shoal.net.api_error import ApiError
 from shoal.protocol.beacon import BeaconChain
-from shoal.protocol.messages import Heartbeat, HeartbeatAnswer, LeaderLine, ReceiptAnswer, Status, SubmissionState
+from shoal.protocol.messages import (
+    AppealAnswer,
+    Heartbeat,
+    HeartbeatAnswer,
+    LeaderLine,
+    ReceiptAnswer,
+    SignedAppeal,
+    Status,
+    SubmissionState,
+)
 from shoal.protocol.params import RunParams, dump_params
 from shoal.util.clock import LastAliveFile, read_clock
 from shoal.util.waits import WaitTable
@@ -116,8 +126,10 @@ class Coordinator:
         clock: Callable[[], int] = read_clock,
         wall: Callable[[], int] | None = None,
         life: LastAliveFile | None = None,
+        max_uploads: int = submissions.MAX_UPLOADS,
     ) -> None:
-        """`clock` is the ledger's clock; `wall` is the system clock, if that is a different one."""
+        """`clock` is the ledger's clock; `wall` is the system clock, if that is a different one. `max_uploads` is the
+        number of concurrent uploads that the store takes."""
         self._life = life or LastAliveFile(None)
         self.ledger, self.blobs = ledger, blobs
         self._clock, self._wall = lambda: clock() + ledger.ahead_ms, wall or clock
@@ -129,7 +141,7 @@ class Coordinator:
             raise ConfigError("wrong beacon secret: it does not match this run's genesis")
         self._context = RunContext(run, key, chain, self.cache)
         self.waits = WaitTable(self._clock)
-        self._gate = submissions.BlobGate()
+        self._gate = submissions.BlobGate(max_uploads)
         self._swept_ms = 0
         self._listener: Callable[[Sequence[Event]], None] = lambda _: None
 
@@ -180,6 +192,15 @@ class Coordinator:
         """The owner that a key belongs to, banned or not; from memory, does not block."""
         return self.cache.find_owner(key)
 
+    def knows_owner(self, key: str) -> bool:
+        """Whether a key is that of an owner, banned or not; from memory, does not block."""
+        return key in self.cache.standings
+
+    def find_payer(self, node: str) -> str:
+        """The owner with accepted work that a node belongs to; empty if there is none. From memory."""
+        member = self.cache.find_member(node)
+        return member.owner if member is not None and self.cache.has_record(member.owner) else ""
+
     join = _as_method(membership.join_node)
     """Add a node that has done its proof of work, or renew its owner's delegation."""
     revoke = _as_method(membership.revoke_node)
@@ -211,7 +232,7 @@ class Coordinator:
         plan = await self._decide(submissions.plan_upload, node=node, submission=submission)
         if isinstance(plan, ReceiptAnswer):
             return plan
-        with self._gate.upload(plan.blob):
+        with self._gate.upload(plan, has_record=self.cache.has_record(plan.owner)):
             try:
                 with self.waits.wait("upload", owner=submission, waiting_for=f"its file from node {node[:8]}"):
                     await self.blobs.put(plan.blob, plan.size, chunks)
@@ -219,19 +240,28 @@ class Coordinator:
                 self.cache.full_ms = self.cache.full_ms or self._clock()
                 raise
             self.cache.full_ms = 0
-            return await self._decide(submissions.record_receipt, node=node, submission=submission)
+            return await self._record_receipt(plan)
 
     async def receive(self, node: str, submission: str) -> ReceiptAnswer:
         """The receipt of a submission; for a file uploaded directly to the store, it is recorded now."""
         plan = await self._decide(submissions.plan_upload, node=node, submission=submission, past_us=True)
         if isinstance(plan, ReceiptAnswer):
             return plan
-        with self._gate.upload(plan.blob):
+        with self._gate.upload(plan, has_record=self.cache.has_record(plan.owner)):
             with self._await_store(submission):
                 is_there = await self.blobs.has(plan.blob)
             if not is_there:
                 raise ApiError(409, "no_file", "the file has not arrived; upload it first", retry_after_s=1)
-            return await self._decide(submissions.record_receipt, node=node, submission=submission)
+            return await self._record_receipt(plan)
+
+    async def _record_receipt(self, row: SubmissionRow) -> ReceiptAnswer:
+        """Record that a file has arrived. A file that came too late is deleted, if its room was released before."""
+        try:
+            return await self._decide(submissions.record_receipt, node=row.node, submission=row.submission)
+        except ApiError:
+            for blob in await self._decide(submissions.confirm_unneeded, blobs=[row.blob]):
+                await self.blobs.remove(blob)
+            raise
 
     async def open_blob(self, reader: str, submission: str) -> BlobReader:
         """The file of a submission, only for a validator with a claim on it or a trainer."""
@@ -245,8 +275,11 @@ class Coordinator:
     """Assign submissions to a validator; returns its current claims, if it has any."""
     post_verdict = _as_method(verdicts.post_verdict)
     """Record a verdict, with all its consequences."""
-    appeal = _as_method(verdicts.open_appeal)
-    """Record an owner's appeal; anyone may submit it."""
+
+    async def appeal(self, signed: SignedAppeal) -> AppealAnswer:
+        """Record an owner's appeal; anyone may submit it."""
+        return await self._decide(verdicts.open_appeal, signed, removing=self._gate.removals)
+
     show_evidence = _as_method(evidence.show_evidence)
     """The basis on which a decided submission was judged; only for its owner and the owner's nodes."""
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from sqlalchemy import Connection, text
 
 from shoal.coordinator.decide.drift_watch import describe_watch
+from shoal.coordinator.rules.room import appeal_time
 from shoal.coordinator.state.credit import find_appeal
 from shoal.coordinator.state.drift import find_history
 from shoal.coordinator.state.queue import find_job
@@ -147,7 +148,10 @@ def _describe_rest(connection: Connection, row: SubmissionRow) -> Iterator[str]:
         yield "Two validators found it faked, so its owner was banned."
     if appeal is not None:
         yield f"The appeal is {appeal.state}."
+    elif row.state in REJECTED and row.dropped:
+        yield "Its file was deleted, so it can no longer be appealed."
     elif row.state in REJECTED:
         away_ms = count_away(connection, row.decided_ms)
-        end = show_time(row.decided_ms + away_ms + 1000 * read_run(connection).params.appeal_s)
+        window_s = appeal_time(read_run(connection).params, SubmissionState(row.state))
+        end = show_time(row.decided_ms + away_ms + 1000 * window_s)
         yield f"Its owner may appeal until {end}: shoal owner appeal URL {row.submission} --owner KEY"

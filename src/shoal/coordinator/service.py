@@ -17,6 +17,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import shutil
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -36,6 +37,7 @@ from shoal.coordinator.blobs import open_blobs
 from shoal.coordinator.blobs.base import BlobStore, DirectStore
 from shoal.coordinator.blobs.disk import DiskLimits
 from shoal.coordinator.coordinator import Coordinator, open_run
+from shoal.coordinator.rules.room import MIN_FILES, limit_lease_file
 from shoal.coordinator.run_files import RunFiles, load_run_files
 from shoal.coordinator.state.members import list_joins
 from shoal.errors import ConfigError
@@ -60,6 +62,7 @@ from shoal.util.aio import run_together
 from shoal.util.canonical import encode_canonical
 from shoal.util.clock import LastAliveFile, SteadyClock, read_clock
 from shoal.util.files import write_atomic
+from shoal.util.units import format_bytes
 
 
 def build_app(context: ApiContext) -> RouteApp:
@@ -78,6 +81,8 @@ logger = logging.getLogger(__name__)
 
 RECALL_S = 1800
 """how far back joins are counted at a start; older ones no longer matter"""
+RECALL_EVENTS = 100_000
+"""newest events among which joins are searched at a start"""
 WATCH_S = 5.0
 """seconds between two checks of the watchdog"""
 
@@ -175,6 +180,7 @@ async def open_service(config: ServiceConfig, data: Path) -> AsyncIterator[Coord
     if config.database:
         parse_url(config.database)  # an invalid URL must leave nothing behind
     run_files = load_run_files(config.recipe, config.calibration, config.params, config.tasks)
+    config = _fit_store(config, data)
     if not (data / "ledger.db").exists() and not config.database:
         _check_sizes(config, config.params)
     key, secret, operator = _load_secrets(data, config)
@@ -195,13 +201,17 @@ async def open_service(config: ServiceConfig, data: Path) -> AsyncIterator[Coord
             clock=clock,
             wall=read_clock,
             life=LastAliveFile(data / "alive"),
+            max_uploads=config.blobs.max_uploads,
         )
         _check_sizes(config, coordinator.params)
         await coordinator.start()
         stack.push_async_callback(_stop_coordinator, coordinator)
         registry = CollectorRegistry()
         # A challenge from before a restart is refused and requested again, so its secret need not be stored.
-        gate = WorkGate(os.urandom(32), config.run, _recall_joins(coordinator, config.join_work, clock()))
+        gate = WorkGate(
+            os.urandom(32), config.run, JoinRate(base_work=config.join_work), find_payer=coordinator.find_payer
+        )
+        _recall_joins(coordinator, gate, clock())
         context = ApiContext(
             coordinator,
             gate=gate,
@@ -221,20 +231,35 @@ async def open_service(config: ServiceConfig, data: Path) -> AsyncIterator[Coord
         yield CoordinatorService(coordinator, context, server, descriptor)
 
 
+def _fit_store(config: ServiceConfig, data: Path) -> ServiceConfig:
+    """The settings with no more room for a new run's files than its store has: leases promise room to nodes."""
+    room = config.blobs.max_bytes
+    if not config.blob_store:
+        folder = next(path for path in (data.absolute(), *data.absolute().parents) if path.exists())
+        room = min(room, shutil.disk_usage(folder).free - config.blobs.min_free_bytes)
+    params = config.params.model_copy(update={"store_bytes": max(1, min(room, config.params.store_bytes))})
+    return config.model_copy(update={"params": params})
+
+
 def _check_sizes(config: ServiceConfig, params: RunParams) -> None:
     """Reject a store that is too small for the files for which leases are granted."""
-    if params.blob_max_bytes > config.blobs.max_blob_bytes:
-        least = f"params.blob_max_bytes={params.blob_max_bytes}"
-        raise ConfigError(f"{least}: more than the store accepts, blobs.max_blob_bytes={config.blobs.max_blob_bytes}")
+    for name, limit in (("blob_max_bytes", "max_blob_bytes"), ("store_bytes", "max_bytes")):
+        if (value := getattr(params, name)) > (most := getattr(config.blobs, limit)):
+            raise ConfigError(f"params.{name}={value}: more than the store accepts, blobs.{limit}={most}")
+    least = MIN_FILES * limit_lease_file(params, params.groups_per_lease)
+    if params.store_bytes < least:
+        raise ConfigError(
+            f"the store has room for {format_bytes(params.store_bytes)} of files, but {format_bytes(least)} are needed "
+            f"for {MIN_FILES} files of a lease: free disk space, raise blobs.max_bytes, or lower "
+            "params.groups_per_lease or params.max_prompt_tokens"
+        )
 
 
-def _recall_joins(coordinator: Coordinator, base_work: int, now_ms: int) -> JoinRate:
-    """The current cost of joining: a restart during a flood does not make it cheaper."""
-    rate = JoinRate(base_work=base_work)
+def _recall_joins(coordinator: Coordinator, gate: WorkGate, now_ms: int) -> None:
+    """Recall recent joins: a restart during a flood does not make them cheaper."""
     with coordinator.ledger.read() as connection:
-        for joined_ms in list_joins(connection, now_ms - 1000 * RECALL_S):
-            rate.note_join(joined_ms / 1000)
-    return rate
+        for node, joined_ms in list_joins(connection, now_ms - 1000 * RECALL_S, RECALL_EVENTS):
+            gate.find_rate(node).note_join(joined_ms / 1000)
 
 
 async def _stop_coordinator(coordinator: Coordinator) -> None:

@@ -10,16 +10,19 @@ from shoal.coordinator.decide.context import RunContext, build_from
 from shoal.coordinator.decide.drift_watch import describe_watch
 from shoal.coordinator.economics import describe_check_rate
 from shoal.coordinator.rules.leases import progress_time
+from shoal.coordinator.rules.room import POOL_PART, limit_lease_file
 from shoal.coordinator.state.canaries import CanaryRow, last_caught, list_missed
 from shoal.coordinator.state.credit import count_redeems, list_redeems
 from shoal.coordinator.state.drift import count_watched, list_watched
 from shoal.coordinator.state.leases import LeaseRow, list_oldest, oldest_offer
 from shoal.coordinator.state.members import list_leaders
 from shoal.coordinator.state.queue import count_awaiting_opinion, count_queued, oldest_queued
+from shoal.coordinator.state.room import find_total_room
 from shoal.coordinator.state.run import StepRow, find_version, list_steps, newest_version, read_run
 from shoal.coordinator.state.submissions import count_awaited
 from shoal.protocol.messages import LeaderLine, Standing, Status, StepInfo, WaitInfo
 from shoal.protocol.params import RunParams, is_exhausted
+from shoal.util.units import format_bytes
 from shoal.util.waits import Wait, WaitTable
 
 _MAX_SKEW_MS = 5000
@@ -117,6 +120,17 @@ def find_alarms(connection: Connection, params: RunParams, now_ms: int, started_
     quiet_ms = now_ms - max(last_caught(connection), started_ms)
     if params.canary_every_s and quiet_ms > 1000 * params.canary_every_s:
         yield f"no canary was caught for {quiet_ms // 1000} s; plant one: shoal canary plant"
+    yield from _find_shortages(connection, params)
+
+
+def _find_shortages(connection: Connection, params: RunParams) -> Iterator[str]:
+    """Room for files that is used up, for all owners or for those without accepted work."""
+    total, one = find_total_room(connection), limit_lease_file(params, params.groups_per_lease)
+    if total.stored + one > params.store_bytes:
+        used = f"{format_bytes(total.stored)} of {format_bytes(params.store_bytes)} are used"
+        yield f"the store has no room for a further file, so there are no leases: {used} (parameter store_bytes)"
+    elif POOL_PART * (total.over + one) > params.store_bytes:
+        yield "the room for files of owners without accepted work is used up, so new owners get no leases"
 
 
 def _describe_clock(ahead_ms: int) -> list[str]:

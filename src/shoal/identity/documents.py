@@ -73,6 +73,19 @@ def open_document(public: str, tag: Tag, data: bytes, *, max_bytes: int = MAX_DO
 
 def open_claimed(tag: Tag, data: bytes, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> tuple[str, dict[str, object]]:
     """Signer and body of a document with a valid signature; the caller checks whether that signer is authorized."""
+    signer, body, signature = _split_document(tag, data, max_bytes)
+    if not verify_bytes(signer, tag, encode_canonical(body), signature):
+        raise DocumentError("invalid signature")
+    return signer, body
+
+
+def read_signer(tag: Tag, data: bytes, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> str:
+    """The signer that a document names; the signature is not checked."""
+    return _split_document(tag, data, max_bytes)[0]
+
+
+def _split_document(tag: Tag, data: bytes, max_bytes: int) -> tuple[str, dict[str, object], bytes]:
+    """Signer, body and signature of a document."""
     try:
         document = decode_canonical(data, max_bytes=max_bytes)
     except CanonicalError as error:
@@ -84,10 +97,7 @@ def open_claimed(tag: Tag, data: bytes, *, max_bytes: int = MAX_DOCUMENT_BYTES) 
         raise DocumentError(f"not a document of the kind {tag.value}")
     if not isinstance(body, dict) or not isinstance(signer, str):
         raise DocumentError("not a signed document")
-    signature = _read_signature(document["signature"])
-    if not verify_bytes(signer, tag, encode_canonical(body), signature):
-        raise DocumentError("invalid signature")
-    return signer, body
+    return signer, body, _read_signature(document["signature"])
 
 
 def _frame_data(tag: Tag, data: bytes) -> bytes:

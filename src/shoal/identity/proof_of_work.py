@@ -1,13 +1,18 @@
-"""Proof of work for joining: creating an identity takes some seconds of computing, and more when many join.
+"""Proof of work for joining: every join, renewal and return takes some seconds of computing, and more when many join.
 
     challenge (server, stateless) -> solve (client, `work` hashes on average) -> stamp in the header Shoal-Work
 
 Invariants:
 - the server stores nothing for a challenge, which carries node, work, expiry and a MAC under the server's secret. It is
-  for one node of one run: a stamp is useless to another, and using it twice joins the same node;
+  for one node of one run: a stamp is useless to another, and pays for one join (`spend_stamp`);
 - checking a stamp costs at most two short hashes; a wrong MAC costs one;
 - a challenge issued when joining was cheap is refused when it is expensive: hoarding challenges does not help;
-- the work follows from successful joins, so requesting challenges does not raise it for others.
+- the work follows from successful joins, so requesting challenges does not raise it for others;
+- the work rises in proportion to the rate, up to `MAX_FACTOR` times the base work; at that rate no further join is
+  taken. So n times as many joins cost n x n times the work, and there are never more than `MAX_FACTOR` x
+  `TARGET_PER_S` per second;
+- strangers share one rate. An owner with a record has a rate of its own for its known nodes: a flood of strangers
+  makes nothing more expensive for it, nor it for others.
 
 A stamp is valid if SHA-256(tag, challenge, counter) < 2**256 / work. So `work` hashes are tried on average, and the
 work is a plain number that can be raised by any factor.
@@ -66,6 +71,11 @@ class JoinRate:
         self._rate = self._rate_at(now_s) + _DECAY
         self._seen_s = max(self._seen_s, now_s)
 
+    def find_wait(self, now_s: float) -> float:
+        """Seconds until joins are taken again; 0 if they are taken now."""
+        rate, most = self._rate_at(now_s), MAX_FACTOR * TARGET_PER_S
+        return math.log(rate / most) / _DECAY if rate > most else 0.0
+
     def find_work(self, now_s: float) -> int:
         """The work that a join requires now."""
         factor = self._rate_at(now_s) / TARGET_PER_S
@@ -79,18 +89,47 @@ class JoinRate:
 class WorkGate:
     """The server's side: issues challenges and checks stamps."""
 
-    def __init__(self, secret: bytes, run: str, rate: JoinRate) -> None:
+    def __init__(
+        self, secret: bytes, run: str, rate: JoinRate, find_payer: Callable[[str], str] = lambda _: ""
+    ) -> None:
+        """`rate` is that of strangers; `find_payer` names the owner with a record that a node belongs to, if any."""
         if len(secret) < 16:
             raise ValueError("the secret of the work gate must have at least 16 random bytes")
         self._secret = secret
         self._run = run.encode()
         self.rate = rate
+        self._find_payer = find_payer
+        self._own_rates: dict[str, JoinRate] = {}
+        """of owners with a record"""
+        self._spent: dict[str, int] = {}
+        """challenges whose stamp was used, with the time at which they expire"""
+
+    def find_rate(self, node: str) -> JoinRate:
+        """The rate that determines the work of a node."""
+        payer = self._find_payer(node)
+        return self._own_rates.setdefault(payer, JoinRate(base_work=self.rate.base_work)) if payer else self.rate
+
+    def spend_stamp(self, stamp: str, now_ms: int) -> bool:
+        """Use up a stamp that was checked; returns whether it was not used before."""
+        text = stamp.rpartition(".")[0]
+        while self._spent and next(iter(self._spent.values())) * 1000 <= now_ms - 1000 * VALID_S:
+            del self._spent[next(iter(self._spent))]
+        if text in self._spent:
+            return False
+        challenge = _parse_challenge(text)
+        assert challenge is not None, "the stamp was checked"
+        self._spent[text] = challenge.expires_s
+        return True
+
+    def return_stamp(self, stamp: str) -> None:
+        """Undo `spend_stamp`: the join was refused."""
+        self._spent.pop(stamp.rpartition(".")[0], None)
 
     def make_challenge(self, node: str, now_ms: int, salt: bytes) -> str:
         """A challenge for a node, with 8 random bytes so that two in the same second differ."""
         assert len(salt) == _SALT_BYTES
         now_s = now_ms // 1000
-        text = f"1.{node}.{self.rate.find_work(now_s)}.{now_s + VALID_S}.{salt.hex()}"
+        text = f"1.{node}.{self.find_rate(node).find_work(now_s)}.{now_s + VALID_S}.{salt.hex()}"
         return f"{text}.{self._compute_mac(text)}"
 
     def check_stamp(self, stamp: str, node: str, now_ms: int) -> None:
@@ -108,7 +147,11 @@ class WorkGate:
             raise ApiError(401, "work", "the stamp is not for a challenge of this server; request a new one")
         if now_ms >= challenge.expires_s * 1000:
             raise ApiError(401, "work", "the challenge has expired; request a new one")
-        if STALE_FACTOR * challenge.work < self.rate.find_work(now_ms // 1000):
+        rate = self.find_rate(node)
+        if wait_s := rate.find_wait(now_ms / 1000):
+            text = "too many nodes join now; keep the stamp and try again"
+            raise ApiError(429, "joins", text, retry_after_s=math.ceil(wait_s))
+        if STALE_FACTOR * challenge.work < rate.find_work(now_ms // 1000):
             raise ApiError(401, "work", "joining requires more work than this challenge asked for; request a new one")
         if not is_solution(challenge, int(match[2])):
             raise ApiError(401, "work", "the proof-of-work stamp does not solve its challenge")

@@ -35,6 +35,8 @@ from shoal.net.server import Receive, Scope, Send
 from shoal.util.metrics import Counter
 
 MAX_BODY_BYTES = 64 * 1024
+MAX_STATEMENT_BYTES = 4 * 1024
+"""of a body whose sender is not known, except the operator's"""
 MAX_WAIT_S = 20
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0)
 JSON, BINARY = "application/json", "application/octet-stream"
@@ -50,6 +52,8 @@ Handler = Callable[..., Any]
 class Access(Enum):
     """Who may call a route."""
 
+    FREE = "free"
+    """everyone, without limit: the answer is short and in memory, and costs no more than a refusal"""
     PUBLIC = "public"
     """everyone, limited by address"""
     OPERATOR = "operator"
@@ -108,6 +112,11 @@ class RouteRequest:
         """The IP address of the peer."""
         return str(self.scope["client"][0])
 
+    @property
+    def port(self) -> int:
+        """The port of the peer, which identifies its connection; 0 if a proxy hides it."""
+        return int(self.scope["client"][1])
+
     async def wait_disconnect(self) -> None:
         """Return when the peer has disconnected; only after the body was read."""
         while (await self.receive())["type"] != "http.disconnect":
@@ -147,16 +156,18 @@ class RouteContext:
     def check_caller(self, route: "Route", request: RouteRequest) -> Caller | None:
         """The caller; None on public routes. `ApiError` for a caller without permission."""
         scope, check = request.scope, self.authenticator
+        if route.access is Access.FREE:
+            return None
         if route.access in (Access.PUBLIC, Access.OPERATOR):
             self.check_address(route.access, route.method, request.address)
             return None
         head = route.method, request.read_target(), scope["headers"], request.address, self.clock_ms()
         if route.access is Access.JOIN:
-            return check.check_join(*head)
+            return check.check_join(*head, peer_port=request.port)
         if route.access is Access.OWNER:
-            return check.check_accused(*head)
+            return check.check_accused(*head, peer_port=request.port)
         limit = self.max_stream_bytes if "chunks" in route.given else MAX_BODY_BYTES
-        return check.check_head(*head, max_body_bytes=limit)
+        return check.check_head(*head, peer_port=request.port, max_body_bytes=limit)
 
     def note_disconnect(self, caller: Caller) -> None:
         """Note that the connection of a caller broke while its body was read."""
@@ -354,7 +365,8 @@ class RouteApp:
             assert caller is not None, "only a signed body is read as it arrives"
             values["chunks"] = _read_chunks(context, caller, request)
         else:
-            values |= route.read_message(await _read_body(context, caller, request))
+            limit = MAX_STATEMENT_BYTES if route.access is Access.PUBLIC else MAX_BODY_BYTES
+            values |= route.read_message(await _read_body(context, caller, request, limit))
         shared = {"context": context, "caller": caller, "request": request}
         arguments = values | {name: shared[name] for name in shared if name in given}
         if not route.is_async:
@@ -391,14 +403,14 @@ def _read_wait(query: bytes) -> int:
     return int(number)
 
 
-async def _read_body(context: RouteContext, caller: Caller | None, request: RouteRequest) -> bytes:
+async def _read_body(context: RouteContext, caller: Caller | None, request: RouteRequest, limit: int) -> bytes:
     if caller is not None:
         return b"".join([piece async for piece in _read_chunks(context, caller, request)])
     pieces, size = [], 0
     async for piece in _read_pieces(request):
         size += len(piece)
-        if size > MAX_BODY_BYTES:
-            raise ApiError(413, "too_large", f"the request body exceeds {MAX_BODY_BYTES} bytes")
+        if size > limit:
+            raise ApiError(413, "too_large", f"the request body exceeds {limit} bytes")
         pieces.append(piece)
     return b"".join(pieces)
 

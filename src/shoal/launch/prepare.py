@@ -155,6 +155,7 @@ def build_params(prepared: PreparedSwarm) -> RunParams:
         max_groups=int(config.batch.groups * config.batch.max_oversample),
         group_size=config.batch.group_size,
         max_tokens=config.engine.max_tokens,
+        max_prompt_tokens=_read_context(prepared.layout),
         groups_per_lease=swarm.groups_per_lease,
         heartbeat_s=swarm.heartbeat_s,
         stale_s=STALE_BEATS * swarm.heartbeat_s,
@@ -167,6 +168,11 @@ def build_params(prepared: PreparedSwarm) -> RunParams:
         validators=prepared.validators,
         **set_check_rate(config.validation),
     )
+
+
+def _read_context(layout: SwarmPaths) -> int:
+    """The longest prompt that the model can read."""
+    return int(json.loads((layout.start / "config.json").read_bytes())["max_position_embeddings"])
 
 
 def build_service(prepared: PreparedSwarm) -> dict[str, Any]:

@@ -5,8 +5,6 @@ Invariants:
 - a projection follows from the events: one of a different version is dropped and rebuilt from them;
 - all of this is one transaction. A process killed in the middle leaves the database as it was.
 
-Databases older than `schema_version` have one number for all tables, in `alembic_version`.
-
 The genesis states the edition of the rules that a run started with; its decisions cannot be replayed under any other.
 Tables can be rebuilt, events cannot: what a decision did not record then is not available now.
 """
@@ -75,10 +73,6 @@ def _read_versions(connection: Connection) -> dict[str, int]:
     inspector = inspect(connection)
     if inspector.has_table(SCHEMA_VERSION.name):
         return {str(name): int(number) for name, number in connection.execute(select(SCHEMA_VERSION))}
-    if inspector.has_table("alembic_version"):
-        number = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
-        if number is not None and str(number).isdecimal():
-            return {CHAIN: CHAIN_VERSION, "balances": 1, "state": int(number)}
     if inspector.has_table(EVENT.name):
         raise ConfigError(f"{show_url(connection.engine)}: table `event` has no version known to this shoal")
     return {}
@@ -139,7 +133,6 @@ def _write_versions(connection: Connection, versions: dict[str, int]) -> None:
     SCHEMA_VERSION.create(connection, checkfirst=True)
     connection.execute(SCHEMA_VERSION.delete())
     connection.execute(SCHEMA_VERSION.insert(), [{"name": name, "version": own} for name, own in versions.items()])
-    connection.execute(text("DROP TABLE IF EXISTS alembic_version"))
 
 
 def _guard_sqlite() -> Iterator[str]:
@@ -162,7 +155,7 @@ def _guard_postgres() -> Iterator[str]:
         yield f"CREATE TRIGGER {table}_no_truncate BEFORE TRUNCATE ON {table} FOR EACH STATEMENT {call}"
 
 
-RULES = 3
+RULES = 4
 """Changing breaks: every run already started. Increase it when a decision changes, or what an event records of it."""
 
 

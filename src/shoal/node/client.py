@@ -103,14 +103,20 @@ class NodeClient(SignedClient):
     # Membership
 
     async def join(self, delegation: bytes, software: str = "", max_work: int = MAX_WORK) -> MemberInfo:
-        """Compute the proof of work and join."""
-        challenge = await self.read_challenge(self._key.public)
-        try:
-            stamp = await make_stamp(challenge, self._key.public, max_work)
-        except ValueError as error:
-            raise InvalidDocumentError(str(error)) from None
+        """Compute the proof of work and join; again if the stamp was used up, or the work has risen meanwhile."""
         message = JoinRequest(delegation=delegation.decode(), software=software)
-        return await self._call("POST", "/v1/join", MemberInfo, message, [("Shoal-Work", stamp)])
+        for is_last in (False, False, True):
+            challenge = await self.read_challenge(self._key.public)
+            try:
+                stamp = await make_stamp(challenge, self._key.public, max_work)
+            except ValueError as error:
+                raise InvalidDocumentError(str(error)) from None
+            try:
+                return await self._call("POST", "/v1/join", MemberInfo, message, [("Shoal-Work", stamp)])
+            except RefusedError as error:
+                if is_last or error.refusal.code != "work":
+                    raise
+        raise AssertionError("the last attempt returns or raises")
 
     async def leave(self) -> None:
         """Leave the run; the node may join again later."""

@@ -187,6 +187,8 @@ class LeaseGrant(EventBody):
     deadline_ms: int
     duplicate_tokens: int
     fence: int
+    file_bytes: int
+    """largest file; room for it is reserved"""
     first: int
     fresh: Flag
     newest_version: int

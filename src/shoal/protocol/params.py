@@ -56,7 +56,10 @@ PARAM_GROUPS = {
         *("backup_after", "max_leases_per_owner", "probation_leases", "max_width", "raise_after"),
         *("owner_share", "share_wait_s"),
     ),
-    "submissions": ("upload_s", "max_queue", "max_pending_per_owner", "blob_max_bytes", "duplicate_tokens"),
+    "submissions": (
+        *("upload_s", "max_queue", "max_pending_per_owner", "max_prompt_tokens", "blob_max_bytes", "store_bytes"),
+        *("form_keep_s", "duplicate_tokens"),
+    ),
     "validation": (
         *("validators", "claim_s", "opinion_s", "max_rounds", "max_claims", "limit_lapses", "second_share"),
         *("reject_share", "check_probation", "check_good", "check_trusted", "guarantee_fraction"),
@@ -135,7 +138,15 @@ class RunParams(Settings):
     """concurrent leases of one node"""
     raise_after: Count = 5
     """accepted submissions for each additional concurrent lease"""
+    max_prompt_tokens: Count = 4096
+    """longest prompt; bounds a file, with `max_tokens` and the groups of its lease"""
     blob_max_bytes: Annotated[int, Field(ge=1, le=2**40)] = 64 * 2**20
+    """largest file, whatever its lease can hold"""
+    store_bytes: Annotated[int, Field(ge=1, le=2**50)] = 64 * 2**30
+    """files that are stored or announced together; a new run has at most what its store can hold"""
+    form_keep_s: Seconds = 3600
+    """how long a file that was rejected for its form is kept, and the rejection may be appealed; so are other files of
+    owners without accepted work while their room is short"""
     duplicate_tokens: Natural = 64
     """rollouts at least this long are compared with all others; 0 to compare none (greedy runs)"""
 

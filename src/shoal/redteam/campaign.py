@@ -27,7 +27,7 @@ from shoal.util.files import append_line, repair_jsonl
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = "attempts.jsonl"
-_DISRUPTIVE = frozenset({"hoarding", "sybil", "flood"})
+_DISRUPTIVE = frozenset({"hoarding", "sybil", "flood", "fill_store", "neighbour"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

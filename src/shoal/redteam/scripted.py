@@ -332,13 +332,18 @@ class AttackSession:
         logger.info(text)
 
     @asynccontextmanager
-    async def watch(self, name: str) -> AsyncIterator[None]:
-        """Let an honest node make calls meanwhile; its measurements are kept in figures that begin with `name`."""
-        if self._probe is None:
+    async def watch(self, name: str, client: NodeClient | None = None) -> AsyncIterator[None]:
+        """Let an honest node make calls meanwhile; its measurements are kept in figures that begin with `name`.
+
+        It is a node of its own, unless a `client` is given."""
+        if client is None and self._probe is None:
             self._probe = self._make(Key.generate(), retries=RetryPolicy(tries=1))
             await self._probe.client.join(self._probe.delegation, SOFTWARE)
+        if client is None:
+            assert self._probe is not None, "created above"
+            client = self._probe.client
         waits_s: list[float] = []
-        watching = asyncio.create_task(self._send_heartbeats(self._probe.client, name, waits_s))
+        watching = asyncio.create_task(self._send_heartbeats(client, name, waits_s))
         try:
             yield
         finally:

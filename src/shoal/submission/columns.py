@@ -35,7 +35,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shoal.rollout import Group, Rollout, Score
-from shoal.submission.limits import FINISH_BYTES, MAX_NUMBER, PROOF_BYTES, REASON_BYTES, TASK_BYTES, SubmissionLimits
+from shoal.submission.limits import (
+    FINISH_BYTES,
+    MAX_FOOTER_BYTES,
+    MAX_NUMBER,
+    PAGE_BYTES,
+    PROOF_BYTES,
+    REASON_BYTES,
+    TASK_BYTES,
+    SubmissionLimits,
+)
 
 _LENGTH = np.dtype("<i4")
 
@@ -190,6 +199,16 @@ def count_bytes(sizes: Sequence[int]) -> int:
 def limit_bytes(limits: SubmissionLimits) -> int:
     """Maximum total bytes of all arrays."""
     return min(count_bytes([limits.max_rollouts * spec.limit(limits) for spec in ARRAYS]), limits.decoded_bytes)
+
+
+def limit_file(limits: SubmissionLimits) -> int:
+    """The largest honest file: all arrays full and incompressible, and what Parquet adds.
+
+    It adds levels of lists, at most two bits per element and none of fewer than 32; page headers and offsets, with one
+    page per MiB at most; and frames of zstd, which add less than 1 / 256 to what they cannot compress.
+    """
+    full = count_bytes([limits.max_rollouts * spec.limit(limits) for spec in ARRAYS])
+    return full + full // 8 + MAX_FOOTER_BYTES + len(COLUMNS) * PAGE_BYTES
 
 
 def dump_columns(columns: Columns) -> list[bytes]:

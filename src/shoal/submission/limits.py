@@ -13,6 +13,8 @@ MAX_NUMBER = 1 << 53
 """maximum of indices and versions; the same as in messages"""
 MAX_FOOTER_BYTES = 1 << 14
 """an honest footer has 2 KB"""
+PAGE_BYTES = 1 << 10
+"""headers of a column's pages, beyond an eighth of its data"""
 NO_ROOM = "it needs more memory than a file of its kind may"
 """the error of a file that exceeds the memory limit of its parser"""
 

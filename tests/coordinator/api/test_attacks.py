@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fixtures.api_server import RUN
 
 from shoal.coordinator.api.context import ApiLimits
 from shoal.coordinator.blobs.disk import DiskLimits
@@ -22,10 +23,12 @@ from shoal.identity.routes import Access
 from shoal.net.api_error import ApiError
 from shoal.net.retry import RefusedError, RetryingClient, RetryPolicy
 from shoal.protocol.messages import (
+    AppealStatement,
     CommitAnswer,
     Heartbeat,
     Manifest,
     RolloutEntry,
+    SignedAppeal,
     SignedManifest,
     SubmissionState,
     sign_message,
@@ -279,27 +282,56 @@ def test_a_message_of_another_form_is_refused_and_not_repeated(open_stand: Any, 
     asyncio.run(check())
 
 
-def test_strangers_have_a_rate_each_and_one_for_all(open_stand: Any) -> None:
+def test_strangers_have_a_rate_each(open_stand: Any) -> None:
     async def check() -> None:
-        limits = ApiLimits(read_rate=2.0, stranger_rate=0.5, all_strangers_rate=1000.0, burst_s=2.0)
+        limits = ApiLimits(read_rate=2.0, stranger_rate=0.5, burst_s=2.0)
         async with open_stand(api=limits) as stand:
-            answers = [await stand.send(["GET /healthz HTTP/1.1"]) for _ in range(6)]
+            answers = [await stand.send(["GET /metrics HTTP/1.1"]) for _ in range(6)]
             assert [status for status, _ in answers] == [200] * 4 + [429] * 2
+            for path in (f"/v1/challenges/{'0' * 64}", "/v1/params", "/v1/head", "/healthz"):
+                assert (await stand.send([f"GET {path} HTTP/1.1"]))[0] == 200, "a neighbour can still join"
             refusal = json.loads(answers[-1][1])
             assert refusal["code"] == "too_many" and refusal["retry_after_s"] >= 1 and refusal["server_time_ms"] > 0
-            answers = [await stand.send(["POST /v1/appeals HTTP/1.1"]) for _ in range(2)]
+            answers = [await stand.send(["POST /v1/commands HTTP/1.1"]) for _ in range(2)]
             assert [status for status, _ in answers] == [422, 429]
-            assert (await stand.send(["POST /v1/appeals HTTP/1.1"], source="127.0.0.2"))[0] == 422
-        limits = ApiLimits(stranger_rate=1000.0, all_strangers_rate=1.0, burst_s=2.0)
-        async with open_stand(api=limits) as stand:
-            sources = [f"127.0.0.{number}" for number in range(1, 6)]
-            answers = [await stand.send(["POST /v1/appeals HTTP/1.1"], source=source) for source in sources]
-            assert [status for status, _ in answers] == [422, 422, 429, 429, 429]
-            # The operator's commands still get through.
-            answers = [await stand.send(["POST /v1/commands HTTP/1.1"], source=source) for source in sources]
-            assert [status for status, _ in answers] == [422] * 5
+            assert (await stand.send(["POST /v1/commands HTTP/1.1"], source="127.0.0.2"))[0] == 422
 
     asyncio.run(check())
+
+
+def test_forged_statements_keep_no_owner_from_making_its_own(open_stand: Any) -> None:
+    async def check() -> None:
+        owner, other = Key.generate(), Key.generate()
+        async with open_stand(api=ApiLimits()) as stand:
+            stand.coordinator.admit(owner.public)
+
+            async def appeal(signer: Key, name: str) -> tuple[int, str]:
+                body = write_appeal(signer, name)
+                status, answer = await stand.send(["POST /v1/appeals HTTP/1.1", f"Content-Length: {len(body)}"], body)
+                return status, json.loads(answer).get("code", "")
+
+            assert await appeal(owner, owner.public) == (200, "")
+            for _ in range(30):  # from the same address: nonsense, of nobody, and in the name of the owner
+                assert (await stand.send(["POST /v1/appeals HTTP/1.1"]))[0] == 422
+                assert await appeal(other, other.public) == (404, "unknown_owner")
+                assert await appeal(other, owner.public) == (403, "statement")
+            assert stand.coordinator.calls.count("appeal") == 1
+            assert await appeal(owner, owner.public) == (200, "")
+            codes = [await appeal(owner, owner.public) for _ in range(10)]
+            assert (429, "too_many") in codes, "its own are limited"
+            huge = b'{"appeal":' + b" " * 5000
+            assert code_of(await stand.send(["POST /v1/appeals HTTP/1.1", f"Content-Length: {len(huge)}"], huge)) == (
+                413,
+                "too_large",
+            )
+
+    asyncio.run(check())
+
+
+def write_appeal(signer: Key, owner: str) -> bytes:
+    statement = AppealStatement(submission="s1")
+    signed = SignedAppeal(appeal=statement, owner=owner, signature=sign_message(signer, RUN, statement))
+    return signed.model_dump_json().encode()
 
 
 def test_a_flood_of_commands_from_elsewhere_does_not_reach_the_operator_on_this_machine(open_stand: Any) -> None:

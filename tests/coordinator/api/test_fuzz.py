@@ -88,7 +88,7 @@ class Target:
 
     async def _serve(self) -> None:
         owner = self.keys["owner"].public
-        limits = {"read_rate": MANY, "stranger_rate": MANY, "all_strangers_rate": MANY}
+        limits = {"read_rate": MANY, "stranger_rate": MANY}
         config = ServiceConfig(
             run="demo",
             operator=self.keys["operator"].public,
@@ -96,7 +96,7 @@ class Target:
             join_work=16,
             params=RunParams(steps=5, group_size=2, validators=(owner,), trainers=(owner,), max_tokens=100),
             api=ApiLimits(**limits),
-            auth=AuthLimits(address_rate=MANY, owner_rate=MANY, fresh_rate=MANY),
+            auth=AuthLimits(address_rate=MANY, node_rate=MANY, owner_rate=MANY, fresh_rate=MANY),
         )
         try:
             async with open_service(config, self._folder) as service:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from shoal.identity.delegation import sign_revocation
 from shoal.identity.documents import Tag, open_document
 from shoal.identity.keys import Key
 from shoal.ledger.event import EventKind
 from shoal.ledger.head import InclusionProof
+from shoal.net.retry import RefusedError
 from shoal.protocol.messages import (
     Action,
     AppealAnswer,
@@ -76,7 +78,7 @@ def test_a_node_goes_through_the_whole_cycle(open_stand: Any, tmp_path: Path) ->
             client.close()
             folder = stand.folder / "nodes" / key.public[:8]
             for name, tag in [
-                ("leases/l1", Tag.LEASE),
+                ("signed_leases/l1", Tag.LEASE),
                 ("receipts/s1", Tag.RECEIPT),
                 ("verdicts/s1-1", Tag.VERDICT),
             ]:
@@ -119,13 +121,17 @@ def test_statements_that_carry_their_signature_may_come_from_anybody(open_stand:
         key = Key.generate()
         async with open_stand() as stand:
             client = stand.client(key)
+            stand.coordinator.admit(key.public)
             appeal = AppealStatement(submission="s1")
             signed = SignedAppeal(appeal=appeal, owner=key.public, signature=sign_message(key, "demo", appeal))
             assert (await client.bring("/v1/appeals", signed, AppealAnswer)).state == "open"
             command = Command(nonce="0" * 32, action=Action.STOP)
             ordered = SignedCommand(command=command, signature=sign_message(key, "demo", command))
             assert (await client.bring("/v1/commands", ordered, CommandAnswer)).seq == 3
-            assert (await client.bring("/v1/revocations", RevokeRequest(revocation="{}"), Done)).ok
+            revocation = RevokeRequest(revocation=sign_revocation(key, Key.generate().public, "demo").decode())
+            assert (await client.bring("/v1/revocations", revocation, Done)).ok
+            with pytest.raises(RefusedError, match="invalid revocation"):
+                await client.bring("/v1/revocations", RevokeRequest(revocation="{}"), Done)
             unbond = UnbondStatement(request="0" * 32)
             asked = SignedUnbond(unbond=unbond, owner=key.public, signature=sign_message(key, "demo", unbond))
             assert (await client.bring("/v1/unbonds", asked, UnbondAnswer)).free_ms == 7

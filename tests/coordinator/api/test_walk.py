@@ -19,7 +19,7 @@ from shoal.protocol.messages import LeaseRequest, SignedVersion, VersionStatemen
 from shoal.protocol.params import RunParams
 from shoal.util.clock import read_clock
 
-MAX_FILES, MAX_ROUTE_FILES = 30, 17
+MAX_FILES, MAX_ROUTE_FILES = 32, 17
 """limit for all files, and for those between the socket and the decision: the others decide, or write the ledger"""
 DECISION = ("coordinator/decide/", "coordinator/rules/", "coordinator/state/", "ledger/", "protocol/")
 SOURCE = Path(shoal.__file__).parent

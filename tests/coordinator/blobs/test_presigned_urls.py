@@ -46,7 +46,8 @@ class Run:
 
     def __init__(self, folder: Path, store: Any) -> None:
         self.key, self.worker, self.judge = Key.generate(), Key.generate(), Key.generate()
-        params = RunParams(steps=1, group_size=1, validators=(self.judge.public,), trainers=(self.judge.public,))
+        judges = {"validators": (self.judge.public,), "trainers": (self.judge.public,)}
+        params = RunParams(steps=1, group_size=1, max_prompt_tokens=10**6, **judges)
         self.ledger = open_run(
             f"sqlite:///{folder}/ledger.db",
             run="demo",
@@ -69,6 +70,7 @@ class Run:
         version = VersionStatement(version=0, root="0" * 64, manifest="0" * 64, batch="")
         signed = SignedVersion(version=version, signature=sign_message(self.judge, "demo", version))
         await self.core.publish_version(self.judge.public, signed)
+        self.core.cache._tallies[self.worker.public] = 1, 0  # only owners with accepted work get URLs
         await self.server.start()
 
     async def ask(self, key: Key, method: str, target: str, body: bytes = b"") -> bytes:
@@ -141,6 +143,17 @@ def test_a_file_goes_past_us_and_is_believed_once_it_was_looked_at(s3_place: Any
             await asyncio.to_thread(ask_url, "PUT", answer.upload_url, DATA)
             receipt = ReceiptAnswer.model_validate_json(await run.ask(run.worker, "POST", receipt_path)).receipt
             assert (receipt.blob, receipt.size) == (hashlib.sha256(DATA).hexdigest(), len(DATA))
+
+    asyncio.run(check())
+
+
+def test_an_owner_without_accepted_work_uploads_through_us(s3_place: Any, tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(s3_place, tmp_path) as run:
+            del run.core.cache._tallies[run.worker.public]
+            answer = await run.commit(DATA)
+            assert answer.upload_url == ""
+            await run.ask(run.worker, "PUT", f"/v1/submissions/{answer.submission}/blob", DATA)
 
     asyncio.run(check())
 

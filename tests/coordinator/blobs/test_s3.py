@@ -147,6 +147,30 @@ def test_unclaimed_uploads_are_swept(s3_place: Any, ask_url: Any) -> None:
     assert s3_place.list_all() == [KEY]
 
 
+def test_an_upload_of_another_size_than_announced_is_deleted_at_the_next_sweep(s3_place: Any, ask_url: Any) -> None:
+    """A URL does not bound what is uploaded."""
+
+    async def check(store: Any) -> None:
+        for size, data in ((4, b"junk"), (4, b"j" * 100_000), (5, b"junk")):
+            name = hashlib.sha256(b"%d %d" % (size, len(data))).hexdigest()
+            await asyncio.to_thread(ask_url, "PUT", await store.sign_upload(name, size, 60), data)
+        assert await store.sweep() == 2
+
+    s3_place.run(check)
+    assert len(s3_place.list_all()) == 1
+
+
+def test_removing_a_blob_removes_what_was_uploaded_for_it(s3_place: Any, ask_url: Any) -> None:
+    async def check(store: Any) -> None:
+        await store.put(NAME, len(DATA), s3_place.send(DATA))
+        await asyncio.to_thread(ask_url, "PUT", await store.sign_upload(NAME, len(DATA), 60), DATA)
+        await asyncio.to_thread(ask_url, "PUT", await store.sign_upload("1" * 64, 4, 60), b"junk")
+        await store.remove(NAME)
+
+    s3_place.run(check)
+    assert s3_place.list_all() == [f"incoming/{'1' * 64}.4"]
+
+
 def test_uploads_of_other_blobs_are_neither_taken_for_this_one_nor_touched(s3_place: Any, ask_url: Any) -> None:
     async def check(store: Any) -> None:
         names = ["0" * 64, NAME[:-1] + ("0" if NAME[-1] != "0" else "1"), "f" * 64]

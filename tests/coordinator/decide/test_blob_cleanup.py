@@ -1,9 +1,13 @@
 """Files of submissions: kept as long as they may be needed, and no longer."""
 
+from contextlib import ExitStack
+from dataclasses import fields
+from functools import partial
+
 import pytest
 
 from shoal.coordinator.decide.submissions import APPEAL_SLACK_S, CLEANUP_EVERY_S, BlobGate
-from shoal.coordinator.state.submissions import find_submission
+from shoal.coordinator.state.submissions import SubmissionRow, find_submission
 from shoal.ledger.event import EventKind
 from shoal.ledger.reader import read_events
 from shoal.net.api_error import ApiError
@@ -101,8 +105,6 @@ def test_a_file_that_came_too_late_is_not_kept_for_ever(make_world):
     world.blobs.blobs[world.query(find_submission, submission).blob] = lease.lease.encode()  # stored, then killed
     world.wait(world.params.upload_s + 1)
     assert world.query(find_submission, submission).state == SubmissionState.UNSENT
-    assert has_file(world, submission)
-    world.wait(world.params.challenge_s)
     assert not has_file(world, submission)
 
 
@@ -143,11 +145,39 @@ def test_a_kill_between_the_removal_and_its_record_costs_nothing(small, monkeypa
 
 def test_no_file_is_uploaded_while_it_is_removed_and_none_removed_while_it_is_uploaded():
     gate = BlobGate()
-    with gate.upload("a"), gate.upload("a"), gate.removal(["a", "b"]) as taken:
+    upload = partial(gate.upload, has_record=True)
+    with upload(make_row("s1", blob="a")), upload(make_row("s2", blob="a")), gate.removal(["a", "b"]) as taken:
         assert taken == ["b"]
-        with pytest.raises(ApiError, match="busy"), gate.upload("b"):
+        with pytest.raises(ApiError, match="busy"), upload(make_row("s3", blob="b")):
             pass
         with gate.removal(["b"]) as again:
             assert again == []
-    with gate.upload("b"), gate.removal(["a"]) as taken:
+    with upload(make_row("s3", blob="b")), gate.removal(["a"]) as taken:
         assert taken == ["a"]
+
+
+def make_row(name, owner="ann", blob="a"):
+    values = {field.name: 0 if field.type is int else "" for field in fields(SubmissionRow)}
+    return SubmissionRow(**{**values, "submission": name, "owner": owner, "blob": blob})
+
+
+def test_a_submission_is_uploaded_once_at_a_time():
+    upload = partial(BlobGate().upload, make_row("s1"), has_record=True)
+    with upload(), pytest.raises(ApiError, match="already being uploaded"), upload():
+        pass
+    with upload():
+        pass
+
+
+def test_an_owner_has_a_quarter_of_the_uploads_and_newcomers_together_half():
+    gate = BlobGate(max_uploads=8)
+    with ExitStack() as stack:
+        for name in ("s1", "s2"):
+            stack.enter_context(gate.upload(make_row(name), has_record=False))
+        with pytest.raises(ApiError, match="too many concurrent"), gate.upload(make_row("s3"), has_record=False):
+            pass
+        for name, owner in (("s3", "bob"), ("s4", "cleo")):
+            stack.enter_context(gate.upload(make_row(name, owner), has_record=False))
+        with pytest.raises(ApiError, match="too many"), gate.upload(make_row("s5", "dan"), has_record=False):
+            pass
+        stack.enter_context(gate.upload(make_row("s5", "dan"), has_record=True))

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from shoal.coordinator.decide.credit import MAX_OPEN
 from shoal.coordinator.state.credit import find_appeal
 from shoal.coordinator.state.leases import find_lease, find_range
 from shoal.coordinator.state.members import find_owner
@@ -417,3 +418,18 @@ def test_of_a_hundred_parallel_requests_to_redeem_as_many_as_there_is_credit_for
     for request in taken:
         rich.order(Action.REDEEM_DONE, request=request)
     assert (rich.balance("avail", "ann"), rich.balance("redeemed", "")) == (600, 1400)
+
+
+def test_credit_is_not_split_into_any_number_of_requests(rich):
+    rich.wait(1000)
+    assert rich.balance("avail", "ann") == 2000
+    names = [f"{10**6 + number:032x}" for number in range(MAX_OPEN)]
+    for name in names:
+        rich.redeem("ann", 1, name)
+    size = rich.coordinator.ledger.size
+    with pytest.raises(ApiError, match="the operator pays those first"):
+        rich.redeem("ann", 1)
+    assert rich.redeem("ann", 1, names[0]).state == "open"
+    assert rich.coordinator.ledger.size == size
+    rich.order(Action.REDEEM_DONE, request=names[0])
+    rich.redeem("ann", 1)

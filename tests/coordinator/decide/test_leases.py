@@ -214,13 +214,13 @@ def test_deadlines_follow_what_leases_took(make_world):
 def test_what_is_refused_and_what_one_owner_does_often_set_nobodys_deadline(make_world):
     world = make_world(groups_per_batch=60, async_level=0, probation_leases=8, limit_after=99)
     world.publish(0)
-    for name in ("slow-1", "slow-2", "fast", "rubbish"):
+    for name in ("slow-1", "slow-2", "fast", "rubbish-0", "rubbish-1"):
         world.join(name, name)
-    for _ in range(8):
+    for number in range(8):
         leases = [(name, world.lease(name)) for name in ("slow-1", "slow-2")]
         for _ in range(3):
             world.work("fast")
-            world.work("rubbish", Verdict.FORM)
+            world.work(f"rubbish-{number % 2}", Verdict.FORM)
         world.wait(100)
         for name, lease in leases:
             world.submit(name, lease)

@@ -226,3 +226,26 @@ def test_only_a_ban_that_exists_is_lifted(world):
     world.order(Action.BAN, target=world.owner_id("ann"))
     with pytest.raises(ApiError, match="names the owner's key"):
         world.order(Action.UNBAN, target=world.id("w1"))
+
+
+def test_every_event_of_membership_is_paid_for(world):
+    """Leaving and joining again, or renewing, appends nothing without a proof of work of its own."""
+    join = world.coordinator.join
+    first, second = (sign_grant(world, start) for start in (0, 1))
+    world.run(join(world.id("w1"), first))
+    size = world.coordinator.ledger.size
+    world.run(join(world.id("w1"), first, is_paid=False))
+    with pytest.raises(ApiError, match="stamp was used before"):
+        world.run(join(world.id("w1"), second, is_paid=False))
+    assert world.coordinator.ledger.size == size
+    world.run(world.coordinator.leave(world.id("w1")))
+    with pytest.raises(ApiError, match="stamp was used before"):
+        world.run(join(world.id("w1"), first, is_paid=False))
+    assert world.coordinator.ledger.size == size + 1
+    world.run(join(world.id("w1"), second))
+    assert world.coordinator.ledger.size == size + 2
+
+
+def sign_grant(world, start):
+    grant = Grant(world.id("w1"), "demo", world.now_ms + start - 1, world.now_ms + 10**9, frozenset({Scope.WORK}), 3)
+    return sign_delegation(world.owners["ann"], grant)

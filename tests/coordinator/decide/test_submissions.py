@@ -3,6 +3,7 @@
 import pytest
 
 from shoal.coordinator.blobs.base import WrongBlobError
+from shoal.coordinator.rules.room import limit_lease_file
 from shoal.coordinator.state.leases import find_lease, find_range
 from shoal.coordinator.state.members import find_node
 from shoal.coordinator.state.submissions import find_submission, list_duplicates
@@ -260,7 +261,7 @@ def test_announcing_a_group_without_sending_it_spoils_it_for_nobody(make_world):
     world.publish(0)
     spoiled, vehicle = world.lease("evil-1"), world.lease("evil-2")
     rollouts = world.make_manifest(spoiled).rollouts
-    size = world.params.blob_max_bytes
+    size = limit_lease_file(world.params, vehicle.count)
     world.commit("evil-2", world.make_manifest(vehicle, salt="x", rollouts=rollouts, size=size))
     world.run(world.coordinator.return_lease(world.id("evil-1"), spoiled.lease))
     world.wait(world.params.reserve_s)

@@ -224,8 +224,10 @@ def test_a_machine_that_is_in_trouble_now_and_then_is_never_limited():
 
 def test_after_lapses_a_validator_claims_one_at_a_time_until_it_has_judged(make_world):
     world = begin(make_world, claim_s=10)
-    for _ in range(32):
-        world.submit("w1", world.lease("w1"))
+    world.join("other", "other")
+    for name in ("w1", "other"):
+        for _ in range(16):
+            world.submit(name, world.lease(name))
 
     def claim(judge):
         return world.run(world.coordinator.claim_jobs(world.id(judge), most=8)).jobs

@@ -4,7 +4,8 @@ Invariants:
 - database reads run in a small thread pool of their own; if it is full, callers are asked to retry, so a flood of reads
   blocks neither the event loop nor the ledger's writer;
 - the status is computed once for all requests within `STATUS_S`;
-- callers whose signature is not checked before their body is read have a small rate limit each, and a common one;
+- a statement whose signature is in its body is short, and its signature is checked before it is decided. Only valid
+  ones use up the rate of their owner, so nobody can keep an owner from appealing or from revoking a stolen key;
 - a failure that is not our bug becomes an `ApiError`, whatever layer it came from (`explain_error`).
 """
 
@@ -31,6 +32,7 @@ from shoal.identity.routes import Access, RouteContext
 from shoal.ledger.ledger import WriterBusyError, WriterStoppedError
 from shoal.net.api_error import ApiError
 from shoal.net.limits import Buckets
+from shoal.protocol.messages import MemberInfo
 from shoal.util.clock import read_clock
 from shoal.util.metrics import Counter, add_gauge
 
@@ -38,6 +40,8 @@ STATUS_S = 1.0
 HEAD_S = 60.0
 FULL_RETRY_S = 30
 BUSY_RETRY_S = 2
+STATEMENT_CHECKS_S = 100.0
+"""statements in the name of one owner from one address whose signature is checked, per second"""
 _SALT_BYTES = 8
 _ALL = "all"
 
@@ -51,9 +55,7 @@ class ApiLimits(Settings):
     read_rate: PerSecond = 20.0
     """unsigned requests per second from one address"""
     stranger_rate: PerSecond = 1.0
-    """signed statements per second from one address without membership (an appeal, a revocation, a command)"""
-    all_strangers_rate: PerSecond = 20.0
-    """the same from all addresses together, except commands"""
+    """commands per second from one address; other statements per second (an appeal, a revocation) of one owner"""
     all_commands_rate: PerSecond = 300.0
     """commands per second from all addresses except loopback: strangers cannot lock out the operator"""
     burst_s: Annotated[float, Field(gt=0.0, le=60.0)] = 5.0
@@ -107,7 +109,8 @@ class ApiContext(RouteContext):
         self._num_waiting = 0
         self._reads = self._make_buckets(self.limits.read_rate)
         self._strangers = self._make_buckets(self.limits.stranger_rate)
-        self._all_strangers = self._make_buckets(self.limits.all_strangers_rate)
+        self._statements = self._make_buckets(STATEMENT_CHECKS_S)
+        self._owners = self._make_buckets(self.limits.stranger_rate)
         self._all_commands = self._make_buckets(self.limits.all_commands_rate)
         self._status: tuple[float, asyncio.Future[bytes]] | None = None
         self._add_gauges()
@@ -116,9 +119,18 @@ class ApiContext(RouteContext):
         """The proof of work that a node must compute before it joins."""
         return self.gate.make_challenge(node, self.clock_ms(), os.urandom(_SALT_BYTES))
 
-    def note_join(self) -> None:
-        """Count a new node: later joins may need more work."""
-        self.gate.rate.note_join(self.clock_ms() / 1000)
+    async def join(self, node: str, stamp: str, delegation: bytes) -> MemberInfo:
+        """Add or renew a node. A stamp pays for one event; later ones may need more work."""
+        is_paid = self.gate.spend_stamp(stamp, self.clock_ms())
+        try:
+            info = await self.coordinator.join(node, delegation, is_paid=is_paid)
+        except ApiError:
+            if is_paid:
+                self.gate.return_stamp(stamp)
+            raise
+        if is_paid:
+            self.gate.find_rate(node).note_join(self.clock_ms() / 1000)
+        return info
 
     @property
     def max_stream_bytes(self) -> int:
@@ -126,7 +138,7 @@ class ApiContext(RouteContext):
         return self.coordinator.params.blob_max_bytes
 
     def check_address(self, access: Access, method: str, address: str) -> None:
-        """Reject an address, or all strangers together, above their rate. No stranger can lock out the operator."""
+        """Reject an address above its rate. No stranger elsewhere can lock out the operator."""
         now_s, name = self.clock_ms() / 1000, name_address(address)
         if access is Access.OPERATOR:
             take_token(self._strangers, name, now_s)
@@ -134,9 +146,15 @@ class ApiContext(RouteContext):
                 take_token(self._all_commands, _ALL, now_s)
         elif method == "GET":
             take_token(self._reads, name, now_s)
-        else:
-            take_token(self._strangers, name, now_s)
-            take_token(self._all_strangers, _ALL, now_s)
+
+    def check_statement(self, address: str, owner: str, check: Callable[[], object]) -> None:
+        """Check a statement of an owner before it is decided; `check` raises if its signature is invalid."""
+        now_s = self.clock_ms() / 1000
+        if not self.coordinator.knows_owner(owner):
+            raise ApiError(404, "unknown_owner", "this run has no such owner")
+        take_token(self._statements, f"{name_address(address)} {owner}", now_s)
+        check()
+        take_token(self._owners, owner, now_s)
 
     def explain_error(self, error: Exception) -> ApiError | None:
         """Like `RouteContext.explain_error`, also for failures of the ledger and the blob store."""

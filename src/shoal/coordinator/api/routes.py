@@ -14,8 +14,9 @@ from shoal.coordinator.blobs.base import MAX_URL_S, BlobReader, DirectReader, Di
 from shoal.coordinator.coordinator import Coordinator
 from shoal.errors import ConfigError
 from shoal.identity.authenticator import Caller
-from shoal.identity.delegation import Scope
-from shoal.identity.routes import BINARY, JSON, Access, Response, RouteTable
+from shoal.identity.delegation import Scope, open_revocation
+from shoal.identity.documents import DocumentError, Tag, read_signer
+from shoal.identity.routes import BINARY, JSON, Access, Response, RouteRequest, RouteTable
 from shoal.ledger.event import EventError
 from shoal.ledger.head import InclusionProof, SignedHead
 from shoal.ledger.ledger import Ledger
@@ -48,11 +49,7 @@ def post_heartbeat(context: ApiContext, caller: Caller, message: messages.Heartb
 @nodes.post("/join", Access.JOIN)
 async def post_join(context: ApiContext, caller: Caller, message: messages.JoinRequest) -> messages.MemberInfo:
     """Join the run; needs a proof of work in the header Shoal-Work."""
-    is_new = context.coordinator.find_member(caller.node) is None
-    info = await context.coordinator.join(caller.node, message.delegation.encode())
-    if is_new:
-        context.note_join()
-    return info
+    return await context.join(caller.node, caller.stamp, message.delegation.encode())
 
 
 @nodes.post("/leave", Access.MEMBER)
@@ -82,7 +79,7 @@ async def post_submission(
     """Commit to a file before uploading it."""
     caller.check_scope(Scope.WORK)
     answer = await context.coordinator.commit_submission(caller.node, message)
-    return await _offer_upload(context, answer, message.manifest.blob)
+    return await _offer_upload(context, answer, message.manifest.blob, caller.node)
 
 
 @nodes.put("/submissions/{submission}/blob", Access.MEMBER)
@@ -175,7 +172,7 @@ async def get_file(context: ApiContext, caller: Caller, submission: messages.Sub
 # Public
 
 
-@everybody.get("/healthz", Access.PUBLIC)
+@everybody.get("/healthz", Access.FREE)
 def get_health(context: ApiContext) -> messages.Health:
     """Whether the server is up."""
     return messages.Health(
@@ -210,7 +207,7 @@ async def get_explanation(context: ApiContext, submission: messages.SubmissionId
         raise ApiError(404, "not_found", "no such submission") from None
 
 
-@everybody.get("/v1/descriptor", Access.PUBLIC, answer=JSON)
+@everybody.get("/v1/descriptor", Access.FREE, answer=JSON)
 def get_descriptor(context: ApiContext) -> bytes:
     """The signed descriptor of the run."""
     if context.descriptor is None:
@@ -218,13 +215,13 @@ def get_descriptor(context: ApiContext) -> bytes:
     return context.descriptor
 
 
-@everybody.get("/v1/challenges/{node}", Access.PUBLIC)
+@everybody.get("/v1/challenges/{node}", Access.FREE)
 def get_challenge(context: ApiContext, node: messages.Digest) -> messages.ChallengeAnswer:
     """The proof of work that this node must compute to join."""
     return messages.ChallengeAnswer(challenge=context.make_challenge(node))
 
 
-@everybody.get("/v1/head", Access.PUBLIC)
+@everybody.get("/v1/head", Access.FREE)
 def get_head(context: ApiContext) -> messages.HeadAnswer:
     """The newest signed head."""
     head = context.coordinator.ledger.head
@@ -248,26 +245,41 @@ async def get_event(context: ApiContext, seq: messages.Number) -> messages.Inclu
 
 
 @everybody.post("/v1/appeals", Access.PUBLIC)
-async def post_appeal(context: ApiContext, message: messages.SignedAppeal) -> messages.AppealAnswer:
+async def post_appeal(
+    context: ApiContext, request: RouteRequest, message: messages.SignedAppeal
+) -> messages.AppealAnswer:
     """Request a second look at a rejection; signed by the owner."""
+    _check_statement(context, request, message.owner, message.appeal, message.signature)
     return await context.coordinator.appeal(message)
 
 
 @everybody.post("/v1/redeems", Access.PUBLIC)
-async def post_redeem(context: ApiContext, message: messages.SignedRedeem) -> messages.RedeemAnswer:
+async def post_redeem(
+    context: ApiContext, request: RouteRequest, message: messages.SignedRedeem
+) -> messages.RedeemAnswer:
     """Request a payout of credit; signed by the owner."""
+    _check_statement(context, request, message.owner, message.redeem, message.signature)
     return await context.coordinator.redeem(message)
 
 
 @everybody.post("/v1/unbonds", Access.PUBLIC)
-async def post_unbond(context: ApiContext, message: messages.SignedUnbond) -> messages.UnbondAnswer:
+async def post_unbond(
+    context: ApiContext, request: RouteRequest, message: messages.SignedUnbond
+) -> messages.UnbondAnswer:
     """Request the bond back; signed by the owner."""
+    _check_statement(context, request, message.owner, message.unbond, message.signature)
     return await context.coordinator.unbond(message)
 
 
 @everybody.post("/v1/revocations", Access.PUBLIC)
-async def post_revocation(context: ApiContext, message: messages.RevokeRequest) -> messages.Done:
+async def post_revocation(context: ApiContext, request: RouteRequest, message: messages.RevokeRequest) -> messages.Done:
     """Revoke a node's delegation; signed by the owner."""
+    document = message.revocation.encode()
+    try:
+        owner = read_signer(Tag.REVOCATION, document)
+        context.check_statement(request.address, owner, partial(open_revocation, document))
+    except DocumentError as error:
+        raise ApiError(400, "revocation", f"invalid revocation: {error}") from None
     await context.coordinator.revoke(message.revocation.encode())
     return messages.Done()
 
@@ -278,7 +290,7 @@ async def post_command(context: ApiContext, message: messages.SignedCommand) -> 
     return await context.coordinator.command(message)
 
 
-@everybody.get("/v1/params", Access.PUBLIC)
+@everybody.get("/v1/params", Access.FREE)
 def get_params(context: ApiContext) -> messages.ParamsAnswer:
     """The run's current parameters."""
     return messages.ParamsAnswer(params=dump_params(context.coordinator.params))
@@ -308,11 +320,23 @@ async def get_page(context: ApiContext, first: messages.Number) -> messages.Page
     return messages.PageAnswer(events=tuple(await context.read(partial(_read_page, context.coordinator.ledger, first))))
 
 
-async def _offer_upload(context: ApiContext, answer: messages.CommitAnswer, blob: str) -> messages.CommitAnswer:
-    """Add an upload URL, if the store offers one; it expires with the deadline of the file."""
+def _check_statement(
+    context: ApiContext, request: RouteRequest, owner: str, message: messages.Signable, signature: str
+) -> None:
+    """Check the signature of an owner's statement before it is decided."""
+    check = partial(messages.open_message, context.coordinator.run, owner, message, signature)
+    context.check_statement(request.address, owner, check)
+
+
+async def _offer_upload(
+    context: ApiContext, answer: messages.CommitAnswer, blob: str, node: str
+) -> messages.CommitAnswer:
+    """Add an upload URL, if the store offers one; it expires with the deadline of the file.
+
+    A URL does not bound what is uploaded, so only owners with accepted work get one."""
     store = context.coordinator.blobs
     left_s = (answer.deadline_ms - context.clock_ms()) // 1000
-    if not isinstance(store, DirectStore) or left_s < 1:
+    if not isinstance(store, DirectStore) or left_s < 1 or not context.coordinator.find_payer(node):
         return answer
     url = await store.sign_upload(blob, answer.size, min(left_s, MAX_URL_S))
     return answer.model_copy(update={"upload_url": url})

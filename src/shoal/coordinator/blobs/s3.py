@@ -11,8 +11,9 @@ Invariants:
 - URLs expire; nothing here lists the bucket for others. Credentials come from the sources that the AWS tools use, never
   from the URL, and appear in no message.
 
-A presigned URL cannot limit the size of an upload: a node can fill `incoming/` until it is swept, a day later. A
-life-cycle rule of the bucket for `incoming/` and `checking/`, and for incomplete multipart uploads, does this sooner.
+A presigned URL cannot limit the size of an upload. So the coordinator gives one only to owners with accepted work, an
+upload of another size than announced is deleted within `SWEEP_EVERY_S`, and the others with their submission or after a
+day. A life-cycle rule of the bucket for incomplete multipart uploads does the rest.
 
 A bucket is given by its URL, `s3://BUCKET/PREFIX?endpoint=URL&region=NAME`, and is tested before it is used.
 
@@ -114,7 +115,7 @@ def _hide_user(url: str) -> str:
     return f"s3://...@{tail}" if at and head else url
 
 
-SWEEP_EVERY_S = 3600.0
+SWEEP_EVERY_S = 60.0
 SWEEP_AGE = timedelta(days=1)
 """longer than any URL is valid, so nothing is swept that may still be completed"""
 PART_BYTES = 8 * 2**20
@@ -172,8 +173,10 @@ class S3Blobs:
         return S3Reader(self._store, key, size)
 
     async def remove(self, name: str) -> None:
-        """As `BlobStore.remove`."""
+        """As `BlobStore.remove`; direct uploads of the blob are deleted too."""
         await _reach(obstore.delete_async(self._store, _place_blob(name)))
+        for key, _ in await _reach(_list_keys(self._store, f"incoming/{name}.")):
+            await _reach(obstore.delete_async(self._store, key))
 
     async def sign_upload(self, name: str, size: int, expires_s: int) -> str:
         """As `DirectStore.sign_upload`."""
@@ -189,11 +192,15 @@ class S3Blobs:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def sweep(self, older: timedelta = SWEEP_AGE) -> int:
-        """Delete direct uploads that were never claimed; return their number."""
+        """Delete direct uploads that were never claimed or have another size than announced; return their number."""
         limit, num_removed = datetime.now(UTC) - older, 0
         for prefix in ("incoming/", "checking/"):
             async for page in obstore.list(self._store, prefix):
-                old = [item["path"] for item in page if item["last_modified"] <= limit]
+                old = [
+                    item["path"]
+                    for item in page
+                    if item["last_modified"] <= limit or not _is_announced(item["path"], int(item["size"]))
+                ]
                 if old:
                     await obstore.delete_async(self._store, old)
                 num_removed += len(old)
@@ -284,6 +291,11 @@ class S3Reader(base.BlobReader):
     async def sign_download(self, expires_s: int) -> str:
         """As `DirectReader.sign_download`."""
         return await _sign_url(self._store, "GET", self._key, expires_s)
+
+
+def _is_announced(key: str, size: int) -> bool:
+    """Whether an object has the size in its key, `incoming/NAME.SIZE`; objects elsewhere have none."""
+    return not key.startswith("incoming/") or key.rpartition(".")[2] == str(size)
 
 
 def _place_blob(name: str) -> str:

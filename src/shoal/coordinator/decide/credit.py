@@ -9,7 +9,7 @@ requests cannot pay out credit twice.
 from collections import defaultdict
 
 from shoal.coordinator.decide.context import Decision, build_from, check_ban
-from shoal.coordinator.state.credit import HoldRow, find_bond, find_redeem, list_free, list_ripe
+from shoal.coordinator.state.credit import HoldRow, count_open, find_bond, find_redeem, list_free, list_ripe
 from shoal.ledger.db import read_accounts
 from shoal.ledger.event import REDEEMED, Posting, move_credit, name_account
 from shoal.net.api_error import ApiError
@@ -17,6 +17,8 @@ from shoal.protocol.events import BondReleased, BondWaiting, CreditPost
 from shoal.protocol.messages import Action, Command, RedeemAnswer, SignedRedeem, SignedUnbond, UnbondAnswer
 
 MAX_AT_ONCE = 256
+MAX_OPEN = 16
+"""open payout requests of one owner: credit can be split into many requests, and each is an event"""
 
 
 def release_holds(decision: Decision) -> bool:
@@ -82,6 +84,8 @@ def request_redeem(decision: Decision, signed: SignedRedeem) -> RedeemAnswer:
     free = read_accounts(decision.connection, owner, "avail")["avail"]
     if free < asked.amount:
         raise ApiError(402, "credit", f"insufficient credit: {asked.amount} micro-credits requested, {free} available")
+    if count_open(decision.connection, owner) >= MAX_OPEN:
+        raise ApiError(409, "open_requests", f"this owner has {MAX_OPEN} open requests; the operator pays those first")
     decision.record(statement, _move_between(owner, "avail", "redeeming", asked.amount))
     return build_from(RedeemAnswer, find_redeem(decision.connection, asked.request))
 

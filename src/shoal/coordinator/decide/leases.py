@@ -21,9 +21,11 @@ from typing import NamedTuple
 
 from shoal.coordinator.decide.context import CallerRows, Decision, build_from, require_member, require_row
 from shoal.coordinator.rules import leases as rules
+from shoal.coordinator.rules.room import find_shortage, limit_lease_file
 from shoal.coordinator.state import leases
 from shoal.coordinator.state.members import find_node, find_owner
 from shoal.coordinator.state.queue import is_crowded
+from shoal.coordinator.state.room import find_owner_room, find_total_room
 from shoal.coordinator.state.run import StepRow, count_away, find_step, list_steps, newest_version
 from shoal.coordinator.state.submissions import SubmissionRow, count_open
 from shoal.identity.delegation import Scope
@@ -38,6 +40,8 @@ MAX_AT_ONCE = 64
 RESCUE_S = 5
 """time after which an idle owner gets groups reserved for another"""
 _RETRY_S = 5
+_ROOM_RETRY_S = 60
+"""room becomes free when files are deleted, about once a minute"""
 _MAX_RESERVED = 3
 """number of leases of the same groups after which they are no longer reserved"""
 
@@ -103,10 +107,19 @@ def grant_lease(decision: Decision, node: str, request_key: str) -> LeaseAnswer:
     choice = _choose_range(decision, caller, steps, rooms)
     if choice is None:
         return _explain_none(decision, caller, steps, rooms)
+    shortage = explain_shortage(decision, caller.owner.owner, limit_lease_file(decision.params, choice.count))
+    if shortage:
+        return _refuse_lease("room", shortage, retry_s=_ROOM_RETRY_S)
     name = f"l{decision.next_seq}"
     decision.append(name, _describe_lease(decision, caller, request_key, choice))
     lease = require_row(leases.find_lease(decision.connection, name), "the lease was granted above")
     return _answer_lease(decision, lease)
+
+
+def explain_shortage(decision: Decision, owner: str, file_bytes: int) -> str:
+    """Why an owner gets no room for one more file, in one sentence; empty if it does."""
+    own, total = find_owner_room(decision.connection, owner), find_total_room(decision.connection)
+    return find_shortage(decision.params, own, file_bytes, all_over=total.over, all_bytes=total.stored)
 
 
 def return_lease(decision: Decision, node: str, lease_id: str) -> ReturnAnswer:
@@ -211,6 +224,7 @@ def _describe_lease(decision: Decision, caller: CallerRows, request_key: str, ch
         choice,
         deadline_ms=decision.now_ms + rules.lease_time(params, decision.context.cache.group_ms, choice.count),
         duplicate_tokens=params.duplicate_tokens,
+        file_bytes=limit_lease_file(params, choice.count),
         newest_version=newest_version(decision.connection),
         node=caller.node.node,
         owner=caller.owner.owner,

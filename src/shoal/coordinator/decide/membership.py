@@ -37,8 +37,10 @@ def record_stop(decision: Decision) -> None:
     decision.append("", events.CoordinatorDown())
 
 
-def join_node(decision: Decision, node: str, document: bytes) -> MemberInfo:
-    """Add a node; with a new delegation of the same owner, renew its permissions."""
+def join_node(decision: Decision, node: str, document: bytes, *, is_paid: bool = True) -> MemberInfo:
+    """Add a node; with a new delegation of the same owner, renew its permissions.
+
+    Without payment it only repeats its last answer: each event has a proof of work of its own."""
     delegation = _open_delegation(decision, node, document)
     row = find_node(decision.connection, node)
     check_ban(decision, node, delegation.owner)
@@ -49,6 +51,8 @@ def join_node(decision: Decision, node: str, document: bytes) -> MemberInfo:
     if row is not None and delegation.grant.not_before_ms < row.not_before_ms:
         raise ApiError(409, "older", "a newer delegation of this node is known; use that one, or issue a new one")
     if row is None or row.gone or row.digest != delegation.digest:
+        if not is_paid:
+            raise ApiError(401, "work", "the proof-of-work stamp was used before; request a new challenge")
         body = events.NodeJoin if row is None or row.gone else events.NodeDelegate
         grant = delegation.grant
         scopes = tuple(sorted(scope.value for scope in grant.scopes))

@@ -10,19 +10,22 @@ Invariants:
 - while a file is being deleted no upload of the same file starts, and while one is uploaded it is not deleted. Both are
   decided in the coordinator's event loop.
 
-A file is needed while its submission is expected or judged, while its rejection can be appealed, and until the step of
-its batch is trained; and for the challenge window after that.
+A file is needed while its submission is expected or judged, while its rejection can be appealed (for a short time if
+its form is wrong), and until the step of its batch is trained; and for the challenge window after that. A file that
+arrived too late is not needed. While room is short, files of owners without accepted work are kept for `form_keep_s`
+only (`rules.room`). The hash and the verdict stay in the ledger.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shoal.coordinator.decide.context import Decision, build_from, require_member, require_row
-from shoal.coordinator.decide.leases import drop_upload, end_lease
+from shoal.coordinator.decide.leases import drop_upload, end_lease, explain_shortage
 from shoal.coordinator.rules.leases import upload_time
+from shoal.coordinator.rules.room import appeal_time, find_patience
 from shoal.coordinator.state import submissions
 from shoal.coordinator.state.leases import LeaseRow, find_lease, find_range, list_on_range
+from shoal.coordinator.state.room import find_total_room
 from shoal.coordinator.state.run import count_away, find_step, newest_version
 from shoal.identity.delegation import Scope
 from shoal.identity.documents import Tag
@@ -34,6 +37,8 @@ from shoal.protocol.params import is_allowed
 MAX_AT_ONCE = 64
 MAX_DROPPED = 64
 CLEANUP_EVERY_S = 60
+MAX_UPLOADS = 64
+"""concurrent uploads, unless a store takes fewer or more"""
 APPEAL_SLACK_S = 120
 """after the end of the time to appeal: a restart may move that end by up to a minute that was not recorded"""
 
@@ -117,6 +122,8 @@ def _check_lease(decision: Decision, lease: LeaseRow, fence: int) -> None:
     is_late = decision.now_ms > lease.ended_ms + 1000 * decision.params.late_s
     if is_late and groups.state != "offered":
         raise ApiError(410, "lease_ended", "this lease expired and another node holds its groups now")
+    if shortage := explain_shortage(decision, lease.owner, lease.file_bytes):  # its room was released
+        raise ApiError(410, "room", shortage)
 
 
 def _check_manifest(decision: Decision, lease: LeaseRow, manifest: Manifest) -> None:
@@ -128,8 +135,10 @@ def _check_manifest(decision: Decision, lease: LeaseRow, manifest: Manifest) -> 
         )
     if any(not 1 <= rollout.tokens <= params.max_tokens for rollout in manifest.rollouts):
         raise ApiError(400, "tokens", f"invalid rollout length: must be 1 to {params.max_tokens} tokens")
-    if not 1 <= manifest.size <= params.blob_max_bytes:
-        raise ApiError(413, "too_large", f"invalid file size: must be 1 to {params.blob_max_bytes} bytes")
+    if not 1 <= manifest.size <= lease.file_bytes:
+        raise ApiError(
+            413, "too_large", f"invalid file size: a lease of {lease.count} groups has at most {lease.file_bytes} bytes"
+        )
     newest = newest_version(decision.connection)
     if manifest.version > newest or not is_allowed(lease.step, manifest.version, params.async_level):
         raise ApiError(
@@ -161,47 +170,57 @@ def _answer_receipt(decision: Decision, row: submissions.SubmissionRow) -> Recei
 
 
 class BlobGate:
-    """Which files are in use: several concurrent uploads, or one deletion. For one event loop."""
+    """Which files are in use: uploaded, or deleted. For one event loop.
 
-    def __init__(self) -> None:
-        self._uploads: Counter[str] = Counter()
-        self._removals: set[str] = set()
+    A submission has one upload at a time, an owner a quarter of all uploads, and owners without accepted work together
+    half of them: nobody can occupy the uploads that others need.
+    """
+
+    def __init__(self, max_uploads: int = MAX_UPLOADS) -> None:
+        self._most_own, self._most_new = max(1, max_uploads // 4), max(1, max_uploads // 2)
+        self._uploads: dict[str, tuple[submissions.SubmissionRow, bool]] = {}
+        self.removals: set[str] = set()
+        """files that are being deleted"""
 
     @contextmanager
-    def upload(self, blob: str) -> Iterator[None]:
-        """Protect a file from deletion; `ApiError` if it is being deleted."""
-        if blob in self._removals:
+    def upload(self, row: submissions.SubmissionRow, *, has_record: bool) -> Iterator[None]:
+        """Protect a submission's file from deletion; `ApiError` if it is in use, or others are to be served first."""
+        if row.blob in self.removals:
             # The same file was submitted long ago.
             raise ApiError(503, "busy", "the blob store is busy with this file; try again soon", retry_after_s=1)
-        self._uploads[blob] += 1
+        if row.submission in self._uploads:
+            raise ApiError(503, "busy", "this file is already being uploaded; try again soon", retry_after_s=1)
+        num_own = sum(other.owner == row.owner for other, _ in self._uploads.values())
+        num_new = sum(not is_known for _, is_known in self._uploads.values())
+        if num_own >= self._most_own or (not has_record and num_new >= self._most_new):
+            raise ApiError(503, "busy", "too many concurrent uploads of such owners; try again soon", retry_after_s=1)
+        self._uploads[row.submission] = row, has_record
         try:
             yield
         finally:
-            self._uploads[blob] -= 1
-            if not self._uploads[blob]:
-                del self._uploads[blob]
+            del self._uploads[row.submission]
 
     @contextmanager
     def removal(self, blobs: list[str]) -> Iterator[list[str]]:
         """Protect files from being uploaded; yields those that are not being uploaded now."""
-        taken = [blob for blob in blobs if blob not in self._uploads and blob not in self._removals]
-        self._removals.update(taken)
+        used = {row.blob for row, _ in self._uploads.values()} | self.removals
+        taken = [blob for blob in blobs if blob not in used]
+        self.removals.update(taken)
         try:
             yield taken
         finally:
-            self._removals.difference_update(taken)
+            self.removals.difference_update(taken)
 
 
 def find_unneeded(decision: Decision) -> list[str]:
     """Files to delete."""
-    kept_ms, appealed_ms = _find_times(decision)
-    return submissions.list_free_blobs(decision.connection, kept_ms, appealed_ms, MAX_DROPPED)
+    return submissions.list_free_blobs(decision.connection, _find_times(decision), MAX_DROPPED)
 
 
 def confirm_unneeded(decision: Decision, *, blobs: list[str]) -> list[str]:
     """Those of the files that can still be deleted: the others were committed again meanwhile."""
-    kept_ms, appealed_ms = _find_times(decision)
-    return [blob for blob in blobs if submissions.is_free_blob(decision.connection, blob, kept_ms, appealed_ms)]
+    times = _find_times(decision)
+    return [blob for blob in blobs if submissions.is_free_blob(decision.connection, blob, times)]
 
 
 def record_drop(decision: Decision, *, blobs: list[str]) -> None:
@@ -209,8 +228,18 @@ def record_drop(decision: Decision, *, blobs: list[str]) -> None:
     decision.append("", BlobDrop(blobs=tuple(blobs)))
 
 
-def _find_times(decision: Decision) -> tuple[int, int]:
+def _find_times(decision: Decision) -> submissions.KeepTimes:
     params, now_ms = decision.params, decision.now_ms
     kept_ms = now_ms - 1000 * params.challenge_s
-    appealed_ms = now_ms - 1000 * (params.appeal_s + APPEAL_SLACK_S) - count_away(decision.connection, 0)
-    return kept_ms, min(kept_ms, appealed_ms)
+    away_ms = count_away(decision.connection, 0)
+    form_ms, appealed_ms = (
+        now_ms - 1000 * (appeal_time(params, state) + APPEAL_SLACK_S) - away_ms
+        for state in (SubmissionState.FORM, SubmissionState.SOFT)
+    )
+    return submissions.KeepTimes(
+        now_ms=now_ms,
+        kept_ms=kept_ms,
+        form_ms=form_ms,
+        appealed_ms=min(kept_ms, appealed_ms),
+        patience=find_patience(params, find_total_room(decision.connection).over),
+    )

@@ -1,6 +1,6 @@
 """Verdicts and appeals: what validators found, and when a submission is decided."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from shoal.coordinator.decide import validators
@@ -9,6 +9,7 @@ from shoal.coordinator.decide.context import Decision, build_from, require_membe
 from shoal.coordinator.decide.drift_watch import check_numbers, list_work
 from shoal.coordinator.decide.settlement import Settlement, settle_appeal, settle_submission
 from shoal.coordinator.decide.validators import is_clear, read_votes
+from shoal.coordinator.rules.room import appeal_time
 from shoal.coordinator.state.canaries import is_revealed
 from shoal.coordinator.state.credit import find_appeal, last_appeal
 from shoal.coordinator.state.members import find_ban, find_node
@@ -90,8 +91,10 @@ def _end_waits(decision: Decision, jobs: Sequence[JobRow], because: str) -> None
             _settle(decision, submission, job, _end_votes(submission, job, _list_votes(decision, job), because))
 
 
-def open_appeal(decision: Decision, signed: SignedAppeal) -> AppealAnswer:
-    """Record an owner's request to judge a rejected submission again; once, and not too often."""
+def open_appeal(decision: Decision, signed: SignedAppeal, *, removing: Collection[str] = frozenset()) -> AppealAnswer:
+    """Record an owner's request to judge a rejected submission again; once, and not too often.
+
+    `removing` are the files that are being deleted, which the tables do not show yet."""
     name, owner, params = signed.appeal.submission, signed.owner, decision.params
     submission = find_submission(decision.connection, name)
     if submission is None or submission.owner != owner:
@@ -105,8 +108,13 @@ def open_appeal(decision: Decision, signed: SignedAppeal) -> AppealAnswer:
     if is_revealed(decision.connection, owner):
         raise ApiError(409, "canary", "this owner was a canary; its submissions were known to be bad")
     away_ms = count_away(decision.connection, submission.decided_ms)
-    if decision.now_ms > submission.decided_ms + 1000 * params.appeal_s + away_ms:
+    window_s = appeal_time(params, SubmissionState(submission.state))
+    if decision.now_ms > submission.decided_ms + 1000 * window_s + away_ms:
         raise ApiError(410, "too_late", "the time to appeal this rejection has expired")
+    if submission.dropped or submission.blob in removing:
+        raise ApiError(
+            410, "dropped", "the file was deleted, because this owner has no accepted work and room is short"
+        )
     if (last := last_appeal(decision.connection, owner)) and decision.now_ms < last + 1000 * params.appeal_every_s:
         wait_s = (last - decision.now_ms) // 1000 + params.appeal_every_s
         raise ApiError(429, "too_many", "this owner appealed recently", retry_after_s=max(1, wait_s))

@@ -9,7 +9,7 @@ the past.
 
 from sqlalchemy import Table
 
-from shoal.coordinator.state import canaries, credit, drift, leases, members, queue, run, submissions, validators
+from shoal.coordinator.state import canaries, credit, drift, leases, members, queue, room, run, submissions, validators
 from shoal.ledger.db import Handler, Projection
 from shoal.ledger.event import EventKind
 
@@ -27,7 +27,7 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     EventKind.BAN: (run.note_command, members.add_ban, credit.freeze_credit),
     EventKind.UNBAN: (run.note_command, members.lift_ban, credit.thaw_credit, validators.forgive_validator),
     EventKind.STEP_OPEN: (run.open_step,),
-    EventKind.LEASE_GRANT: (run.take_indices, leases.lease_range, leases.add_lease),
+    EventKind.LEASE_GRANT: (run.take_indices, leases.lease_range, leases.add_lease, room.reserve_file),
     EventKind.LEASE_END: (
         leases.end_lease,
         submissions.drop_submission,
@@ -35,8 +35,9 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
         leases.release_range,
         members.set_lease_limit,
         members.count_failure,
+        room.release_file,
     ),
-    EventKind.SUB_COMMIT: (submissions.add_submission,),
+    EventKind.SUB_COMMIT: (room.retake_room, submissions.add_submission),
     EventKind.SUB_RECEIPT: (submissions.receive_submission, leases.deliver_range, run.note_delivery, queue.queue_job),
     EventKind.VAL_CLAIM: (queue.claim_job,),
     EventKind.VAL_VERDICT: (queue.add_verdict, members.end_lapses, validators.note_verdict_time),
@@ -44,6 +45,7 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     EventKind.VAL_DOUBT: (validators.add_opinion_need,),
     EventKind.VAL_GRADE: (validators.add_grades,),
     EventKind.SUB_OUTCOME: (
+        room.settle_file,
         submissions.decide_submission,
         leases.settle_range,
         queue.finish_job,
@@ -58,7 +60,7 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     ),
     EventKind.BATCH_CUT: (run.cut_step, leases.mark_batch, drift.weigh_step),
     EventKind.VERSION_PUBLISH: (run.add_version,),
-    EventKind.BLOB_DROP: (submissions.drop_blobs,),
+    EventKind.BLOB_DROP: (room.drop_room, submissions.drop_blobs),
     EventKind.CREDIT_POST: (credit.release_holds,),
     EventKind.STAKE_UNBOND: (credit.move_bond,),
     EventKind.SLASH: (credit.burn_credit,),
@@ -71,8 +73,8 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     EventKind.REDEEM_FAILED: (run.note_command, credit.end_redeem),
 }
 
-_MODULES = (run, members, leases, submissions, queue, validators, drift, credit, canaries)
+_MODULES = (run, members, leases, submissions, room, queue, validators, drift, credit, canaries)
 TABLES = tuple(value for module in _MODULES for value in vars(module).values() if isinstance(value, Table))
-VERSION = 5
+VERSION = 6
 """Increase it when a table or a handler changes: `ledger.schema` then rebuilds the tables at start."""
 PROJECTIONS = (Projection("state", TABLES, HANDLERS, VERSION),)

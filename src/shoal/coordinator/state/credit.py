@@ -247,6 +247,7 @@ class RedeemRow(NamedTuple):
 
 REDEEM = db.define_table("redeem", RedeemRow, key="request")
 Index("redeem_state", REDEEM.c.state, REDEEM.c.asked_ms)
+Index("redeem_owner", REDEEM.c.owner, REDEEM.c.state)
 
 
 def find_redeem(connection: Connection, request: str) -> RedeemRow | None:
@@ -261,6 +262,12 @@ def list_redeems(connection: Connection, most: int) -> list[RedeemRow]:
 def count_redeems(connection: Connection) -> int:
     """The number of open requests."""
     return db.fetch_number(connection, "SELECT count(*) FROM redeem WHERE state = 'open'")
+
+
+def count_open(connection: Connection, owner: str) -> int:
+    """The number of open requests of an owner."""
+    statement = "SELECT count(*) FROM redeem WHERE state = 'open' AND owner = :owner"
+    return db.fetch_number(connection, statement, owner=owner)
 
 
 def add_redeem(event: Event, connection: Connection) -> None:

@@ -48,6 +48,8 @@ class LeaseRow:
     duplicate_tokens: int
     newest_version: int
     price: int
+    file_bytes: int
+    """largest file; room for it is reserved"""
 
 
 LEASE = db.define_table("lease", LeaseRow, key="lease")

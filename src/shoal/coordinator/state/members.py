@@ -53,7 +53,6 @@ class NodeRow(NamedTuple):
     not_after_ms: int
     max_leases: int
     digest: str
-    joined_ms: int
     seq: int
     """number of the event by which it first joined"""
     gone: str
@@ -69,7 +68,10 @@ class NodeRow(NamedTuple):
 NODE = db.define_table("node", NodeRow, key="node", index="owner")
 
 
-_SELECT_JOINS = db.Sql("SELECT joined_ms FROM node WHERE joined_ms >= :since_ms ORDER BY joined_ms")
+_SELECT_JOINS = db.Sql(
+    "SELECT subject, time_ms FROM event WHERE seq >= (SELECT max(seq) FROM event) - :most AND time_ms >= :since_ms "
+    "AND kind IN ('node.join', 'node.delegate') ORDER BY seq"
+)
 _SELECT_BANS = db.Sql("SELECT target, reason, seq FROM ban ORDER BY target")
 _SELECT_BAN = db.Sql("SELECT target, reason, seq FROM ban WHERE target = :node OR target = :owner ORDER BY target")
 _COUNT_OUTCOME = db.Sql(
@@ -125,9 +127,9 @@ def list_named(connection: Connection, key: str) -> list[NodeRow]:
     return db.list_rows(connection, NodeRow, "WHERE node = :key OR owner = :key ORDER BY node", key=key)
 
 
-def list_joins(connection: Connection, since_ms: int) -> list[int]:
-    """Times since `since_ms` at which new nodes joined."""
-    return db.fetch_rows(connection, _SELECT_JOINS, int, since_ms=since_ms)
+def list_joins(connection: Connection, since_ms: int, most: int) -> list[tuple[str, int]]:
+    """Nodes that joined or renewed since `since_ms`, and when, among the `most` newest events."""
+    return db.fetch_rows(connection, _SELECT_JOINS, lambda *row: row, since_ms=since_ms, most=most)
 
 
 def list_owners(connection: Connection) -> list[OwnerRow]:
@@ -165,7 +167,7 @@ def add_node(event: Event, connection: Connection) -> None:
         values = {"owner": body.owner, "standing": standing.value, "since_ms": event.time_ms, **empty}
         db.insert_rows(connection, OWNER, values)
     if find_node(connection, event.subject) is None:
-        fresh = {"joined_ms": event.time_ms, "seq": event.seq, "width": 1, "progress": 0}
+        fresh = {"seq": event.seq, "width": 1, "progress": 0}
         db.insert_rows(connection, NODE, {"node": event.subject, **delegated, **fresh})
     else:
         db.update_rows(connection, NODE, delegated, node=event.subject)

@@ -19,7 +19,7 @@ from shoal.coordinator.state.leases import LeaseRow, retake_range, submit_lease
 from shoal.ledger import db
 from shoal.ledger.event import Event
 from shoal.protocol.events import BlobDrop, CoordinatorUp, LeaseEnd, SubmissionOutcome, read_body
-from shoal.protocol.messages import REJECTED, Manifest, RolloutEntry, SubmissionState
+from shoal.protocol.messages import Manifest, RolloutEntry, SubmissionState
 
 ROLLOUT = db.define_table("rollout", {"hash": str, "submission": str, "step": int, "position": int}, key="hash")
 DUPLICATE = db.define_table(
@@ -68,6 +68,33 @@ Index("submission_due", SUBMISSION.c.state, SUBMISSION.c.upload_ms)
 Index("submission_owner", SUBMISSION.c.owner, SUBMISSION.c.state)
 
 
+class KeepTimes(NamedTuple):
+    """Times before which a decision must lie for its file to be deleted."""
+
+    now_ms: int
+    """of files that are not needed once it is decided"""
+    kept_ms: int
+    form_ms: int
+    """of rejections for form"""
+    appealed_ms: int
+    """of other rejections"""
+    patience: int
+    """bytes above which owners without accepted work have other files deleted at the time of `form_ms`"""
+
+    def find_end(self, state: str) -> int:
+        """The latest time at which a submission in this state was decided whose file can be deleted."""
+        match state:
+            case SubmissionState.UNSENT | SubmissionState.SUPERSEDED | SubmissionState.VOID:
+                return self.now_ms
+            case SubmissionState.ACCEPTED:
+                return self.kept_ms
+            case SubmissionState.FORM:
+                return self.form_ms
+            case SubmissionState.SOFT | SubmissionState.HARD:
+                return self.appealed_ms
+        return self.kept_ms
+
+
 class DuplicateRow(NamedTuple):
     """A rollout that an earlier submission contains."""
 
@@ -99,13 +126,14 @@ _DECIDE = db.Sql(
     "UPDATE submission SET state = :state, decided_ms = :time_ms, paid = paid + :paid WHERE submission = :submission"
 )
 _SHIFT = db.Sql("UPDATE submission SET upload_ms = upload_ms + :shift_ms WHERE state = 'committed'")
-_REJECTED = tuple(state.value for state in REJECTED)
 _DECIDED = tuple(
     state.value for state in SubmissionState if state not in (SubmissionState.COMMITTED, SubmissionState.RECEIVED)
 )
 _FREE = (
-    "{0}.decided_ms > 0 AND {0}.decided_ms <= :kept_ms "
-    f"AND ({{0}}.state NOT IN {_REJECTED} OR {{0}}.decided_ms <= :appealed_ms) "
+    "{0}.decided_ms > 0 AND ({0}.decided_ms <= CASE WHEN {0}.received_ms = 0 THEN :now_ms "
+    "WHEN {0}.state = 'rejected_form' THEN :form_ms WHEN {0}.state IN ('rejected_soft', 'rejected_hard') "
+    "THEN :appealed_ms ELSE :kept_ms END OR ({0}.decided_ms <= :form_ms AND {0}.state <> 'accepted' AND EXISTS "
+    "(SELECT 1 FROM owner_room r WHERE r.owner = {0}.owner AND r.earned = 0 AND r.held > :patience))) "
     "AND NOT EXISTS (SELECT 1 FROM job j WHERE j.submission = {0}.submission AND j.state <> 'done') "
     "AND ({0}.state <> 'accepted' OR EXISTS (SELECT 1 FROM step t WHERE t.step = {0}.step AND t.state = 'trained' "
     "AND t.trained_ms <= :kept_ms))"
@@ -115,6 +143,13 @@ _SELECT_FREE = db.Sql(
     f"AND {_FREE.format('s')} AND NOT EXISTS "
     f"(SELECT 1 FROM submission o WHERE o.blob = s.blob AND NOT ({_FREE.format('o')})) "
     "ORDER BY s.decided_ms, s.submission LIMIT :most"
+)
+_SELECT_EARLY = db.Sql(
+    "SELECT s.blob FROM owner_room m CROSS JOIN submission s WHERE m.earned = 0 AND m.held > 0 AND m.held > :patience "
+    "AND s.owner = m.owner AND s.state IN ('rejected_soft', 'rejected_hard', 'inconclusive') AND s.dropped = 0 "
+    f"AND s.decided_ms <= :form_ms AND {_FREE.format('s')} AND NOT EXISTS "
+    f"(SELECT 1 FROM submission o WHERE o.blob = s.blob AND NOT ({_FREE.format('o')})) "
+    "ORDER BY m.owner, s.decided_ms, s.submission LIMIT :most"
 )
 _COUNT_USES = db.Sql(f"SELECT count(*) FROM submission s WHERE s.blob = :blob AND NOT ({_FREE.format('s')})")
 _TAKE_OVER = db.Sql(
@@ -168,23 +203,23 @@ def list_duplicates(connection: Connection, submission: str) -> list[DuplicateRo
     return db.fetch_rows(connection, _SELECT_DUPLICATES, DuplicateRow, submission=submission)
 
 
-def list_free_blobs(connection: Connection, kept_ms: int, appealed_ms: int, most: int) -> list[str]:
-    """Files that are no longer needed.
+def list_free_blobs(connection: Connection, times: KeepTimes, most: int) -> list[str]:
+    """Files that are no longer needed: no submission with such a file is in the queue, expected, or kept for longer.
 
-    All submissions with such a file were decided before `kept_ms`, the rejected ones before `appealed_ms`; none is in
-    the queue, and the batches of the accepted ones were trained on before `kept_ms`.
+    The batches of the accepted ones were trained on before `kept_ms`.
     """
     found: dict[str, None] = {}
     for state in _DECIDED:  # each by its own time, so that appealable submissions are not scanned repeatedly
-        values = {"state": state, "kept_ms": kept_ms, "appealed_ms": appealed_ms, "most": most - len(found)}
-        values["until_ms"] = appealed_ms if state in _REJECTED else kept_ms
+        values = {**times._asdict(), "state": state, "until_ms": times.find_end(state), "most": most - len(found)}
         found |= dict.fromkeys(db.fetch_rows(connection, _SELECT_FREE, str, **values))
+    values = {**times._asdict(), "most": most - len(found)}
+    found |= dict.fromkeys(db.fetch_rows(connection, _SELECT_EARLY, str, **values))
     return list(found)
 
 
-def is_free_blob(connection: Connection, blob: str, kept_ms: int, appealed_ms: int) -> bool:
+def is_free_blob(connection: Connection, blob: str, times: KeepTimes) -> bool:
     """Whether a file is no longer needed."""
-    return not db.fetch_number(connection, _COUNT_USES, blob=blob, kept_ms=kept_ms, appealed_ms=appealed_ms)
+    return not db.fetch_number(connection, _COUNT_USES, blob=blob, **times._asdict())
 
 
 def add_submission(event: Event, connection: Connection) -> None:

@@ -10,7 +10,7 @@ from shoal.identity.authenticator import AuthLimits
 from shoal.net.limits import HttpLimits
 
 PublicKey = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-_AUTH = AuthLimits(address_rate=2000.0, owner_rate=1000.0)
+_AUTH = AuthLimits(address_rate=2000.0, node_rate=1000.0, owner_rate=1000.0)
 """a payload is sent in chunks, one request each"""
 _HTTP = HttpLimits(max_connections=1024, per_peer_connections=32, min_rate=16 * 1024, grace_seconds=2.0)
 

@@ -4,10 +4,14 @@
   command. If any of them were accepted, the ledger would show it.
 - A request counts once: its nonce is stored per node, whatever the path, for longer than the request is valid.
 - A caller has a rate limit, an owner has few open commitments, and a slow sender is disconnected. The flood comes from
-  different addresses than the honest node that measures its effect, as a real one would.
+  different addresses than the honest node that measures its effect, as a real one would; `neighbour` shares its
+  address.
+- Files are no larger than their lease allows, and an owner has room for few that were not accepted.
+- A proof of work pays for one join.
 """
 
 import asyncio
+import hashlib
 import json
 import os
 import time
@@ -16,9 +20,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from shoal.coordinator.rules.room import limit_lease_file
 from shoal.identity.delegation import sign_revocation
 from shoal.identity.keys import Key
-from shoal.net.retry import RefusedError
+from shoal.identity.proof_of_work import make_stamp
+from shoal.net.retry import RefusedError, RetryPolicy
+from shoal.node.client import MAX_WORK
 from shoal.protocol import messages
 from shoal.redteam.registry import Expected, attack
 from shoal.redteam.scripted import OVERTAKEN, TAKEN, AttackerIdentity, AttackSession
@@ -36,6 +43,11 @@ MAX_COMMITS = 24
 NUM_DRIPPING, DRIP_BYTES, DRIP_S = 4, 64, 0.05
 FILE_BYTES = 1 << 17
 HUGE = 10**9
+NO_LEASE = ("too_many", "busy", "no_need", "resting", "queue_full", "room")
+"""codes of refused leases"""
+NUM_FILLERS, MAX_FILES = 4, 64
+NUM_CHURNS = 20
+NUM_FORGED = 2000
 
 
 @attack(
@@ -185,7 +197,7 @@ async def flood_requests(session: AttackSession, node: AttackerIdentity) -> None
 async def flood_questions(session: AttackSession) -> None:
     """Public queries and statements from strangers; each costs the coordinator some work."""
     source = session.find_source(1)
-    for name, line in (("questions", "GET /v1/status HTTP/1.1"), ("statements", "POST /v1/appeals HTTP/1.1")):
+    for name, line in (("questions", "GET /v1/status HTTP/1.1"), ("statements", "POST /v1/commands HTTP/1.1")):
         note_statuses(session, name, await session.send_many([([line], b"")] * NUM_QUESTIONS, source=source))
 
 
@@ -205,20 +217,25 @@ async def commit_files(session: AttackSession, node: AttackerIdentity) -> str:
             break
         if not submission:
             with session.refused("too_large", what="a file larger than the run accepts", moot=OVERTAKEN):
-                await node.client.commit(promise_file(session, answer.lease, session.params.blob_max_bytes + 1))
+                await node.client.commit(promise_file(session, answer.lease, find_most(session, answer.lease) + 1))
+        size = min(FILE_BYTES, find_most(session, answer.lease))
         with suppress(RefusedError):  # the step has ended
-            submission = (await node.client.commit(promise_file(session, answer.lease, FILE_BYTES))).submission
+            submission = (await node.client.commit(promise_file(session, answer.lease, size))).submission
             session.evidence.count("promised")
-    limits = ("too_many", "busy", "no_need", "resting", "queue_full")
-    session.evidence.record_code("one more commitment without a file", limits, answer.code)
+    session.evidence.record_code("one more commitment without a file", NO_LEASE, answer.code)
     return submission
 
 
-def promise_file(session: AttackSession, lease: messages.Lease, size: int) -> messages.Manifest:
-    """A manifest for a file that does not exist."""
+def find_most(session: AttackSession, lease: messages.Lease) -> int:
+    """Bytes of the largest file that a lease can have."""
+    return limit_lease_file(session.params, lease.count)
+
+
+def promise_file(session: AttackSession, lease: messages.Lease, size: int, blob: str = "") -> messages.Manifest:
+    """A manifest for a file that does not exist, unless `blob` is its hash."""
     count = lease.count * session.params.group_size
     entries = [messages.RolloutEntry(hash=os.urandom(32).hex(), tokens=1) for _ in range(count)]
-    version, blob = min(lease.newest_version, lease.step - 1), os.urandom(32).hex()
+    version, blob = min(lease.newest_version, lease.step - 1), blob or os.urandom(32).hex()
     return messages.Manifest(
         lease=lease.lease, fence=lease.fence, blob=blob, size=size, version=version, rollouts=tuple(entries)
     )
@@ -232,7 +249,9 @@ async def drip_uploads(session: AttackSession, node: AttackerIdentity, submissio
 
     async def drip() -> None:
         lines, way = session.sign(node, "PUT", target, body), {"pause_s": DRIP_S, "piece_bytes": DRIP_BYTES}
-        await session.try_raw("a very slow upload", ("http",), lines, body, source=session.find_source(2), **way)
+        # One upload of a submission at a time: the others are turned away at once.
+        refusals = ("http", "busy")
+        await session.try_raw("a very slow upload", refusals, lines, body, source=session.find_source(2), **way)
 
     await asyncio.gather(*(drip() for _ in range(NUM_DRIPPING)))
 
@@ -243,6 +262,102 @@ async def send_huge(session: AttackSession, node: AttackerIdentity) -> None:
     for method, target in (("POST", "/v1/leases"), ("PUT", "/v1/submissions/s1/blob")):
         lines = session.sign(node, method, target, length=HUGE)
         await session.try_raw(f"a gigabyte for {target}", ("too_large",), lines, source=source)
+
+
+@attack("fill_store", expect=Expected.REFUSED, text="files as large and as many as possible, of several owners")
+async def fill_store(session: AttackSession) -> None:
+    """Random bytes for every lease, until there is none; an honest node measures its response times meanwhile."""
+    nodes = [await session.join() for _ in range(NUM_FILLERS)]
+    async with session.watch("filling"):
+        for node in nodes:
+            await fill_leases(session, node)
+
+
+async def fill_leases(session: AttackSession, node: AttackerIdentity) -> None:
+    """Upload the largest file for each lease of one node."""
+    path = node.folder / "random"
+    for _ in range(MAX_FILES):
+        answer = await session.ask_lease(node)
+        if answer.lease is None:
+            break
+        most = find_most(session, answer.lease)
+        with session.refused("too_large", what="a file larger than its lease can hold", moot=OVERTAKEN):
+            await node.client.commit(promise_file(session, answer.lease, most + 1))
+        path.write_bytes(os.urandom(most))
+        manifest = promise_file(session, answer.lease, most, hashlib.sha256(path.read_bytes()).hexdigest())
+        with suppress(RefusedError):  # the step has ended
+            await node.client.submit(manifest, path)
+            session.evidence.count("stored_bytes", most)
+    session.evidence.record_code("one more file", NO_LEASE, answer.code)
+
+
+@attack("churn", expect=Expected.REFUSED, text="one proof of work pays for many joins: leave, join, renew")
+async def churn_membership(session: AttackSession) -> None:
+    """Leave and join again, and renew the delegation, with a stamp that was used."""
+    node = session.make_identity()
+    stamp = await make_stamp(await node.client.read_challenge(node.key.public), node.key.public, MAX_WORK)
+    await join_with(session, node, stamp, node.delegation)
+    for number in range(NUM_CHURNS):
+        renewed = session.sign_delegation(node.owner, node.key.public, max_leases=1 + number)
+        await try_join(session, "a renewal with a used stamp", node, stamp, renewed)
+    await node.client.leave()
+    for number in range(NUM_CHURNS):
+        await try_join(session, "a return with a used stamp", node, stamp, node.delegation)
+        await try_join(session, "with another solution of its challenge", node, f"{stamp}{number}", node.delegation)
+
+
+async def join_with(session: AttackSession, node: AttackerIdentity, stamp: str, delegation: bytes) -> None:
+    """Join with a stamp of one's own."""
+    answer = await session.send(*write_join(session, node, stamp, delegation))
+    session.evidence.count("joins" if answer.status == 200 else "not_joined")
+
+
+async def try_join(session: AttackSession, what: str, node: AttackerIdentity, stamp: str, delegation: bytes) -> None:
+    """Join in a way that must be refused."""
+    await session.try_raw(what, ("work",), *write_join(session, node, stamp, delegation))
+
+
+def write_join(
+    session: AttackSession, node: AttackerIdentity, stamp: str, delegation: bytes
+) -> tuple[list[str], bytes]:
+    """The lines and the body of a join."""
+    body = messages.JoinRequest(delegation=delegation.decode()).model_dump_json().encode()
+    return [*session.sign(node, "POST", "/v1/join", body), f"Shoal-Work: {stamp}"], body
+
+
+@attack("neighbour", expect=Expected.REFUSED, text="forged requests from the address of an honest node")
+async def forge_from_shared_address(session: AttackSession) -> None:
+    """In the attacker's own name, in the neighbour's and in that of others, from the neighbour's address."""
+    victim = session.make_identity(retries=RetryPolicy(tries=1))
+    await victim.client.join(victim.delegation)
+    thief, others = await session.join(), [await session.join() for _ in range(NUM_FILLERS)]
+    async with session.watch("neighbour", victim.client):
+        await session.sleep(CALM_S)
+        for what, names in (("its own", [thief]), ("the neighbour's", [victim]), ("others'", others)):
+            await forge_names(session, what, thief, names)
+    unanswered = session.evidence.figures["neighbour_unanswered"]
+    session.evidence.record_code("silencing a neighbour", ("answered",), "silenced" if unanswered else "answered")
+
+
+async def forge_names(
+    session: AttackSession, what: str, thief: AttackerIdentity, names: list[AttackerIdentity]
+) -> None:
+    """Requests in these names with an invalid signature; most must be refused unseen."""
+    forged = []
+    for number in range(min(NUM_FORGED, session.budget.left_requests // 4)):
+        # Signed for another path: valid in form, with the name of a member, and invalid.
+        lines, name = session.sign(thief, "POST", LEASES, BEAT)[1:], names[number % len(names)]
+        named = [line.replace(thief.key.public, name.key.public) for line in lines]
+        forged.append(([f"POST {HEARTBEAT} HTTP/1.1", *named], BEAT))
+    bursts = [forged[start : start + NUM_PER_BURST] for start in range(0, len(forged), NUM_PER_BURST)]
+    found = Counter[int]()
+    for start in range(0, len(bursts), NUM_CONNECTIONS):
+        for answers in await asyncio.gather(*map(session.send_many, bursts[start : start + NUM_CONNECTIONS])):
+            found.update(answers)
+    taken = found[200]
+    session.evidence.record_code(f"a forged request in {what} name", ("refused",), "taken" if taken else "refused")
+    for status, number in found.items():
+        session.evidence.count(f"forged_{status or 'unanswered'}", number)
 
 
 @attack("nonces", expect=Expected.REFUSED, text="requests are replayed: immediately, later, from elsewhere")
