@@ -12,7 +12,6 @@ import pytest
 
 from shoal.cli import main
 from shoal.commands import common
-from shoal.commands.common import count_things
 from shoal.commands.query import describe_leaders, describe_status
 from shoal.config.help import list_settings
 from shoal.coordinator.run import CoordinatorSettings, load_service
@@ -23,6 +22,7 @@ from shoal.net.client import HttpDeadlines
 from shoal.net.retry import RetryPolicy
 from shoal.protocol.descriptor import Descriptor, sign_descriptor
 from shoal.protocol.messages import LeaderLine, Leaders, Standing, Status, StepInfo, WaitInfo
+from shoal.util.units import count_things
 
 HEX = "ab" * 32
 NOBODY = "http://127.0.0.1:1"
@@ -79,7 +79,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["explain", NOBODY, "7"], "invalid submission id '7'"),
         (["owner", "appeal", NOBODY, "7", "--owner", "owner.key"], "invalid submission id '7'"),
         (["owner", "revoke", NOBODY, "me", "--owner", "owner.key"], "'me': not a public key"),
-        (["owner", "redeem", NOBODY, "0", "--owner", "owner.key"], "the amount must be 1 micro-credit or more"),
+        (["owner", "redeem", NOBODY, "0", "--owner", "owner.key"], "the amount must be 0.000001 credits or more"),
+        (["owner", "redeem", NOBODY, "0.5x", "--owner", "owner.key"], "invalid amount '0.5x', expected credits with"),
+        (["owner", "redeem", NOBODY, "0.0000001", "--owner", "owner.key"], "up to six decimals, e.g. 0.5"),
         (["owner", "redeem", NOBODY, "1", "--owner", "owner.key", "--request", "x"], "--request: expected 32"),
         (["owner", "redeem", NOBODY, "1", "--owner", "owner.key", "--to", "\n"], "--to: up to 400"),
         ([*BAN, "--reason", "\u00e9"], "--reason: up to 400 characters of ASCII"),
@@ -254,7 +256,7 @@ def test_a_status_reads_as_sentences() -> None:
         "run demo: running, 6 of 10 steps trained, v6 is newest",
         "  nodes        4 live, 1 stale, 0 gone",
         "  to judge     1 submission",
-        "  step 7       open: 5 of 8 groups accepted, 2 leased, 1 being judged, 1 without signal",
+        "  step 7       open: 5 of 8 groups accepted, 2 leased, 1 being judged, 1 without signal (all rewards equal, so replaced)",
         "  waiting      step 7 waits for 3 of 8 groups for 62 s: node n4 has l9 for 10 s more, silent 62 s",
         "  OVERDUE      the queue waits for validators to judge 1 submission",
         "  ALARM        a planted submission was accepted",

@@ -152,13 +152,17 @@ def add_logging(parser: CommandParser, default: Any = None) -> None:
     add("--log-json", action="store_true", default=default, help="log one JSON object per line")
 
 
-def parse_where(text: str) -> str:
+def parse_where(text: str, schemes: tuple[str, ...] = ("http", "https")) -> str:
     """Check an address or the path of a file; HOST:PORT alone is an address without its scheme."""
+    if (scheme := _SCHEME.match(text)) and scheme[1] not in schemes:
+        known = " or ".join(f"{name}://" for name in schemes)
+        raise argparse.ArgumentTypeError(f"unknown scheme {scheme[1][:40]}://; expected {known}")
     if _HOST_PORT.fullmatch(text) and not Path(text).exists():
         raise argparse.ArgumentTypeError(f"an address needs its scheme; did you mean http://{text[:80]}?")
     return text
 
 
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://")
 _HOST_PORT = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}(/\S*)?")
 WHERE = flag("where", type=parse_where, metavar="URL", help="coordinator's address, or path of the run's descriptor")
 AUTHORITY = flag("--ca", type=Path, metavar="FILE", help="CA certificates to trust (default: the system's)")
@@ -168,6 +172,11 @@ QUERY = (WHERE, AUTHORITY, JSON)
 SUBMISSION = flag("submission", metavar="SUBMISSION", help="id of the submission, e.g. s123")
 DRY_RUN = flag("--dry-run", action="store_true", help="check and print the resolved settings, then exit")
 FRESH = flag("--fresh", action="store_true", help="move an existing run directory to DIR.old-N first")
+
+
+def parse_ledger(text: str) -> str:
+    """Check the place of a ledger: an address, a database, or a path."""
+    return parse_where(text, ("http", "https", "postgresql", "sqlite"))
 
 
 def name_inputs(source: str = "CONFIG is a TOML file", example: str = "learner.lr=1e-4") -> Flag:
@@ -252,11 +261,6 @@ def load_key(path: Path) -> "Key":
     from shoal.identity.keys import Key
 
     return Key.load(path)
-
-
-def count_things(number: int, noun: str) -> str:
-    """`1 step`, `3 steps`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def read_file(path: Path, max_bytes: int = 1 << 22) -> bytes:

@@ -34,7 +34,7 @@ _EXAMPLES = 10
 
 
 _PLACE = "a coordinator's folder, its database (a file or postgresql://...), or its address (http://..., https://...)"
-_LEDGER = (flag("where", type=common.parse_where, metavar="LEDGER", help=_PLACE), common.AUTHORITY)
+_LEDGER = (flag("where", type=common.parse_ledger, metavar="LEDGER", help=_PLACE), common.AUTHORITY)
 
 
 def _add_verify(parser: CommandParser) -> None:

@@ -18,6 +18,7 @@ from shoal.commands.owner import ALLOWANCE, Allowance, make_grant, read_allowanc
 from shoal.errors import ConfigError
 from shoal.util.disk import guard_disk
 from shoal.util.files import write_atomic
+from shoal.util.units import count_things
 
 if TYPE_CHECKING:
     from shoal.identity.keys import Key
@@ -190,7 +191,7 @@ def _describe_member(info: "MemberInfo", coordinator: str) -> str:
         f"  node         {info.node}",
         f"  owner        {info.owner}",
         f"  standing     {info.standing.value}",
-        f"  may          {', '.join(info.scopes)}; hold {common.count_things(info.width, 'lease')} at once",
+        f"  may          {', '.join(info.scopes)}; hold {count_things(info.width, 'lease')} at once",
         f"  heartbeat    every {info.heartbeat_s} s",
         f"  coordinator  {coordinator}",
     ]

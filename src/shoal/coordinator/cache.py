@@ -32,6 +32,8 @@ MAX_REPORTED = 16
 """waits of nodes that are reported"""
 MAX_SILENCE_MS = 3_600_000
 """time after which a silent node counts as gone and is no longer waited for"""
+MAX_NOTICES = 8
+"""rejections of a node that its heartbeats are told"""
 MAX_TIMES, MAX_OWN_TIMES = 64, 8
 """leases whose durations are remembered, in total and per owner"""
 
@@ -79,6 +81,8 @@ class RunCache:
         self.full_ms = 0
         """since when files are refused because the disk is full; 0 if they are not"""
         self._reasons: dict[str, str] = {}
+        self._rejected: dict[str, tuple[messages.RejectionNotice, ...]] = {}
+        """the last ones by node, since the coordinator started"""
 
     @property
     def group_ms(self) -> list[int]:
@@ -138,6 +142,7 @@ class RunCache:
             accepted=accepted,
             earned=earned,
             finished=self.finished,
+            rejected=self._rejected.get(node, ()),
             reasons=self._list_reasons(node, member.owner),
         )
 
@@ -293,6 +298,9 @@ class RunCache:
                 self._note_time(body.owner, body.group_ms)
         else:
             self._reasons[body.node] = f"submission {submission}: {body.state}, {body.because}"
+        if body.state in messages.REJECTED and not body.appeal:
+            notice = messages.RejectionNotice(submission=submission, state=body.state, because=body.because)
+            self._rejected[body.node] = (*self._rejected.get(body.node, ()), notice)[-MAX_NOTICES:]
 
 
 def _begin(wait: Wait) -> int:

@@ -37,7 +37,15 @@ from shoal.ledger.ledger import LINGER_S, Ledger, LedgerTransaction, WriterStopp
 from shoal.ledger.schema import RULES, check_rules_version
 from shoal.net.api_error import ApiError
 from shoal.protocol.beacon import BeaconChain
-from shoal.protocol.messages import Heartbeat, HeartbeatAnswer, LeaderLine, ReceiptAnswer, Status, SubmissionState
+from shoal.protocol.messages import (
+    Heartbeat,
+    HeartbeatAnswer,
+    LeaderLine,
+    OwnerAccount,
+    ReceiptAnswer,
+    Status,
+    SubmissionState,
+)
 from shoal.protocol.params import RunParams, dump_params
 from shoal.util.clock import LastAliveFile, read_clock
 from shoal.util.waits import WaitTable
@@ -283,7 +291,12 @@ class Coordinator:
     def explain(self, submission: str) -> str:
         """Everything known about a submission, as text. Reads the database: call it in a thread."""
         with self.ledger.read() as connection:
-            return explain.explain_submission(connection, submission)
+            return explain.explain_submission(connection, submission, now_ms=self._clock())
+
+    def list_findings(self, submission: str) -> list[str]:
+        """Every finding about a submission, one line each. Reads the database: call it in a thread."""
+        with self.ledger.read() as connection:
+            return explain.list_findings(connection, submission)
 
     def read_state(self, submission: str) -> SubmissionState:
         """State of a submission; ConfigError if it does not exist. Reads the database: call it in a thread."""
@@ -294,6 +307,11 @@ class Coordinator:
         """Owners by accepted tokens. Reads the database: call it in a thread."""
         with self.ledger.read() as connection:
             return status.read_leaders(connection, limit)
+
+    def read_account(self, owner: str) -> OwnerAccount | None:
+        """The record and the credit of an owner. Reads the database: call it in a thread."""
+        with self.ledger.read() as connection:
+            return status.read_account(connection, owner)
 
     async def _drop_blobs(self) -> bool:
         """Delete files that are no longer needed; return whether there may be more."""

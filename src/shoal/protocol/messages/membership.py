@@ -4,7 +4,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from shoal.protocol.messages.base import MAX_NUMBER, Digest, LeaseId, LongText, Message, Number, ShortText, Standing
+from shoal.protocol.messages.base import (
+    MAX_NUMBER,
+    Digest,
+    LeaseId,
+    LongText,
+    Message,
+    Number,
+    ShortText,
+    Standing,
+    SubmissionId,
+    SubmissionState,
+)
 
 
 class JoinRequest(Message):
@@ -80,6 +91,14 @@ class Heartbeat(Message):
     metrics: Annotated[dict[MetricName, Number], Field(max_length=16, default_factory=dict)]
 
 
+class RejectionNotice(Message):
+    """A submission of the node that was rejected."""
+
+    submission: SubmissionId
+    state: SubmissionState
+    because: str
+
+
 class HeartbeatAnswer(Message):
     """The coordinator's answer to a heartbeat."""
 
@@ -99,5 +118,7 @@ class HeartbeatAnswer(Message):
     earned: Number = 0
     """micro-credits that its owner earned by them, released or not"""
     finished: bool
+    rejected: tuple[RejectionNotice, ...] = ()
+    """the last rejected submissions of the node, oldest first"""
     reasons: tuple[str, ...]
     """why the last work was refused, what the run waits for: sentences for the log"""
