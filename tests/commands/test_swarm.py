@@ -256,7 +256,8 @@ def test_a_status_reads_as_sentences() -> None:
         "run demo: running, 6 of 10 steps trained, v6 is newest",
         "  nodes        4 live, 1 stale, 0 gone",
         "  to judge     1 submission",
-        "  step 7       open: 5 of 8 groups accepted, 2 leased, 1 being judged, 1 without signal (all rewards equal, so replaced)",
+        "  step 7       open: 5 of 8 groups accepted, 2 leased, 1 being judged, 1 without signal "
+        "(all rewards equal, so replaced)",
         "  waiting      step 7 waits for 3 of 8 groups for 62 s: node n4 has l9 for 10 s more, silent 62 s",
         "  OVERDUE      the queue waits for validators to judge 1 submission",
         "  ALARM        a planted submission was accepted",

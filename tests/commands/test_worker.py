@@ -64,12 +64,12 @@ def test_two_processes_cannot_be_one_node(capsys: pytest.CaptureFixture[str], tm
 
 def test_a_folder_in_use_is_reported_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
     script = (
-        "import os, sys; from pathlib import Path; from shoal.cli import main; from shoal.train.rundir import lock_dir\n"
+        "import sys; from pathlib import Path; from shoal.cli import main; from shoal.train.rundir import lock_dir\n"
         "lock = lock_dir(Path('node')); code = main(['worker', 'http://127.0.0.1:1', '--folder', 'node', '-q'])\n"
         "print(code, 'torch' in sys.modules, 'sqlalchemy' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["2", "False", "False"], done.stderr
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, timeout=60, check=True)
+    assert done.stdout.split() == [b"2", b"False", b"False"], done.stderr
 
 
 def test_a_failed_first_start_leaves_no_folder(

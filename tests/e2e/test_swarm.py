@@ -100,7 +100,7 @@ class Town:
 
     def join(self, name: str, *flags: str | Path, code: int = 0) -> str:
         owner = ["--owner", self.folder / f"{name}.key"] if "--delegation" not in flags else []
-        return self.type("node", "join", self.url, "--data", self.folder / name, *owner, *flags, code=code)
+        return self.type("node", "join", self.url, "--folder", self.folder / name, *owner, *flags, code=code)
 
     def act(self, name: str, deed: Callable[[NodeClient], Coroutine[None, None, T]]) -> T:
         """Do something as a node that has joined."""
@@ -275,7 +275,7 @@ def test_a_node_that_is_shown_a_rolled_back_ledger_says_so_and_works_no_more(tow
     with pytest.raises(ForkError):
         town.act("ann", lambda client: client.send_heartbeat(Heartbeat()))
     assert "fork" in town.type(
-        "node", "leave", "--data", town.folder / "ann", code=1
+        "node", "leave", "--folder", town.folder / "ann", code=1
     )  # and after a restart of the node too
     verify = ["ledger", "verify", str(town.data), "--head", str(town.folder / "ann" / "head.json")]
     assert main(verify) == 1, "an auditor with the node's head notices it as well"
@@ -292,7 +292,7 @@ def test_who_may_not_work_is_told_so_and_the_operator_decides(town: Town) -> Non
     assert "recorded as event" in town.type(*ban, "--key", key, "--reason", "a test")
     with pytest.raises(RefusedError, match="banned"):
         town.act("ann", lambda client: client.send_heartbeat(Heartbeat()))
-    assert "banned" in town.join("ann", "--data", town.folder / "second", code=1), "nor by another node"
+    assert "banned" in town.join("ann", "--folder", town.folder / "second", code=1), "nor by another node"
     assert town.keys["ann"] in town.type("leaderboard", town.url) and "banned" in town.type("leaderboard", town.url)
     town.type("admin", "unban", town.url, town.keys["ann"], "--key", key)
     assert "standing     probation" in town.join("ann")

@@ -109,49 +109,53 @@ def test_a_coordinator_that_is_frozen_is_shown_before_the_request_gives_up(
 
     async def check() -> None:
         thawed = asyncio.Event()
-        async with running(tmp_path / "data") as service:
-            async with open_session(service.url, tmp_path / "node", role=Role.WORKER) as session:
-                send = session.client.send_heartbeat
+        async with (
+            running(tmp_path / "data") as service,
+            open_session(service.url, tmp_path / "node", role=Role.WORKER) as session,
+        ):
+            send = session.client.send_heartbeat
 
-                async def freeze(beat: Any) -> Any:
-                    await thawed.wait()
-                    return await send(beat)
+            async def freeze(beat: Any) -> Any:
+                await thawed.wait()
+                return await send(beat)
 
-                monkeypatch.setattr(session.client, "send_heartbeat", freeze)
+            monkeypatch.setattr(session.client, "send_heartbeat", freeze)
 
-                async def work() -> None:
-                    assert session.problem == ""
-                    session.heartbeat_now()
-                    while not session.problem:
-                        await asyncio.sleep(0.01)
-                    assert session.problem == "the coordinator does not answer: no response for 0 s"
-                    thawed.set()
-                    while session.problem:
-                        await asyncio.sleep(0.01)
+            async def work() -> None:
+                assert session.problem == ""
+                session.heartbeat_now()
+                while not session.problem:
+                    await asyncio.sleep(0.01)
+                assert session.problem == "the coordinator does not answer: no response for 0 s"
+                thawed.set()
+                while session.problem:
+                    await asyncio.sleep(0.01)
 
-                await session.run(work())
+            await session.run(work())
 
     asyncio.run(check())
 
 
 def test_a_rejection_is_logged_once_with_the_command_that_explains_it(tmp_path: Path, log) -> None:
     async def check() -> None:
-        async with running(tmp_path / "data") as service:
-            async with open_session(service.url, tmp_path / "node", role=Role.WORKER) as session:
-                log.messages.clear()
-                notice = RejectionNotice(submission="s12", state=SubmissionState.SOFT, because="failed: logprob")
-                service.coordinator.cache._rejected[session.identity.key.public] = (notice,)
-                beats: list[Any] = []
-                session.on_heartbeat = beats.append
+        async with (
+            running(tmp_path / "data") as service,
+            open_session(service.url, tmp_path / "node", role=Role.WORKER) as session,
+        ):
+            log.messages.clear()
+            notice = RejectionNotice(submission="s12", state=SubmissionState.SOFT, because="failed: logprob")
+            service.coordinator.cache._rejected[session.identity.key.public] = (notice,)
+            beats: list[Any] = []
+            session.on_heartbeat = beats.append
 
-                async def work() -> None:
-                    while len(beats) < 2:
-                        session.heartbeat_now()
-                        await asyncio.sleep(0.01)
+            async def work() -> None:
+                while len(beats) < 2:
+                    session.heartbeat_now()
+                    await asyncio.sleep(0.01)
 
-                await session.run(work())
-                look = f"shoal explain {service.url} s12"
-                assert log.messages == [f"s12 was rejected (rejected_soft, failed: logprob): {look}"]
+            await session.run(work())
+            look = f"shoal explain {service.url} s12"
+            assert log.messages == [f"s12 was rejected (rejected_soft, failed: logprob): {look}"]
 
     asyncio.run(check())
 

@@ -152,11 +152,15 @@ def add_logging(parser: CommandParser, default: Any = None) -> None:
     add("--log-json", action="store_true", default=default, help="log one JSON object per line")
 
 
-def parse_where(text: str, schemes: tuple[str, ...] = ("http", "https")) -> str:
-    """Check an address or the path of a file; HOST:PORT alone is an address without its scheme."""
-    if (scheme := _SCHEME.match(text)) and scheme[1] not in schemes:
-        known = " or ".join(f"{name}://" for name in schemes)
-        raise argparse.ArgumentTypeError(f"unknown scheme {scheme[1][:40]}://; expected {known}")
+def parse_where(text: str) -> str:
+    """Check a coordinator's address or the path of a file."""
+    if (scheme := _SCHEME.match(text)) and not is_address(text):
+        raise argparse.ArgumentTypeError(f"unknown scheme {scheme[1][:40]}://; expected http:// or https://")
+    return parse_ledger(text)
+
+
+def parse_ledger(text: str) -> str:
+    """Check an address, a database URL or a path; HOST:PORT alone is an address without its scheme."""
     if _HOST_PORT.fullmatch(text) and not Path(text).exists():
         raise argparse.ArgumentTypeError(f"an address needs its scheme; did you mean http://{text[:80]}?")
     return text
@@ -172,11 +176,6 @@ QUERY = (WHERE, AUTHORITY, JSON)
 SUBMISSION = flag("submission", metavar="SUBMISSION", help="id of the submission, e.g. s123")
 DRY_RUN = flag("--dry-run", action="store_true", help="check and print the resolved settings, then exit")
 FRESH = flag("--fresh", action="store_true", help="move an existing run directory to DIR.old-N first")
-
-
-def parse_ledger(text: str) -> str:
-    """Check the place of a ledger: an address, a database, or a path."""
-    return parse_where(text, ("http", "https", "postgresql", "sqlite"))
 
 
 def name_inputs(source: str = "CONFIG is a TOML file", example: str = "learner.lr=1e-4") -> Flag:

@@ -372,7 +372,7 @@ def test_appeals_have_their_limits(rich):
 
 def test_credit_is_redeemed_in_two_phases(rich):
     rich.wait(rich.params.challenge_s)
-    with pytest.raises(ApiError, match="0.002 credits free"):
+    with pytest.raises(ApiError, match=r"0\.002 credits free"):
         rich.redeem("ann", 2001)
     answer = rich.redeem("ann", 1500, "a" * 32, goal="account 7")
     assert (answer.state, rich.balance("avail", "ann"), rich.balance("redeeming", "ann")) == ("open", 500, 1500)
