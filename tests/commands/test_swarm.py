@@ -12,16 +12,18 @@ import pytest
 
 from shoal.cli import main
 from shoal.commands import common
+from shoal.commands.owner import describe_account, parse_credit
 from shoal.commands.query import describe_leaders, describe_status
 from shoal.config.help import list_settings
 from shoal.coordinator.run import CoordinatorSettings, load_service
 from shoal.errors import ConfigError
 from shoal.identity.delegation import Scope, open_delegation
 from shoal.identity.keys import Key
+from shoal.ledger.event import show_credit
 from shoal.net.client import HttpDeadlines
 from shoal.net.retry import RetryPolicy
 from shoal.protocol.descriptor import Descriptor, sign_descriptor
-from shoal.protocol.messages import LeaderLine, Leaders, Standing, Status, StepInfo, WaitInfo
+from shoal.protocol.messages import LeaderLine, Leaders, OwnerAccount, Standing, Status, StepInfo, WaitInfo
 from shoal.util.units import count_things
 
 HEX = "ab" * 32
@@ -272,4 +274,31 @@ def test_leaders_are_a_table() -> None:
     line = LeaderLine(owner=HEX, standing=Standing.GOOD, accepted=3, rejected=1, tokens=900, earned=1_500_000)
     rows = describe_leaders(Leaders(leaders=(line, line))).splitlines()
     assert rows[2].split() == ["2", "900", "3", "1", "1.500000", "good", HEX]
+    other = line.model_copy(update={"owner": "cd" * 32})
+    marked = describe_leaders(Leaders(leaders=(line, other)), HEX).splitlines()
+    assert marked[1].endswith(f"{HEX}  (you)") and not marked[2].endswith("(you)")
+    assert describe_leaders(Leaders(leaders=(other,)), HEX).endswith(f"you ({HEX}) are not among them")
     assert [count_things(number, "step") for number in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+
+
+def test_an_account_says_where_the_credit_is() -> None:
+    work = {"accepted": 3, "rejected": 1, "earned": 3_500_000}
+    credit = {"stake": 1_000_000, "pending": 2_000_000, "avail": 500_000, "unbond": 0, "redeeming": 0}
+    lines = describe_account(OwnerAccount(owner=HEX, standing=Standing.GOOD, **work, **credit)).splitlines()
+    assert lines[0] == f"owner {HEX}: standing good, 3 accepted, 1 rejected"
+    amounts = [tuple(line.split()[:2]) for line in lines[1:]]
+    assert amounts[:3] == [("earned", "3.500000"), ("bond", "1.000000"), ("unbonding", "0.000000")]
+    assert amounts[3:] == [("pending", "2.000000"), ("free", "0.500000"), ("redeeming", "0.000000")]
+
+
+def test_credits_are_read_and_shown_in_one_unit() -> None:
+    assert [parse_credit(text) for text in ("0.5", "1", "0.000001", "12.25")] == [500_000, 1_000_000, 1, 12_250_000]
+    shown = [show_credit(amount) for amount in (500_000, 1_000_000, 1, 0)]
+    assert shown == ["0.5 credits", "1 credits", "0.000001 credits", "0 credits"]
+
+
+def test_the_public_key_of_a_file_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    key = Key.generate()
+    key.save(tmp_path / "own.key")
+    assert main(["owner", "key", str(tmp_path / "own.key")]) == 0
+    assert capsys.readouterr().out == f"{key.public}\n"

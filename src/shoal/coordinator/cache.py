@@ -297,9 +297,9 @@ class RunCache:
             if not body.appeal:
                 self._note_time(body.owner, body.group_ms)
         else:
-            self._reasons[body.node] = f"submission {submission}: {body.state}, {body.because}"
+            self._reasons[body.node] = f"submission {submission}: {body.state}, {body.reason}"
         if body.state in messages.REJECTED and not body.appeal:
-            notice = messages.RejectionNotice(submission=submission, state=body.state, because=body.because)
+            notice = messages.RejectionNotice(submission=submission, state=body.state, because=body.reason)
             self._rejected[body.node] = (*self._rejected.get(body.node, ()), notice)[-MAX_NOTICES:]
 
 

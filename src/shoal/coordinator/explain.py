@@ -155,7 +155,7 @@ def _describe_outcomes(connection: Connection, row: SubmissionRow) -> Iterator[s
 def _describe_event(event: Event) -> str:
     match parse_event(event):
         case events.SubmissionOutcome() as body:
-            return f"Event {event.seq}: {body.state}, {body.because}; paid {body.paid} micro-credits."
+            return f"Event {event.seq}: {body.state}, {body.reason}; paid {body.paid} micro-credits."
         case events.Slash() as body:
             return f"Event {event.seq}: {body.amount} micro-credits of owner {body.owner} were burned."
         case events.CanaryGraded() as body:

@@ -34,7 +34,6 @@ from shoal.protocol.messages import (
     VerdictStatement,
 )
 from shoal.protocol.outcome import REJECTIONS, decide_outcome, end_waiting, find_sight, list_majority
-from shoal.util.units import count_things
 
 MAX_AT_ONCE = 64
 
@@ -233,14 +232,13 @@ def _end_appeal(votes: Sequence[VerdictRow]) -> SubmissionState:
 def _describe_finding(
     submission: SubmissionRow, state: SubmissionState, votes: list[VerdictRow], said: VerdictStatement
 ) -> Settlement:
-    failed = dict.fromkeys(finding.check for finding in said.findings if not finding.passed)
-    by = f"by {count_things(len(votes), 'verdict')}"
+    failed = [finding.check for finding in said.findings if not finding.passed]
     if state is not SubmissionState.ACCEPTED:
-        return Settlement(state, f"failed: {', '.join(failed)}" if failed else by, votes)
+        return Settlement(state, f"failed: {', '.join(failed)}" if failed else f"by {len(votes)} verdicts", votes)
     agreed = list_majority(read_votes(votes))
     together = [vote for vote, is_one in zip(votes, agreed, strict=True) if is_one]
     lone = [vote for vote in votes if vote.verdict == Verdict.ACCEPTED]
-    finding = _describe_accepted(submission, together or lone, by)
+    finding = _describe_accepted(submission, together or lone, f"by {len(votes)} verdicts")
     return replace(finding, work=list_work(said)) if said.verdict is Verdict.ACCEPTED else finding
 
 
