@@ -211,13 +211,29 @@ def test_a_proof_from_afar_is_checked_before_it_is_believed(
 
     asyncio.run(check())
     assert main(["ledger", "check", str(path), "--descriptor", descriptor]) == 0
-    assert "event      7" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.startswith("valid: event 7 is in the ledger of run demo, signed by ") and "\nevent      7" in out
     assert main(["ledger", "prove", str(tmp_path / "data"), "7"]) == 0
     (tmp_path / "second").write_text(capsys.readouterr().out)
     coordinator = Key.load(tmp_path / "data" / "coordinator.key").public
     assert main(["ledger", "check", str(tmp_path / "second"), "--run", "demo", "--coordinator", coordinator]) == 0
+    assert main(["ledger", "check", str(tmp_path / "second"), "--run", "other", "--coordinator", coordinator]) == 1
     assert main(["ledger", "check", str(tmp_path / "second"), "--run", "demo", "--coordinator", HEX]) == 1
     assert "invalid proof" in capsys.readouterr().out
+    assert main(["ledger", "check", str(tmp_path / "second"), "--coordinator", coordinator, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["valid"], found["run"], found["event"]["seq"]) == (True, "demo", 7)
+
+
+def test_a_long_list_in_an_event_is_shown_by_its_size() -> None:
+    rollouts = [{"hash": "ab", "tokens": number} for number in range(256)]
+    shown = ledger_command._shorten({"lease": "l7", "rollouts": rollouts, "signals": [1, 0], "note": "x" * 2000})
+    assert shown == {
+        "lease": "l7",
+        "rollouts": "256 entries, 32640 tokens; --json shows them",
+        "signals": [1, 0],
+        "note": "2000 characters",
+    }
 
 
 def test_verify_of_a_folder_compares_every_table_and_names_a_changed_row(tmp_path: Path, capsys) -> None:
@@ -255,7 +271,7 @@ def test_verify_of_a_folder_compares_every_table_and_names_a_changed_row(tmp_pat
         (["show", "none.db", "--count", "0"], "--count: must be from 1"),
         (["show", "none.db", "--from", "-1"], "--from: must be 0 or more"),
         (["prove", "none.db", "0"], "none.db: no such file"),
-        (["check", "none.json"], "give --descriptor, or both --run and --coordinator"),
+        (["check", "none.json"], "give --coordinator or --descriptor: who must have signed"),
         (["check", "none.json", "--run", "demo", "--coordinator", HEX], "none.json: cannot be read"),
         (["check", "none.json", "--run", "A b", "--coordinator", HEX], "invalid run name"),
     ],

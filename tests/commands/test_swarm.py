@@ -12,17 +12,19 @@ import pytest
 
 from shoal.cli import main
 from shoal.commands import common
-from shoal.commands.common import count_things
+from shoal.commands.owner import describe_account, parse_credit
 from shoal.commands.query import MAX_NODES, describe_leaders, describe_status
 from shoal.config.help import list_settings
 from shoal.coordinator.run import CoordinatorSettings, load_service
 from shoal.errors import ConfigError
 from shoal.identity.delegation import Scope, open_delegation
 from shoal.identity.keys import Key
+from shoal.ledger.event import show_credit
 from shoal.net.client import HttpDeadlines
 from shoal.net.retry import RetryPolicy
 from shoal.protocol.descriptor import Descriptor, sign_descriptor
-from shoal.protocol.messages import LeaderLine, Leaders, NodeInfo, Standing, Status, StepInfo, WaitInfo
+from shoal.protocol.messages import LeaderLine, Leaders, NodeInfo, OwnerAccount, Standing, Status, StepInfo, WaitInfo
+from shoal.util.units import count_things
 
 HEX = "ab" * 32
 NOBODY = "http://127.0.0.1:1"
@@ -79,7 +81,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["explain", NOBODY, "7"], "invalid submission id '7'"),
         (["owner", "appeal", NOBODY, "7", "--owner", "owner.key"], "invalid submission id '7'"),
         (["owner", "revoke", NOBODY, "me", "--owner", "owner.key"], "'me': not a public key"),
-        (["owner", "redeem", NOBODY, "0", "--owner", "owner.key"], "the amount must be 1 micro-credit or more"),
+        (["owner", "redeem", NOBODY, "0", "--owner", "owner.key"], "the amount must be 0.000001 credits or more"),
+        (["owner", "redeem", NOBODY, "0.5x", "--owner", "owner.key"], "invalid amount '0.5x', expected credits with"),
+        (["owner", "redeem", NOBODY, "0.0000001", "--owner", "owner.key"], "up to six decimals, e.g. 0.5"),
         (["owner", "redeem", NOBODY, "1", "--owner", "owner.key", "--request", "x"], "--request: expected 32"),
         (["owner", "redeem", NOBODY, "1", "--owner", "owner.key", "--to", "\n"], "--to: up to 400"),
         ([*BAN, "--reason", "\u00e9"], "--reason: up to 400 characters of ASCII"),
@@ -254,7 +258,8 @@ def test_a_status_reads_as_sentences() -> None:
         "run demo: running, 6 of 10 steps trained, v6 is newest",
         "  nodes        4 live, 1 stale, 0 gone",
         "  to judge     1 submission",
-        "  step 7       open: 5 of 8 groups accepted, 2 leased, 1 being judged, 1 without signal",
+        "  step 7       open: 5 of 8 groups accepted, 2 leased, 1 being judged, 1 without signal "
+        "(all rewards equal, so replaced)",
         "  waiting      step 7 waits for 3 of 8 groups for 62 s: node n4 has l9 for 10 s more, silent 62 s",
         "  OVERDUE      the queue waits for validators to judge 1 submission",
         "  ALARM        a planted submission was accepted",
@@ -273,4 +278,31 @@ def test_leaders_are_a_table() -> None:
     line = LeaderLine(owner=HEX, standing=Standing.GOOD, accepted=3, rejected=1, tokens=900, earned=1_500_000)
     rows = describe_leaders(Leaders(leaders=(line, line))).splitlines()
     assert rows[2].split() == ["2", "900", "3", "1", "1.500000", "good", HEX]
+    other = line.model_copy(update={"owner": "cd" * 32})
+    marked = describe_leaders(Leaders(leaders=(line, other)), HEX).splitlines()
+    assert marked[1].endswith(f"{HEX}  (you)") and not marked[2].endswith("(you)")
+    assert describe_leaders(Leaders(leaders=(other,)), HEX).endswith(f"you ({HEX}) are not among them")
     assert [count_things(number, "step") for number in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+
+
+def test_an_account_says_where_the_credit_is() -> None:
+    work = {"accepted": 3, "rejected": 1, "earned": 3_500_000}
+    credit = {"stake": 1_000_000, "pending": 2_000_000, "avail": 500_000, "unbond": 0, "redeeming": 0}
+    lines = describe_account(OwnerAccount(owner=HEX, standing=Standing.GOOD, **work, **credit)).splitlines()
+    assert lines[0] == f"owner {HEX}: standing good, 3 accepted, 1 rejected"
+    amounts = [tuple(line.split()[:2]) for line in lines[1:]]
+    assert amounts[:3] == [("earned", "3.500000"), ("bond", "1.000000"), ("unbonding", "0.000000")]
+    assert amounts[3:] == [("pending", "2.000000"), ("free", "0.500000"), ("redeeming", "0.000000")]
+
+
+def test_credits_are_read_and_shown_in_one_unit() -> None:
+    assert [parse_credit(text) for text in ("0.5", "1", "0.000001", "12.25")] == [500_000, 1_000_000, 1, 12_250_000]
+    shown = [show_credit(amount) for amount in (500_000, 1_000_000, 1, 0)]
+    assert shown == ["0.5 credits", "1 credits", "0.000001 credits", "0 credits"]
+
+
+def test_the_public_key_of_a_file_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    key = Key.generate()
+    key.save(tmp_path / "own.key")
+    assert main(["owner", "key", str(tmp_path / "own.key")]) == 0
+    assert capsys.readouterr().out == f"{key.public}\n"

@@ -1,6 +1,8 @@
 """`shoal worker` and `shoal validator`: user mistakes give one-line errors, and a folder is used by one process."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,4 +59,29 @@ def test_two_processes_cannot_be_one_node(capsys: pytest.CaptureFixture[str], tm
         error = fail(capsys, command, str(tmp_path / "run.json"), "--folder", str(tmp_path / "node"))
     finally:
         os.close(lock)
-    assert f"in use by process {os.getpid()}" in error
+    assert f"in use by process {os.getpid()}; wait for it or choose another --folder" in error
+
+
+def test_a_folder_in_use_is_reported_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from shoal.cli import main; from shoal.train.rundir import lock_dir\n"
+        "lock = lock_dir(Path('node')); code = main(['worker', 'http://127.0.0.1:1', '--folder', 'node', '-q'])\n"
+        "print(code, 'torch' in sys.modules, 'sqlalchemy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, timeout=60, check=True)
+    assert done.stdout.split() == [b"2", b"False", b"False"], done.stderr
+
+
+def test_a_failed_first_start_leaves_no_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.node.known_run._RETRY_POLICY", RetryPolicy(tries=1))
+    assert main(["worker", "http://127.0.0.1:9", "--folder", str(tmp_path / "node"), "-q"]) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_address_of_another_scheme_is_not_taken_for_a_path(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["worker", "ftp://127.0.0.1:9"])
+    assert end.value.code == 2
+    assert "unknown scheme ftp://; expected http:// or https://" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from shoal.coordinator.state.leases import find_lease
 from shoal.errors import ConfigError
 from shoal.ledger.ledger import WriterStoppedError
 from shoal.net.api_error import ApiError
-from shoal.protocol.messages import MAX_TOKENS_PER_S, Action, Heartbeat, NodeWait, Verdict
+from shoal.protocol.messages import MAX_TOKENS_PER_S, Action, Finding, Heartbeat, NodeWait, Verdict
 
 
 def texts(world):
@@ -214,9 +214,12 @@ def test_a_submission_is_explained_with_numbers_and_postings(world):
         world.id("judge-b"),
         "failed: toploc",
         "Two validators found it faked, so its owner was banned.",
-        f"Its owner may appeal until 2023-11-21 22:13 UTC: shoal owner appeal URL {submission} --owner KEY",
+        "  the same findings as in round 1",
+        "Its owner may appeal until 2023-11-21 22:13 UTC, but not now: an appeal takes 2 validator owners that did not "
+        "judge it yet, and 1 can now",
     ):
         assert part in text
+    assert text.count("toploc: 0.5") == 1 and len(world.coordinator.list_findings(submission)) == 2
     world.work("w2")
     accepted = world.work("w2")
     text = world.coordinator.explain(accepted)
@@ -224,6 +227,55 @@ def test_a_submission_is_explained_with_numbers_and_postings(world):
     assert "appeal" not in text
     with pytest.raises(ConfigError, match="no such submission"):
         world.coordinator.explain("s999")
+
+
+def test_an_appeal_that_is_possible_is_explained_with_its_command(world):
+    submission = world.work("w1", Verdict.SOFT)
+    until = "Its owner may appeal until 2023-11-21 22:13 UTC"
+    assert f"{until}: shoal owner appeal URL {submission} --owner FILE" in world.coordinator.explain(submission)
+
+
+def test_many_findings_of_a_check_are_one_line_with_the_worst_and_a_count(world):
+    submission = world.submit("w1", world.lease("w1"))
+    said = world.describe_verdict(world.take("judge-a"), Verdict.SOFT)
+    values = [("logprob", f"0.{value}", value < 3, f"g31.{value}") for value in range(1, 10)]
+    values += [("toploc", "0.1", True, "g31.1"), ("toploc", "0.2", True, "g31.2")]
+    findings = [
+        Finding(check=check, statistic=number, threshold="0.25", passed=passed, where=where)
+        for check, number, passed, where in values
+    ]
+    world.post("judge-a", said.model_copy(update={"findings": tuple(findings)}))
+    text = world.coordinator.explain(submission)
+    shown = [line for line in text.splitlines() if "threshold" in line]
+    assert shown == [
+        "  logprob: 0.9, threshold 0.25 at g31.9: FAILED, the worst; 7 of 9 failed",
+        "  toploc: 0.2, threshold 0.25 at g31.2: passed, the worst; all 2 passed",
+    ]
+    assert "rejected_soft, failed: logprob; paid 0" in text, "each check is named once"
+    every = world.coordinator.list_findings(submission)
+    assert len(every) == 11 and every[0] == "round 1: logprob: 0.1, threshold 0.25 at g31.1: passed"
+
+
+def test_a_rejection_is_in_the_answers_to_the_nodes_heartbeats(world):
+    names = [world.work("w1", Verdict.SOFT) for _ in range(2)]
+    world.work("w1")
+    answer = world.coordinator.heartbeat(world.id("w1"), Heartbeat())
+    assert [(notice.submission, notice.because) for notice in answer.rejected] == [
+        (name, "failed: toploc") for name in names
+    ]
+    assert world.coordinator.heartbeat(world.id("w2"), Heartbeat()).rejected == ()
+
+
+def test_an_account_shows_where_the_credit_of_an_owner_is(world):
+    for _ in range(2):
+        world.work("w2")
+    account = world.coordinator.read_account(world.owner_id("bob"))
+    assert account is not None and (account.accepted, account.earned) == (2, 4000)
+    assert (account.stake, account.pending, account.avail) == (2000, 2000, 0)
+    world.wait(101)
+    account = world.coordinator.read_account(world.owner_id("bob"))
+    assert account is not None and (account.stake, account.pending, account.avail) == (2000, 0, 2000)
+    assert world.coordinator.read_account("0" * 64) is None
 
 
 def test_leaders_are_those_with_the_most_accepted_tokens(world):

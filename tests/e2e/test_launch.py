@@ -97,6 +97,8 @@ def test_a_swarm_survives_its_cheat_its_user_and_a_kill(
     assert len(family) >= 7
     assert runner.end(signal.SIGINT) == 130
     assert "the same command resumes it" in runner.log.read_text() and not any(map(_is_alive, family))
+    assert "to join from this machine: shoal worker http://127.0.0.1:" in runner.log.read_text()
+    assert "shoal: stopped; the same command resumes" in (root / "logs" / "validator-1.log").read_text()
 
     code, said = type_command(capsys, "run", *settings, "steps=4")
     assert code == 2 and "begun with another steps" in said

@@ -100,7 +100,7 @@ class LiveRun:
 
     def join(self, name: str, *flags: str | Path, code: int = 0) -> str:
         owner = ["--owner", self.folder / f"{name}.key"] if "--delegation" not in flags else []
-        return self.type("node", "join", self.url, "--data", self.folder / name, *owner, *flags, code=code)
+        return self.type("node", "join", self.url, "--folder", self.folder / name, *owner, *flags, code=code)
 
     def act(self, name: str, deed: Callable[[NodeClient], Coroutine[None, None, T]]) -> T:
         """Do something as a node that has joined."""
@@ -279,7 +279,7 @@ def test_a_node_that_is_shown_a_rolled_back_ledger_says_so_and_works_no_more(liv
     with pytest.raises(ForkError):
         live_run.act("ann", lambda client: client.send_heartbeat(Heartbeat()))
     assert "fork" in live_run.type(
-        "node", "leave", "--data", live_run.folder / "ann", code=1
+        "node", "leave", "--folder", live_run.folder / "ann", code=1
     )  # and after a restart of the node too
     verify = ["ledger", "verify", str(live_run.data), "--head", str(live_run.folder / "ann" / "head.json")]
     assert main(verify) == 1, "an auditor with the node's head notices it as well"
@@ -296,7 +296,7 @@ def test_who_may_not_work_is_told_so_and_the_operator_decides(live_run: LiveRun)
     assert "recorded as event" in live_run.type(*ban, "--key", key, "--reason", "a test")
     with pytest.raises(RefusedError, match="banned"):
         live_run.act("ann", lambda client: client.send_heartbeat(Heartbeat()))
-    assert "banned" in live_run.join("ann", "--data", live_run.folder / "second", code=1), "nor by another node"
+    assert "banned" in live_run.join("ann", "--folder", live_run.folder / "second", code=1), "nor by another node"
     assert live_run.keys["ann"] in live_run.type("leaderboard", live_run.url) and "banned" in live_run.type(
         "leaderboard", live_run.url
     )

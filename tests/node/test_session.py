@@ -21,7 +21,15 @@ from shoal.node.identity import LIFE_MS, RENEW_MS, load_identity
 from shoal.node.known_run import find_run
 from shoal.node.session import Role, RoleState, SessionError, end_session, open_session
 from shoal.protocol.descriptor import open_descriptor, sign_descriptor
-from shoal.protocol.messages import Action, Command, CommandAnswer, SignedCommand, sign_message
+from shoal.protocol.messages import (
+    Action,
+    Command,
+    CommandAnswer,
+    RejectionNotice,
+    SignedCommand,
+    SubmissionState,
+    sign_message,
+)
 from shoal.protocol.params import RunParams
 from shoal.util.waits import RoleWaits
 
@@ -40,13 +48,15 @@ def quick() -> RetryingClient:
     return RetryingClient(RetryPolicy(tries=2, first_s=0.01, longest_s=0.05))
 
 
-def test_a_session_joins_once_and_hears_answers_while_the_role_works(tmp_path: Path) -> None:
+def test_a_session_joins_once_and_hears_answers_while_the_role_works(tmp_path: Path, log) -> None:
     async def check() -> None:
         async with running(tmp_path / "data") as service:
             size = service.coordinator.ledger.size
             async with open_session(service.url, tmp_path / "node", role=Role.WORKER) as session:
                 joined = service.coordinator.ledger.size
                 assert joined > size
+                node, owner = session.identity.key.public, session.identity.owner
+                assert log.messages[-1] == f"joined run demo as node {node} of owner {owner}"
                 assert session.params.steps == 3
                 assert session.answer.newest_version == -1
                 heard: list[Any] = []
@@ -73,6 +83,7 @@ def test_a_coordinator_that_is_away_costs_heartbeats_and_not_the_role(tmp_path: 
             url = service.url
             opened = open_session(url, tmp_path / "node", role=Role.WORKER, asker=quick())
             session = await opened.__aenter__()
+        log.messages.clear()
 
         async def work() -> None:
             session.heartbeat_now()
@@ -87,6 +98,89 @@ def test_a_coordinator_that_is_away_costs_heartbeats_and_not_the_role(tmp_path: 
         await session.run(work())
         assert log.messages[0].startswith("the coordinator does not answer: ")
         await opened.__aexit__(None, None, None)
+
+    asyncio.run(check())
+
+
+def test_a_coordinator_that_is_frozen_is_shown_before_the_request_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.node.session.SILENCE_S", 0.05)
+
+    async def check() -> None:
+        thawed = asyncio.Event()
+        async with (
+            running(tmp_path / "data") as service,
+            open_session(service.url, tmp_path / "node", role=Role.WORKER) as session,
+        ):
+            send = session.client.send_heartbeat
+
+            async def freeze(beat: Any) -> Any:
+                await thawed.wait()
+                return await send(beat)
+
+            monkeypatch.setattr(session.client, "send_heartbeat", freeze)
+
+            async def work() -> None:
+                assert session.problem == ""
+                session.heartbeat_now()
+                while not session.problem:
+                    await asyncio.sleep(0.01)
+                assert session.problem == "the coordinator does not answer: no response for 0 s"
+                thawed.set()
+                while session.problem:
+                    await asyncio.sleep(0.01)
+
+            await session.run(work())
+
+    asyncio.run(check())
+
+
+def test_a_rejection_is_logged_once_with_the_command_that_explains_it(tmp_path: Path, log) -> None:
+    async def check() -> None:
+        async with (
+            running(tmp_path / "data") as service,
+            open_session(service.url, tmp_path / "node", role=Role.WORKER) as session,
+        ):
+            log.messages.clear()
+            notice = RejectionNotice(submission="s12", state=SubmissionState.SOFT, because="failed: logprob")
+            service.coordinator.cache._rejected[session.identity.key.public] = (notice,)
+            beats: list[Any] = []
+            session.on_heartbeat = beats.append
+
+            async def work() -> None:
+                while len(beats) < 2:
+                    session.heartbeat_now()
+                    await asyncio.sleep(0.01)
+
+            await session.run(work())
+            look = f"shoal explain {service.url} s12"
+            assert log.messages == [f"s12 was rejected (rejected_soft, failed: logprob): {look}"]
+
+    asyncio.run(check())
+
+
+def test_a_first_start_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    async def start(source: str, folder: Path, **options: Any) -> None:
+        async with open_session(source, folder, role=Role.WORKER, **options):
+            raise ConfigError("later")
+
+    async def check() -> None:
+        node = tmp_path / "node"
+        with pytest.raises(ConfigError, match="cannot be read"):
+            await start(str(tmp_path / "nowhere.json"), node)
+        async with running(tmp_path / "data") as service:
+            with pytest.raises(ConfigError, match=r"owner\.key"):
+                await start(service.url, node, owner=tmp_path / "owner.key")
+            assert not node.exists()
+            node.mkdir(mode=0o700)
+            Key.generate().save(node / "owner.key")
+            with pytest.raises(ConfigError, match="expected"):
+                await start(service.url, node, coordinator="ab" * 32)
+            assert (node / "owner.key").exists(), "what the user put there stays"
+            with pytest.raises(ConfigError, match="later"):
+                await start(service.url, tmp_path / "other")
+            assert (tmp_path / "other" / "node.key").exists(), "it has joined"
 
     asyncio.run(check())
 

@@ -117,9 +117,22 @@ def test_retrying_continues_through_failures_and_is_one_wait(log) -> None:
         assert await waits.retry_forever("lease", ask, waiting_for="the coordinator", timeout_s=5) == 3
         assert set(since) == {0}
         assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
-        assert log.messages == ["lease: away"] * 7
+        assert log.messages == ["lease: away", "lease: succeeded again"], "one warning, however often it fails"
 
     asyncio.run(check())
+
+
+def test_one_cause_is_one_warning_until_the_wait_that_reported_it_succeeds(log) -> None:
+    waits, away = RoleWaits("worker"), UnreachableError("refused")
+    waits.report_failure("heartbeat", away, "the coordinator does not answer: refused")
+    waits.report_failure("lease", away, "lease: refused")
+    waits.report_failure("lease", UnreachableError("reset"), "lease: reset")
+    assert log.messages == ["the coordinator does not answer: refused", "lease: reset"]
+    waits.note_success("lease")
+    waits.report_failure("lease", away, "lease: refused")
+    waits.note_success("heartbeat")
+    waits.report_failure("lease", away, "lease: refused")
+    assert log.messages[2:] == ["lease: succeeded again", "heartbeat: succeeded again", "lease: refused"]
 
 
 def test_retrying_asks_again_after_a_deadline_and_raises_what_is_final(log) -> None:

@@ -106,3 +106,17 @@ def test_a_lease_announces_a_version_as_well(tmp_path: Path, recipe: Recipe, mak
         assert worker._generator._newest == (4, tmp_path / "v4")
 
     asyncio.run(run())
+
+
+def test_the_status_line_has_problems_first_and_names_whose_totals_it_shows(tmp_path: Path, recipe: Recipe) -> None:
+    session = FakeSession(newest=3, announced=3)
+    session.answer = make_heartbeat_answer(accepted=185, earned=179_000)
+
+    async def run() -> None:
+        worker = make_worker(session, recipe, tmp_path)
+        counts = "0 leases  0 delivered  owner: 185 accepted, credit 0.179, standing good  0 tokens/s"
+        assert worker.describe() == f"no weights yet  {counts}"
+        session.problem = "the coordinator does not answer: refused"
+        assert worker.describe() == f"no weights yet  the coordinator does not answer: refused  {counts}"
+
+    asyncio.run(run())

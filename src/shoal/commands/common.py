@@ -197,12 +197,20 @@ def parse_device(text: str) -> str:
 
 
 def parse_where(text: str) -> str:
-    """Check an address or the path of a file; HOST:PORT alone is an address without its scheme."""
+    """Check a coordinator's address or the path of a file."""
+    if (scheme := _SCHEME.match(text)) and not is_address(text):
+        raise argparse.ArgumentTypeError(f"unknown scheme {scheme[1][:40]}://; expected http:// or https://")
+    return parse_ledger(text)
+
+
+def parse_ledger(text: str) -> str:
+    """Check an address, a database URL or a path; HOST:PORT alone is an address without its scheme."""
     if _HOST_PORT.fullmatch(text) and not Path(text).exists():
         raise argparse.ArgumentTypeError(f"an address needs its scheme; did you mean http://{text[:80]}?")
     return text
 
 
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://")
 _HOST_PORT = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}(/\S*)?")
 WHERE = flag("where", type=parse_where, metavar="URL", help="coordinator's address, or path of the run's descriptor")
 DEVICE = flag("--device", type=parse_device, default="auto", metavar="D", help=_DEVICE_HELP)
@@ -297,11 +305,6 @@ def load_key(path: Path) -> "Key":
     from shoal.identity.keys import Key
 
     return Key.load(path)
-
-
-def count_things(number: int, noun: str) -> str:
-    """`1 step`, `3 steps`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def read_file(path: Path, max_bytes: int = 1 << 22) -> bytes:

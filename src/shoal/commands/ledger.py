@@ -17,7 +17,7 @@ from shoal.commands.common import CliCommand, CommandParser, CommandResult, flag
 from shoal.errors import ConfigError
 from shoal.util.clock import show_time
 from shoal.util.files import check_output, write_output
-from shoal.util.units import check_run
+from shoal.util.units import check_run, count_things
 
 if TYPE_CHECKING:
     from shoal.audit.verify import AuditReport
@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 EXIT_BROKEN = 1
 """the ledger is invalid"""
 MAX_SHOWN = 10_000
-_BODY_CHARS = 100
+_BODY_CHARS, _TEXT_CHARS = 100, 1000
+_LIST_ENTRIES = 4
+"""longer lists in an event are shown by their size"""
 _EXAMPLES = 10
 """number of tasks to print"""
 
 
 _PLACE = "a coordinator's folder, its database (a file or postgresql://...), or its address (http://..., https://...)"
-_LEDGER = (flag("where", type=common.parse_where, metavar="LEDGER", help=_PLACE), common.AUTHORITY)
+_LEDGER = (flag("where", type=common.parse_ledger, metavar="LEDGER", help=_PLACE), common.AUTHORITY)
 
 
 def _add_verify(parser: CommandParser) -> None:
@@ -55,8 +57,8 @@ def _add_check(parser: CommandParser) -> None:
     add = parser.add_argument
     add("proof", type=Path, metavar="FILE", help="the proof")
     add("--descriptor", type=Path, metavar="FILE", help="the run's descriptor")
-    add("--run", metavar="NAME", help="name of the run, if there is no descriptor")
     add("--coordinator", metavar="HEX", help="the coordinator's public key, if there is no descriptor")
+    add("--run", metavar="NAME", help="name of the run (default: the one that the proof names)")
 
 
 def _add_tasks(parser: CommandParser) -> None:
@@ -166,28 +168,35 @@ def run_check(args: argparse.Namespace) -> int:
     """Check a proof of `shoal ledger prove` with only a public key."""
     from shoal.identity.keys import check_public
 
+    run = None if args.run is None else check_run(args.run)
     if args.descriptor is not None:
         descriptor, _ = common.read_descriptor(args.descriptor)
         run, coordinator = descriptor.run, descriptor.coordinator
-    elif args.run is None or args.coordinator is None:
-        raise ConfigError("give --descriptor, or both --run and --coordinator, to identify the ledger of the proof")
+    elif args.coordinator is None:
+        raise ConfigError("give --coordinator or --descriptor: who must have signed the ledger of the proof")
     else:
-        run, coordinator = check_run(args.run), check_public(args.coordinator)
-    return common.print_result(check_proof(args.proof, run=run, coordinator=coordinator))
+        coordinator = check_public(args.coordinator)
+    return common.print_result(check_proof(args.proof, run=run, coordinator=coordinator), as_json=args.json)
 
 
-def check_proof(path: Path, *, run: str, coordinator: str) -> CommandResult:
-    """Check a file written by `shoal ledger prove` with only the coordinator's public key."""
+def check_proof(path: Path, *, run: str | None, coordinator: str) -> CommandResult:
+    """Check a file written by `shoal ledger prove` with only the coordinator's public key.
+
+    Without `run`, the proof may be of any run of this coordinator; the result names it.
+    """
     from shoal.ledger.event import EventError
     from shoal.ledger.head import InclusionProof
 
     try:
         proof = InclusionProof.from_bytes(common.read_file(path).rstrip(b"\n"))
-        proof.check_proof(run, coordinator)
+        proof.check_proof(run or proof.head.head.run, coordinator)
     except EventError as error:
-        return CommandResult(EXIT_BROKEN, f"{path}: invalid proof: {error}")
-    signed = f"signed by {coordinator} over {proof.head.head.size} events"
-    return CommandResult(0, f"{_describe_event(proof.event)}\n\nin the ledger of run {run}, {signed}")
+        return CommandResult(EXIT_BROKEN, f"{path}: invalid proof: {error}", {"valid": False, "text": str(error)})
+    head = proof.head.head
+    first = f"valid: event {proof.event.seq} is in the ledger of run {head.run}, signed by {coordinator} over"
+    text = f"{first} {count_things(head.size, 'event')}\n\n{_describe_event(proof.event)}"
+    data = {"valid": True, "run": head.run, "coordinator": coordinator, "size": head.size}
+    return CommandResult(0, text, {**data, "event": _dump_event(proof.event)})
 
 
 def load_head(path: Path) -> "SignedHead":
@@ -227,7 +236,7 @@ def describe_report(report: "AuditReport", expected: str | None) -> CommandResul
         f"{report.num_events} events, {report.num_postings} postings, {report.num_heads} signed heads, "
         f"{report.num_tables} tables rebuilt"
     )
-    verdict = "holds" if report.holds else f"BROKEN, {len(lines)} findings"
+    verdict = "holds" if report.holds else f"BROKEN, {count_things(len(lines), 'finding')}"
     lines += [f"ledger of run {report.run or '?'}: {verdict}", f"  {counts}"]
     lines += [f"  coordinator {report.coordinator or '?'}", f"  root        {report.root or '?'}"]
     sizes = {name: getattr(report, f"num_{name}") for name in ("events", "postings", "heads", "tables")}
@@ -290,12 +299,24 @@ def _describe_event(event: "Event") -> str:
         f"kind       {event.kind}",
         f"actor      {event.actor} ({signed})",
         f"subject    {event.subject or '-'}",
-        f"body       {_show_body(event)}",
+        f"body       {json.dumps(_shorten(event.content))}",
         f"prev hash  {event.prev_hash.hex()}",
         f"hash       {event.hash.hex()}",
     ]
     lines += [f"posting    {amount / MICRO:+.6f}  {account}" for account, amount in event.postings]
     return "\n".join(lines)
+
+
+def _shorten(value: Any) -> Any:
+    """The value with each long list replaced by its size, and the sum of its tokens: `256 entries, 2410 tokens`."""
+    if isinstance(value, dict):
+        return {key: _shorten(own) for key, own in value.items()}
+    if not isinstance(value, list):
+        return value if not isinstance(value, str) or len(value) <= _TEXT_CHARS else f"{len(value)} characters"
+    if len(value) <= _LIST_ENTRIES:
+        return [_shorten(own) for own in value]
+    tokens = [own["tokens"] for own in value if isinstance(own, dict) and isinstance(own.get("tokens"), int)]
+    return f"{len(value)} entries{f', {sum(tokens)} tokens' if tokens else ''}; --json shows them"
 
 
 def _dump_event(event: "Event") -> dict[str, Any]:
@@ -324,7 +345,7 @@ _ACTIONS = (
     CliCommand("verify", run_verify, (*_LEDGER, common.JSON, _add_verify)),
     CliCommand("show", run_show, (*_LEDGER, common.JSON, _add_show)),
     CliCommand("prove", run_prove, (*_LEDGER, _EVENT, _OUT)),
-    CliCommand("check", run_check, (_add_check,)),
+    CliCommand("check", run_check, (_add_check, common.JSON)),
     CliCommand("tasks", run_tasks, (*_LEDGER, common.JSON, _add_tasks)),
 )
 COMMANDS = (CliCommand("ledger", text="verify, read and prove a run's ledger", actions=_ACTIONS),)

@@ -18,6 +18,7 @@ from shoal.commands.owner import ALLOWANCE, Allowance, make_grant, read_allowanc
 from shoal.errors import ConfigError
 from shoal.util.disk import guard_disk
 from shoal.util.files import write_atomic
+from shoal.util.units import count_things
 
 if TYPE_CHECKING:
     from shoal.identity.keys import Key
@@ -30,10 +31,10 @@ _PINNED = ("run", "coordinator", "operator", "genesis")
 """fixed by the first descriptor in a folder"""
 
 
-_DATA = flag("--data", type=Path, default=Path("node"), metavar="DIR", help="folder of the node (%(default)s)")
+_FOLDER = flag("--folder", type=Path, default=Path("node"), metavar="DIR", help="folder of the node (%(default)s)")
 _JOIN = (
     *common.QUERY,
-    _DATA,
+    _FOLDER,
     flag("--owner", type=Path, metavar="FILE", help="the owner's key, which signs the delegation to this node"),
     flag("--delegation", type=Path, metavar="FILE", help="a delegation signed elsewhere, see `shoal owner delegate`"),
     flag("--coordinator", metavar="HEX", help="public key that the coordinator must have (default: any)"),
@@ -44,15 +45,15 @@ _JOIN = (
 def run_join(args: argparse.Namespace) -> int:
     """Join a run as a node, or renew; does the proof of work."""
     own = common.pick_flags(args, "owner", "delegation", "coordinator")
-    work = join_run(args.where, folder=args.data, allowance=read_allowance(args), authority=args.ca, **own)
-    with guard_disk(args.data):
+    work = join_run(args.where, folder=args.folder, allowance=read_allowance(args), authority=args.ca, **own)
+    with guard_disk(args.folder):
         return common.run_query(work, as_json=args.json)
 
 
 def run_leave(args: argparse.Namespace) -> int:
     """Leave a run and return its leases."""
-    with guard_disk(args.data):
-        return common.run_query(leave_run(args.data, args.ca), as_json=args.json)
+    with guard_disk(args.folder):
+        return common.run_query(leave_run(args.folder, args.ca), as_json=args.json)
 
 
 async def join_run(
@@ -190,7 +191,7 @@ def _describe_member(info: "MemberInfo", coordinator: str) -> str:
         f"  node         {info.node}",
         f"  owner        {info.owner}",
         f"  standing     {info.standing.value}",
-        f"  may          {', '.join(info.scopes)}; hold {common.count_things(info.width, 'lease')} at once",
+        f"  may          {', '.join(info.scopes)}; hold {count_things(info.width, 'lease')} at once",
         f"  heartbeat    every {info.heartbeat_s} s",
         f"  coordinator  {coordinator}",
     ]
@@ -199,6 +200,6 @@ def _describe_member(info: "MemberInfo", coordinator: str) -> str:
 
 _ACTIONS = (
     CliCommand("join", run_join, _JOIN, resumes="; the node may not have joined yet, run the same command again"),
-    CliCommand("leave", run_leave, (_DATA, common.AUTHORITY, common.JSON)),
+    CliCommand("leave", run_leave, (_FOLDER, common.AUTHORITY, common.JSON)),
 )
 COMMANDS = (CliCommand("node", text="join a run without working for it yet, or leave it", actions=_ACTIONS),)

@@ -1,9 +1,12 @@
-"""`shoal owner delegate`, `revoke`, `appeal`, `redeem` and `unbond`: statements signed with an owner's key."""
+"""`shoal owner key`, `show`, `delegate`, `revoke`, `appeal`, `redeem` and `unbond`: an owner's key, its credit, and the
+statements that it signs."""
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -18,15 +21,16 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from shoal.identity.delegation import Grant
-    from shoal.protocol.messages import Signable
+    from shoal.protocol.messages import OwnerAccount, Signable
 
 T = TypeVar("T")
 Answer = TypeVar("Answer", bound="BaseModel")
 DAY_MS = 86_400_000
+_CREDITS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,6})?")
 SCOPES = ("work", "validate", "train", "relay")
 _WRONG = {
     "request": "--request: expected 32 hex characters (0-9, a-f)",
-    "amount": "the amount must be 1 micro-credit or more",
+    "amount": "the amount must be 0.000001 credits or more",
     "goal": "--to: up to 400 characters of ASCII",
 }
 
@@ -60,9 +64,40 @@ _UNBOND = (
 )
 _REDEEM = (
     *_UNBOND,
-    flag("amount", type=int, metavar="AMOUNT", help="in micro-credits"),
+    flag("amount", metavar="AMOUNT", help="in credits, e.g. 0.5"),
     flag("--to", default="", metavar="TEXT", help="where to pay; read by the operator"),
 )
+
+
+def run_key(args: argparse.Namespace) -> int:
+    """Print the public key of a key file."""
+    print(common.load_key(args.file).public)
+    return 0
+
+
+async def _show(args: argparse.Namespace) -> CommandResult:
+    """Show an owner's record, bond, pending and free credit."""
+    owner = common.load_key(args.owner).public
+    async with common.open_client(args.where, args.ca) as client:
+        account = await client.read_account(owner)
+    return CommandResult(0, describe_account(account), account.model_dump(mode="json"))
+
+
+def describe_account(account: "OwnerAccount") -> str:
+    """The record and the credit of an owner, one line each."""
+    from shoal.ledger.event import MICRO
+
+    rows = (
+        ("earned", account.earned, "by all accepted work"),
+        ("bond", account.stake, "burned by a conviction; `shoal owner unbond` returns it"),
+        ("unbonding", account.unbond, "a bond on its way back"),
+        ("pending", account.pending, "becomes free after the challenge window"),
+        ("free", account.avail, "`shoal owner redeem` asks for its payment"),
+        ("redeeming", account.redeeming, "requested, not paid out yet"),
+    )
+    lines = [f"  {name:<12} {amount / MICRO:>14.6f}  {meaning}" for name, amount, meaning in rows]
+    record = f"standing {account.standing.value}, {account.accepted} accepted, {account.rejected} rejected"
+    return "\n".join([f"owner {account.owner}: {record}", *lines])
 
 
 def run_delegate(args: argparse.Namespace) -> int:
@@ -120,32 +155,46 @@ async def _revoke(args: argparse.Namespace) -> CommandResult:
 
 async def _appeal(args: argparse.Namespace) -> CommandResult:
     """Appeal against the rejection of a submission."""
+    from shoal.ledger.event import show_credit
     from shoal.protocol.messages import AppealAnswer, AppealStatement, SignedAppeal
 
     appeal = AppealStatement(submission=common.check_submission(args.submission))
     answer = await _send(args, "/v1/appeals", appeal, partial(SignedAppeal, appeal=appeal), AppealAnswer)
-    text = f"the appeal of {answer.submission} is {answer.state}; its fee is {answer.fee} micro-credits"
+    text = f"the appeal of {answer.submission} is {answer.state}; its fee is {show_credit(answer.fee)}"
     return CommandResult(0, text, answer.model_dump(mode="json"))
 
 
 async def _redeem(args: argparse.Namespace) -> CommandResult:
     """Request payment of free credit."""
+    from shoal.ledger.event import show_credit
     from shoal.protocol.messages import RedeemAnswer, RedeemStatement, SignedRedeem
 
-    redeem = make_statement(RedeemStatement, _WRONG, request=_request(args), amount=args.amount, goal=args.to)
+    amount = parse_credit(args.amount)
+    redeem = make_statement(RedeemStatement, _WRONG, request=_request(args), amount=amount, goal=args.to)
     answer = await _send(args, "/v1/redeems", redeem, partial(SignedRedeem, redeem=redeem), RedeemAnswer)
-    text = f"the request {answer.request} for {answer.amount} micro-credits is {answer.state}, event {answer.seq}"
+    text = f"the request {answer.request} for {show_credit(answer.amount)} is {answer.state}, event {answer.seq}"
     return CommandResult(0, text, answer.model_dump(mode="json"))
 
 
 async def _unbond(args: argparse.Namespace) -> CommandResult:
     """Start the return of the bond."""
+    from shoal.ledger.event import show_credit
     from shoal.protocol.messages import SignedUnbond, UnbondAnswer, UnbondStatement
 
     unbond = make_statement(UnbondStatement, _WRONG, request=_request(args))
     answer = await _send(args, "/v1/unbonds", unbond, partial(SignedUnbond, unbond=unbond), UnbondAnswer)
-    text = f"the bond of {answer.amount} micro-credits is free on {show_time(answer.free_ms)}, request {answer.request}"
+    free = show_time(answer.free_ms)
+    text = f"the bond of {show_credit(answer.amount)} is free on {free}, request {answer.request}"
     return CommandResult(0, text, answer.model_dump(mode="json"))
+
+
+def parse_credit(text: str) -> int:
+    """The amount in micro-credits of a number of credits."""
+    from shoal.ledger.event import MICRO
+
+    if _CREDITS.fullmatch(text) is None:
+        raise ConfigError(f"invalid amount {text[:40]!r}, expected credits with up to six decimals, e.g. 0.5")
+    return int(Decimal(text) * MICRO)
 
 
 def make_statement(model: type[T], sentences: dict[str, str], **fields: Any) -> T:
@@ -176,10 +225,16 @@ async def _send(
 
 
 _ACTIONS = (
+    CliCommand("key", run_key, (flag("file", type=Path, metavar="FILE", help="file of an owner's or a node's key"),)),
+    CliCommand("show", _show, _OWNER),
     CliCommand("delegate", run_delegate, _DELEGATE),
     CliCommand("revoke", _revoke, (*_OWNER, _NODE)),
     CliCommand("appeal", _appeal, (*_OWNER, common.SUBMISSION)),
     CliCommand("redeem", _redeem, _REDEEM),
     CliCommand("unbond", _unbond, _UNBOND),
 )
-COMMANDS = (CliCommand("owner", text="act as an owner: delegate, revoke, appeal, redeem, unbond", actions=_ACTIONS),)
+COMMANDS = (
+    CliCommand(
+        "owner", text="act as an owner: its key and credit, delegate, revoke, appeal, redeem, unbond", actions=_ACTIONS
+    ),
+)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.commands import common
-from shoal.commands.common import CliCommand, CommandResult, count_things, flag
+from shoal.commands.common import CliCommand, CommandResult, flag
 from shoal.util.console import is_live
 from shoal.util.logs import clean_text
+from shoal.util.units import count_things
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +32,10 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 async def _explain(args: argparse.Namespace) -> CommandResult:
-    """Explain a submission: checks, values, thresholds, postings."""
-    return await ask_explanation(args.where, common.check_submission(args.submission), args.ca)
+    """Explain a submission: checks, values, thresholds, postings; -v lists every value."""
+    return await ask_explanation(
+        args.where, common.check_submission(args.submission), args.ca, in_full=bool(args.verbose)
+    )
 
 
 async def ask_status(where: str, authority: Path | None = None) -> CommandResult:
@@ -44,18 +47,22 @@ async def ask_status(where: str, authority: Path | None = None) -> CommandResult
     return CommandResult(0, describe_status(status), status.model_dump(mode="json"))
 
 
-async def ask_explanation(where: str, submission: str, authority: Path | None = None) -> CommandResult:
-    """Fetch and describe everything known about a submission."""
+async def ask_explanation(
+    where: str, submission: str, authority: Path | None = None, *, in_full: bool = False
+) -> CommandResult:
+    """Fetch and describe what is known about a submission; `in_full` with every value of every check."""
     async with common.open_client(where, authority) as client:
-        text = (await client.explain(submission)).text
-    return CommandResult(0, text, {"submission": submission, "text": text})
+        found = await client.explain(submission)
+    text = "\n".join([found.text, "Every value:", *(f"  {line}" for line in found.findings)]) if in_full else found.text
+    return CommandResult(0, text, {"submission": submission, **found.model_dump(mode="json")})
 
 
 async def _leaderboard(args: argparse.Namespace) -> CommandResult:
     """List the owners of a run by accepted tokens."""
+    own = None if args.owner is None else common.load_key(args.owner).public
     async with common.open_client(args.where, args.ca) as client:
         leaders = await client.read_leaders()
-    return CommandResult(0, describe_leaders(leaders), leaders.model_dump(mode="json"))
+    return CommandResult(0, describe_leaders(leaders, own), leaders.model_dump(mode="json"))
 
 
 async def _watch_status(where: str, authority: Path | None, *, as_json: bool) -> int:
@@ -93,12 +100,15 @@ def describe_status(status: "Status") -> str:
     return "\n".join(lines)
 
 
-def describe_leaders(leaders: "Leaders") -> str:
-    """Owners by accepted tokens, one line each."""
+def describe_leaders(leaders: "Leaders", own: str | None = None) -> str:
+    """Owners by accepted tokens, one line each; `own` is the public key of the owner to mark."""
     if not leaders.leaders:
         return "no owner has joined yet"
     head = f"{'':>4}  {'tokens':>12}  {'accepted':>8}  {'rejected':>8}  {'credits':>14}  {'standing':<9}  owner"
-    return "\n".join([head, *(_describe_leader(rank, line) for rank, line in enumerate(leaders.leaders, 1))])
+    lines = [_describe_leader(rank, line, own) for rank, line in enumerate(leaders.leaders, 1)]
+    if own is not None and own not in {line.owner for line in leaders.leaders}:
+        lines.append(f"you ({own}) are not among them")
+    return "\n".join([head, *lines])
 
 
 def _describe_nodes(nodes: "Sequence[NodeInfo]") -> list[str]:
@@ -118,22 +128,23 @@ def _describe_step(step: "StepInfo") -> str:
         (step.leased, "leased"),
         (step.judged, "being judged"),
         (step.offered, "offered again"),
-        (step.dull, "without signal"),
+        (step.dull, "without signal (all rewards equal, so replaced)"),
     ]
     rest = "".join(f", {number} {what}" for number, what in parts if number)
     return f"  step {step.step:<7} {step.state}: {step.accepted} of {count_things(step.needed, 'group')} accepted{rest}"
 
 
-def _describe_leader(rank: int, line: "LeaderLine") -> str:
+def _describe_leader(rank: int, line: "LeaderLine", own: str | None) -> str:
     from shoal.ledger.event import MICRO
 
     counts = f"{rank:>4}  {line.tokens:>12}  {line.accepted:>8}  {line.rejected:>8}  {line.earned / MICRO:>14.6f}"
-    return f"{counts}  {line.standing.value:<9}  {line.owner}"
+    return f"{counts}  {line.standing.value:<9}  {line.owner}{'  (you)' if line.owner == own else ''}"
 
 
+_OWNER = flag("--owner", type=Path, metavar="FILE", help="your owner key, to mark your line")
 _WATCH = flag("--watch", action="store_true", help="repeat until the run is finished")
 COMMANDS = (
     CliCommand("status", run_status, (*common.QUERY, _WATCH)),
     CliCommand("explain", _explain, (*common.QUERY, common.SUBMISSION)),
-    CliCommand("leaderboard", _leaderboard, common.QUERY),
+    CliCommand("leaderboard", _leaderboard, (*common.QUERY, _OWNER)),
 )

@@ -140,21 +140,23 @@ def check_engine(args: argparse.Namespace) -> None:
 
 def run_node(args: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Run a node to its end; while the disk is full, work that needs it waits."""
-    logger.info(f"connecting to {args.where}; loading libraries first")
     from shoal.identity.keys import check_public
-    from shoal.node.session import SessionError
     from shoal.train.rundir import hold_dir
-    from shoal.util.process import tune_process
 
-    tune_process(args.threads)
-    try:
-        if args.coordinator is not None:
-            check_public(args.coordinator)
-        with guard_disk(args.folder), hold_dir(args.folder):  # two processes would use each other's leases
+    if args.coordinator is not None:
+        check_public(args.coordinator)
+    # Before anything that takes long to load. Two processes in one folder would use each other's leases.
+    with guard_disk(args.folder), hold_dir(args.folder, "choose another --folder"):
+        logger.info(f"connecting to {args.where}; loading libraries first")
+        from shoal.node.session import SessionError
+        from shoal.util.process import tune_process
+
+        tune_process(args.threads)
+        try:
             asyncio.run(outlast_disk(work, args.folder, RoleWaits("node")))
-    except SessionError as error:
-        print(f"shoal: {error}", file=sys.stderr)
-        return EXIT_UNWANTED
+        except SessionError as error:
+            print(f"shoal: {error}", file=sys.stderr)
+            return EXIT_UNWANTED
     return 0
 
 
@@ -179,6 +181,9 @@ async def write_work(args: argparse.Namespace, make_behaviour: MakeBehaviour) ->
                 async with line.show(worker.describe):
                     await worker.run()
                 logger.info("%s", worker.describe())
+                if session.stopping.is_set():
+                    leases = "leases returned" if worker.has_left else "leases not returned, so they expire"
+                    print(f"shoal: stopped; {leases}; the same command resumes", file=sys.stderr)
 
         await session.run(outlast_disk(write_rollouts, args.folder, session.waits, stopping=session.stopping))
 
@@ -229,6 +234,8 @@ async def judge_work(args: argparse.Namespace, make_judge: MakeJudge) -> None:
                 async with line.show(validator.describe):
                     await validator.run()
                 logger.info("%s", validator.describe())
+                if session.stopping.is_set():
+                    print("shoal: stopped; the same command resumes", file=sys.stderr)
 
         await session.run(outlast_disk(give_verdicts, args.folder, session.waits, stopping=session.stopping))
 
@@ -246,10 +253,11 @@ async def fetch_calibration(session: "Session", recipe: "Recipe", path: Path) ->
     return calibration
 
 
+_RESUMES = "; the same command resumes"
 COMMANDS = (
     CliCommand("trainer", run_trainer, (common.name_inputs(), _add_trainer, common.AUTHORITY, common.FRESH)),
     CliCommand("evaluator", run_evaluator, (common.name_inputs("CONFIG is a TOML file or a run directory"),)),
     CliCommand("origin", run_origin, (add_origin,)),
-    CliCommand("worker", run_worker, (partial(add_node, folder="worker"), add_engine)),
-    CliCommand("validator", run_validator, (partial(add_node, folder="validator"), common.DEVICE)),
+    CliCommand("worker", run_worker, (partial(add_node, folder="worker"), add_engine), resumes=_RESUMES),
+    CliCommand("validator", run_validator, (partial(add_node, folder="validator"), common.DEVICE), resumes=_RESUMES),
 )

@@ -8,6 +8,7 @@ Exit codes in addition to the common ones: 4, the result here differs from the l
 import argparse
 import asyncio
 import hashlib
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.commands import common
 from shoal.commands.common import CliCommand, CommandParser, CommandResult
 from shoal.errors import ConfigError
+from shoal.util.files import write_output
 
 if TYPE_CHECKING:
     from shoal.policy.model import Policy
@@ -36,21 +38,20 @@ def _add_verify(parser: CommandParser) -> None:
     add = parser.add_argument
     who = parser.add_mutually_exclusive_group(required=True)
     who.add_argument("--owner", type=Path, metavar="FILE", help="the key of the submission's owner")
-    who.add_argument("--folder", type=Path, metavar="DIR", help="folder of one of the owner's nodes")
-    who.add_argument("--case", type=Path, metavar="FILE", help="evidence saved by the owner, for third parties")
-    add("--save", type=Path, metavar="FILE", help="write the evidence to a file (default: not written)")
-    add("--file", type=Path, metavar="FILE", help="the submission's file (default: from the coordinator, if kept)")
+    text = "folder of one of the owner's nodes; its weights are used if it has the version"
+    who.add_argument("--folder", type=Path, metavar="DIR", help=text)
+    who.add_argument("--case", type=Path, metavar="DIR", help="what the owner wrote with --save, for third parties")
+    add("--save", type=Path, metavar="DIR", help="write evidence and file to DIR (default: not written)")
+    text = "the submission's file (default: in the folder of --case, or from the coordinator, if kept)"
+    add("--file", type=Path, metavar="FILE", help=text)
     add("--weights", type=Path, metavar="DIR", help="the version's weights (default: from the relays, if kept)")
     add("--threads", type=int, default=1, metavar="N", help="torch threads (%(default)s)")
 
 
 async def _verify(args: argparse.Namespace) -> CommandResult:
-    """Check a decided submission again and compare with the ledger."""
+    """Check a decided submission again and compare with the ledger; -v lists every value."""
     common.check_submission(args.submission)
-    if args.case is not None and args.file is None:
-        raise ConfigError("--case: --file is required too, because the coordinator serves the file only to its owner")
     common.check_least("--threads", args.threads, 1)
-    from shoal.node.owner_client import save_evidence
     from shoal.util.process import tune_process
 
     tune_process(args.threads)
@@ -64,11 +65,11 @@ async def _verify(args: argparse.Namespace) -> CommandResult:
         folder = Path(name)
         answer, path = await _find_evidence(args, descriptor, folder)
         if args.save is not None:
-            save_evidence(args.save, answer)
+            _save_case(args.save, answer, path)
         calibration = _read_calibration(calibration_bytes, recipe, folder)
         policy = await _find_policy(args, descriptor, answer.evidence, recipe, folder)
         reviews = await _judge_again(answer, path, policy, recipe, calibration)
-    return conclude_review(args.where, answer.evidence, reviews)
+    return conclude_review(args.where, answer.evidence, reviews, in_full=bool(args.verbose))
 
 
 async def _find_evidence(
@@ -80,8 +81,9 @@ async def _find_evidence(
 
     run, coordinator = descriptor.run, descriptor.coordinator
     if args.case is not None:
-        answer = load_evidence(args.case, args.submission, run=run, coordinator=coordinator)
-        return answer, _check_file(args.file, answer.evidence)
+        evidence, file = _name_case(args.case, args.submission)
+        answer = load_evidence(evidence, args.submission, run=run, coordinator=coordinator)
+        return answer, _check_file(args.file or file, answer.evidence)
     key = common.load_key(args.owner if args.owner is not None else args.folder / "node.key")
     place = common.find_endpoint(args.where, args.ca)
     asker = RetryingClient(common.quick_retries())
@@ -92,6 +94,25 @@ async def _find_evidence(
         manifest, path = answer.evidence.job.manifest, folder / "submission"
         await client.fetch_file(args.submission, manifest.blob, manifest.size, path)
         return answer, path
+
+
+def _name_case(folder: Path, submission: str) -> tuple[Path, Path]:
+    """Where a folder of --save has the evidence and the file."""
+    return folder / f"{submission}.json", folder / f"{submission}.parquet"
+
+
+def _save_case(folder: Path, answer: "EvidenceAnswer", path: Path) -> None:
+    """Write what others need to repeat the check, and say so at once: what follows may fail."""
+    from shoal.node.owner_client import save_evidence
+
+    evidence, file = _name_case(folder, answer.evidence.job.submission)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be used as a folder ({error.strerror})") from None
+    save_evidence(evidence, answer)
+    write_output(file, path.read_bytes())
+    print(f"shoal: wrote {evidence} and {file}", file=sys.stderr)
 
 
 def _check_file(path: Path, evidence: "Evidence") -> Path:
@@ -137,12 +158,24 @@ async def _find_policy(
 
     version = evidence.job.version
     if args.weights is None:
-        place = await _pull_weights(descriptor, version, folder / "weights")
+        held = None if args.folder is None else await asyncio.to_thread(_find_held, args.folder, evidence)
+        place = held or await _pull_weights(descriptor, version, folder / "weights")
     else:
         place = args.weights
         if (root := await asyncio.to_thread(find_root, place)) != evidence.weights:
             raise ConfigError(f"{place}: not v{version}: root is {root}, expected {evidence.weights}")
     return await asyncio.to_thread(open_version, version, place, recipe)
+
+
+def _find_held(node: Path, evidence: "Evidence") -> Path | None:
+    """The weights in a node's folder, if it has the version. A node at work may remove them at any time."""
+    from shoal.launch.prepare import find_root
+
+    place = node / "weights" / f"v{evidence.job.version}"
+    try:
+        return place if place.is_dir() and find_root(place) == evidence.weights else None
+    except (ConfigError, OSError):
+        return None
 
 
 async def _pull_weights(descriptor: "Descriptor", version: int, folder: Path) -> Path:
@@ -159,8 +192,12 @@ async def _pull_weights(descriptor: "Descriptor", version: int, folder: Path) ->
             async with asyncio.timeout(_PULL_S):
                 return await client.pull(version)
         except (GoneError, TimeoutError):
-            text = "is no longer available from the run's relays; give its weights with --weights"
-            raise ConfigError(f"v{version} {text}") from None
+            text = (
+                f"v{version} is no longer available from the run's relays. Give its weights with --weights DIR: "
+                f"weights/v{version} in the folder of a worker or validator that still has it, or, from the run's "
+                f"operator, versions/v{version:06d} in the trainer's run directory"
+            )
+            raise ConfigError(text) from None
 
 
 async def _judge_again(
@@ -180,7 +217,9 @@ async def _judge_again(
         return reviews
 
 
-def conclude_review(where: str, evidence: "Evidence", reviews: "Sequence[Review]") -> CommandResult:
+def conclude_review(
+    where: str, evidence: "Evidence", reviews: "Sequence[Review]", *, in_full: bool = False
+) -> CommandResult:
     """Conclude the review; exit code 0 if it agrees with the ledger."""
     from shoal.validator.review import Match, find_outcome
 
@@ -188,11 +227,14 @@ def conclude_review(where: str, evidence: "Evidence", reviews: "Sequence[Review]
     job = evidence.job
     lines = [
         f"{job.submission} is {evidence.state}. It was checked again here, with v{job.version} and the same file: "
-        f"{job.manifest.size} bytes, SHA-256 {job.manifest.blob}."
+        f"{job.manifest.size} bytes, SHA-256 {job.manifest.blob}.",
+        _describe_match(match, where, evidence, reviews),
     ]
+    earlier: dict[tuple[str, ...], int] = {}
     for sitting, review in zip(evidence.sittings, reviews, strict=True):
-        lines += _describe_review(review, sitting.validator, sitting.check_ppm)
-    lines.append(_describe_match(match, where, evidence, reviews))
+        head, *table = _describe_review(review, sitting.validator, sitting.check_ppm, in_full=in_full)
+        known = earlier.setdefault(tuple(table), review.said.round)
+        lines += [head, *table] if known == review.said.round else [head, f"  The same numbers as in round {known}."]
     data = {
         "submission": job.submission,
         "state": evidence.state.value,
@@ -202,7 +244,7 @@ def conclude_review(where: str, evidence: "Evidence", reviews: "Sequence[Review]
     return CommandResult(EXIT_DIFFERS if match is Match.DIFFERS else 0, "\n".join(lines), data)
 
 
-def _describe_review(review: "Review", validator: str, check_ppm: int) -> Iterator[str]:
+def _describe_review(review: "Review", validator: str, check_ppm: int, *, in_full: bool) -> Iterator[str]:
     from shoal.protocol.params import MILLION
 
     said, found = review.said, review.found
@@ -214,7 +256,22 @@ def _describe_review(review: "Review", validator: str, check_ppm: int) -> Iterat
     if (said.tokens, len(said.groups)) != (found.tokens, len(found.groups)):
         yield f"  {said.tokens} tokens in {len(said.groups)} groups there, {found.tokens} in {len(found.groups)} here."
     yield "  " + _align(_HEAD)
-    yield from map(_describe_line, review.lines)
+    for check in dict.fromkeys(line.check for line in review.lines):
+        own = [line for line in review.lines if line.check == check]
+        if in_full or len(own) == 1:
+            yield from map(_describe_line, own)
+        else:
+            yield f"{_describe_line(max(own, key=_rank_line))}, the worst of {len(own)}"
+
+
+def _rank_line(line: "CheckComparison") -> tuple[bool, float, float]:
+    """How much a comparison matters: one that differs, then the largest gap, then the value farthest from passing."""
+    from shoal.validator.review import Match
+
+    finding = line.said or line.found
+    assert finding is not None, "a comparison has at least one finding"
+    distance = abs(float(finding.statistic) - float(finding.threshold))
+    return line.match is Match.DIFFERS, line.gap, -distance if finding.passed else distance
 
 
 def _describe_line(line: "CheckComparison") -> str:

@@ -35,6 +35,8 @@ MAX_LISTED = 64
 """nodes that the status lists"""
 MAX_SILENCE_MS = 3_600_000
 """time after which a silent node counts as gone and is no longer waited for"""
+MAX_NOTICES = 8
+"""rejections of a node that its heartbeats are told"""
 MAX_TIMES, MAX_OWN_TIMES = 64, 8
 """leases whose durations are remembered, in total and per owner"""
 
@@ -84,6 +86,8 @@ class RunCache:
         self.full_ms = 0
         """since when files are refused because the disk is full; 0 if they are not"""
         self._reasons: dict[str, str] = {}
+        self._rejected: dict[str, tuple[messages.RejectionNotice, ...]] = {}
+        """the last ones by node, since the coordinator started"""
 
     @property
     def group_ms(self) -> list[int]:
@@ -147,6 +151,7 @@ class RunCache:
             accepted=accepted,
             earned=earned,
             finished=self.finished,
+            rejected=self._rejected.get(node, ()),
             reasons=self._list_reasons(node, member.owner),
         )
 
@@ -335,7 +340,10 @@ class RunCache:
             if not body.appeal:
                 self._note_time(body.owner, body.group_ms)
         else:
-            self._reasons[body.node] = f"submission {submission}: {body.state}, {body.because}"
+            self._reasons[body.node] = f"submission {submission}: {body.state}, {body.reason}"
+        if body.state in messages.REJECTED and not body.appeal:
+            notice = messages.RejectionNotice(submission=submission, state=body.state, because=body.reason)
+            self._rejected[body.node] = (*self._rejected.get(body.node, ()), notice)[-MAX_NOTICES:]
 
 
 def _begin(wait: Wait) -> int:

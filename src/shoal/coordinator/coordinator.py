@@ -43,6 +43,7 @@ from shoal.protocol.messages import (
     Heartbeat,
     HeartbeatAnswer,
     LeaderLine,
+    OwnerAccount,
     ReceiptAnswer,
     SignedAppeal,
     Status,
@@ -316,7 +317,12 @@ class Coordinator:
     def explain(self, submission: str) -> str:
         """Everything known about a submission, as text. Reads the database: call it in a thread."""
         with self.ledger.read() as connection:
-            return explain.explain_submission(connection, submission)
+            return explain.explain_submission(connection, submission, now_ms=self._clock())
+
+    def list_findings(self, submission: str) -> list[str]:
+        """Every finding about a submission, one line each. Reads the database: call it in a thread."""
+        with self.ledger.read() as connection:
+            return explain.list_findings(connection, submission)
 
     def read_state(self, submission: str) -> SubmissionState:
         """State of a submission; ConfigError if it does not exist. Reads the database: call it in a thread."""
@@ -327,6 +333,11 @@ class Coordinator:
         """Owners by accepted tokens. Reads the database: call it in a thread."""
         with self.ledger.read() as connection:
             return status.read_leaders(connection, limit)
+
+    def read_account(self, owner: str) -> OwnerAccount | None:
+        """The record and the credit of an owner. Reads the database: call it in a thread."""
+        with self.ledger.read() as connection:
+            return status.read_account(connection, owner)
 
     async def _drop_blobs(self) -> bool:
         """Delete files that are no longer needed; return whether there may be more."""

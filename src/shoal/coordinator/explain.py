@@ -1,24 +1,28 @@
 """A submission explained as text: every check, number, threshold and posting. For its owner, and for everyone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from sqlalchemy import Connection, text
 
+from shoal.coordinator.decide.context import RunSnapshot
 from shoal.coordinator.decide.drift_watch import describe_watch
+from shoal.coordinator.decide.validators import refuse_vain
 from shoal.coordinator.rules.room import appeal_time
 from shoal.coordinator.state.credit import find_appeal
 from shoal.coordinator.state.drift import find_history
 from shoal.coordinator.state.queue import find_job
 from shoal.coordinator.state.run import count_away, read_run
 from shoal.coordinator.state.submissions import SubmissionRow, find_submission, list_duplicates
-from shoal.coordinator.state.validators import list_verdicts
+from shoal.coordinator.state.validators import VerdictRow, list_verdicts
 from shoal.errors import ConfigError
 from shoal.ledger.event import MICRO, Event, EventKind
 from shoal.ledger.reader import read_event
+from shoal.net.api_error import ApiError
 from shoal.protocol import events
 from shoal.protocol.events import parse_event, read_body
-from shoal.protocol.messages import REJECTED, SubmissionState, VerdictStatement
+from shoal.protocol.messages import REJECTED, Finding, SubmissionState, VerdictStatement
 from shoal.util.clock import show_time
+from shoal.util.units import count_things
 
 _ACCOUNTS = {
     "mint": "where credit is created",
@@ -49,12 +53,22 @@ _SECOND_OPINIONS = {
 _EVENTS = text("SELECT seq FROM event WHERE subject = :subject ORDER BY seq")
 
 
-def explain_submission(connection: Connection, submission: str) -> str:
-    """Everything known about a submission; ConfigError if it does not exist."""
+def explain_submission(connection: Connection, submission: str, *, now_ms: int) -> str:
+    """A submission in words, with the worst value of each check; ConfigError if it does not exist."""
     row = _require_submission(connection, submission)
     lines = [*_describe_start(row), *_describe_duplicates(connection, row), *_describe_verdicts(connection, row)]
-    lines += [*_describe_outcomes(connection, row), *_describe_watch(connection, row), *_describe_rest(connection, row)]
-    return "\n".join(lines)
+    lines += [*_describe_outcomes(connection, row), *_describe_watch(connection, row)]
+    return "\n".join([*lines, *_describe_rest(connection, row, now_ms)])
+
+
+def list_findings(connection: Connection, submission: str) -> list[str]:
+    """Every finding of every verdict on a submission, one line each; empty if it does not exist."""
+    votes = list_verdicts(connection, submission)
+    return [
+        f"round {vote.round}: {_describe_finding(finding)}"
+        for vote in votes
+        for finding in _read_findings(connection, vote)
+    ]
 
 
 def read_state(connection: Connection, submission: str) -> SubmissionState:
@@ -85,14 +99,42 @@ def _describe_duplicates(connection: Connection, row: SubmissionRow) -> Iterator
 
 
 def _describe_verdicts(connection: Connection, row: SubmissionRow) -> Iterator[str]:
+    earlier: dict[tuple[str, ...], int] = {}
     for vote in list_verdicts(connection, row.submission):
         on = " on appeal" if vote.appeal else ""
         yield f"Round {vote.round}{on}: validator {vote.validator} says {vote.verdict} ({vote.tokens} tokens)."
-        event = read_event(connection, vote.seq)
-        for finding in () if event is None else read_body(event, VerdictStatement).findings:
-            word = "passed" if finding.passed else "FAILED"
-            where = f" at {finding.where}" if finding.where else ""
-            yield f"  {finding.check}: {finding.statistic}, threshold {finding.threshold}{where}: {word}"
+        lines = tuple(_summarise_findings(_read_findings(connection, vote)))
+        if lines and lines in earlier:
+            yield f"  the same findings as in round {earlier[lines]}"
+        else:
+            earlier[lines] = vote.round
+            yield from lines
+
+
+def _read_findings(connection: Connection, vote: VerdictRow) -> tuple[Finding, ...]:
+    event = read_event(connection, vote.seq)
+    return () if event is None else read_body(event, VerdictStatement).findings
+
+
+def _summarise_findings(findings: Sequence[Finding]) -> Iterator[str]:
+    """One line for each check: its worst finding, and how many there are. Failed checks come first."""
+    for check in dict.fromkeys(finding.check for finding in sorted(findings, key=lambda finding: finding.passed)):
+        own = [finding for finding in findings if finding.check == check]
+        failed = [finding for finding in own if not finding.passed]
+        worst = max(failed, key=_measure_gap) if failed else min(own, key=_measure_gap)
+        count = f"; {len(failed)} of {len(own)} failed" if failed else f"; all {len(own)} passed"
+        yield f"  {_describe_finding(worst)}{f', the worst{count}' if len(own) > 1 else ''}"
+
+
+def _describe_finding(finding: Finding) -> str:
+    where = f" at {finding.where}" if finding.where else ""
+    word = "passed" if finding.passed else "FAILED"
+    return f"{finding.check}: {finding.statistic}, threshold {finding.threshold}{where}: {word}"
+
+
+def _measure_gap(finding: Finding) -> float:
+    """The distance of a value from its threshold, whichever side is the right one."""
+    return abs(float(finding.statistic) - float(finding.threshold))
 
 
 def _describe_watch(connection: Connection, row: SubmissionRow) -> Iterator[str]:
@@ -114,7 +156,7 @@ def _describe_outcomes(connection: Connection, row: SubmissionRow) -> Iterator[s
 def _describe_event(event: Event) -> str:
     match parse_event(event):
         case events.SubmissionOutcome() as body:
-            return f"Event {event.seq}: {body.state}, {body.because}; paid {body.paid} micro-credits."
+            return f"Event {event.seq}: {body.state}, {body.reason}; paid {body.paid} micro-credits."
         case events.Slash() as body:
             return f"Event {event.seq}: {body.amount} micro-credits of owner {body.owner} were burned."
         case events.CanaryGraded() as body:
@@ -140,10 +182,10 @@ def _describe_grades(body: events.VerdictGrades) -> str:
     return f"validator {', '.join(wrong)} was wrong about it" if wrong else "all validators that judged it were right"
 
 
-def _describe_rest(connection: Connection, row: SubmissionRow) -> Iterator[str]:
+def _describe_rest(connection: Connection, row: SubmissionRow, now_ms: int) -> Iterator[str]:
     job, appeal = find_job(connection, row.submission), find_appeal(connection, row.submission)
     if job is not None and job.state == "queued":
-        yield f"It waits for verdict {job.round}, claimed {job.claims} times so far."
+        yield f"It waits for verdict {job.round}, claimed {count_things(job.claims, 'time')} so far."
     if row.state == SubmissionState.HARD:
         yield "Two validators found it faked, so its owner was banned."
     if appeal is not None:
@@ -154,4 +196,15 @@ def _describe_rest(connection: Connection, row: SubmissionRow) -> Iterator[str]:
         away_ms = count_away(connection, row.decided_ms)
         window_s = appeal_time(read_run(connection).params, SubmissionState(row.state))
         end = show_time(row.decided_ms + away_ms + 1000 * window_s)
-        yield f"Its owner may appeal until {end}: shoal owner appeal URL {row.submission} --owner KEY"
+        vain = _find_obstacle(connection, row, now_ms)
+        how = f", but not now: {vain}" if vain else f": shoal owner appeal URL {row.submission} --owner FILE"
+        yield f"Its owner may appeal until {end}{how}"
+
+
+def _find_obstacle(connection: Connection, row: SubmissionRow, now_ms: int) -> str:
+    """Why an appeal would be refused now; empty if there are enough validators for it."""
+    try:
+        refuse_vain(RunSnapshot(connection, now_ms, read_run(connection).params), row)
+    except ApiError as error:
+        return error.text
+    return ""

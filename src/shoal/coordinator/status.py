@@ -15,12 +15,13 @@ from shoal.coordinator.state.canaries import CanaryRow, last_caught, list_missed
 from shoal.coordinator.state.credit import count_redeems, list_redeems
 from shoal.coordinator.state.drift import count_watched, list_watched
 from shoal.coordinator.state.leases import LeaseRow, list_oldest, oldest_offer
-from shoal.coordinator.state.members import list_leaders
+from shoal.coordinator.state.members import find_owner, list_leaders
 from shoal.coordinator.state.queue import count_awaiting_opinion, count_queued, oldest_queued
 from shoal.coordinator.state.room import find_total_room
 from shoal.coordinator.state.run import StepRow, find_version, list_steps, newest_version, read_run
 from shoal.coordinator.state.submissions import count_awaited
-from shoal.protocol.messages import LeaderLine, Standing, Status, StepInfo, WaitInfo
+from shoal.ledger.db import read_accounts
+from shoal.protocol.messages import LeaderLine, OwnerAccount, Standing, Status, StepInfo, WaitInfo
 from shoal.protocol.params import RunParams, is_exhausted
 from shoal.util.units import format_bytes
 from shoal.util.waits import Wait, WaitTable
@@ -144,6 +145,15 @@ def read_leaders(connection: Connection, limit: int) -> list[LeaderLine]:
     """Owners by accepted tokens."""
     rows = list_leaders(connection, limit)
     return [build_from(LeaderLine, row, standing=Standing(row.standing)) for row in rows]
+
+
+def read_account(connection: Connection, owner: str) -> OwnerAccount | None:
+    """The record and the credit of an owner; None if it never joined."""
+    row = find_owner(connection, owner)
+    if row is None:
+        return None
+    balances = read_accounts(connection, owner, "stake", "pending", "avail", "unbond", "redeeming")
+    return build_from(OwnerAccount, row, standing=Standing(row.standing), **balances)
 
 
 def _list_watched(connection: Connection) -> Iterator[str]:

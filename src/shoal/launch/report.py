@@ -35,6 +35,7 @@ from shoal.ledger.event import MICRO
 from shoal.protocol.messages import LeaderLine, SubmissionState
 from shoal.train.report import draw_png, pick_series
 from shoal.train.rollout_files import list_steps, show_groups
+from shoal.util.clock import read_clock
 from shoal.util.console import format_time
 from shoal.util.files import write_atomic
 from shoal.util.logs import clean_text
@@ -283,7 +284,7 @@ def _explain_worst(connection: Connection, owner: str, states: Counter[str]) -> 
     for state in _REJECTED:
         if states[state.value]:
             row = connection.execute(_WORST, {"owner": owner, "state": state.value}).one()
-            return explain_submission(connection, str(row[0]))
+            return explain_submission(connection, str(row[0]), now_ms=read_clock())
     return ""
 
 

@@ -23,6 +23,7 @@ from shoal.launch.report import write_report
 from shoal.launch.settings import LaunchConfig
 from shoal.launch.supervisor import Supervisor
 from shoal.launch.view import EVALS, METRICS, SnapshotReader, View, read_steps
+from shoal.protocol.descriptor import open_descriptor
 from shoal.train.rundir import is_started, lock_dir, move_aside
 from shoal.util.aio import EXIT_INTERRUPTED, catch_signals, run_together
 from shoal.util.logs import clean_text
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 STOPPING = "stopping all parts in order; once more to kill them"
+_LOOK_S = 0.5
 _SPIN_COUNT = "5000"
 """see shoal.cli"""
 
@@ -69,9 +71,18 @@ async def supervise_swarm(prepared: PreparedSwarm) -> int:
     supervisor = open_supervisor(prepared, list_parts(prepared))
     meter = CpuMeter(supervisor)
     with closing(SnapshotReader(prepared, supervisor)) as reader:
-        code = await run_parts(supervisor, meter.run(), View(reader).run())
+        code = await run_parts(supervisor, meter.run(), View(reader).run(), _announce_key(prepared))
     add_costs(prepared.layout.costs, meter.cpu_s)
     return code
+
+
+async def _announce_key(prepared: PreparedSwarm) -> None:
+    """Log how to join the run, as soon as the coordinator has made its key."""
+    path = prepared.layout.coordinator / "descriptor.json"
+    while not path.exists():
+        await asyncio.sleep(_LOOK_S)
+    key = open_descriptor(path.read_bytes().rstrip(b"\n")).coordinator
+    logger.info(f"to join from this machine: shoal worker {prepared.url} --coordinator {key}")
 
 
 def open_supervisor(prepared: PreparedSwarm, parts: Sequence[Part]) -> Supervisor:

@@ -44,6 +44,11 @@ MAX_POSTINGS = 1024
 _ACCOUNT = re.compile(r"mint|burn|treasury|redeemed|(?:pending|avail|stake|unbond|redeeming):[0-9a-f]{64}")
 
 
+def show_credit(amount: int) -> str:
+    """An amount of micro-credits in credits: `0.5 credits`."""
+    return f"{amount / MICRO:.6f}".rstrip("0").rstrip(".") + " credits"
+
+
 class PostingError(ValueError):
     """Postings that do not balance, or that would make an account negative."""
 

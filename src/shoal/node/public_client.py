@@ -26,6 +26,7 @@ from shoal.protocol.messages import (
     HeadAnswer,
     InclusionAnswer,
     Leaders,
+    OwnerAccount,
     PageAnswer,
     ParamsAnswer,
     ProofAnswer,
@@ -43,6 +44,7 @@ class PublicClient:
     """Requests that need no key."""
 
     def __init__(self, place: Endpoint, *, link: HttpClient | None = None, asker: RetryingClient | None = None) -> None:
+        self.url = str(place)
         self._link = link or HttpClient(place)
         self._asker = asker or RetryingClient()
 
@@ -53,6 +55,10 @@ class PublicClient:
     async def read_leaders(self) -> Leaders:
         """Owners by accepted tokens."""
         return await self._get("/v1/leaders", Leaders)
+
+    async def read_account(self, owner: str) -> OwnerAccount:
+        """The record and the credit of one owner."""
+        return await self._get(f"/v1/owners/{owner}", OwnerAccount)
 
     async def explain(self, submission: str) -> Explanation:
         """Everything known about a submission, as text."""

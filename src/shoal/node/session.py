@@ -16,8 +16,10 @@ Invariants:
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, closing, suppress
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -35,11 +37,18 @@ from shoal.node.known_run import find_run
 from shoal.node.receipts import InvalidDocumentError
 from shoal.node.transfer import BlobStores
 from shoal.protocol.descriptor import Descriptor
-from shoal.protocol.messages import MAX_TOKENS_PER_S, Heartbeat, HeartbeatAnswer, LeaseProgress, NodeWait
+from shoal.protocol.messages import (
+    MAX_TOKENS_PER_S,
+    Heartbeat,
+    HeartbeatAnswer,
+    LeaseProgress,
+    NodeWait,
+    RejectionNotice,
+)
 from shoal.protocol.params import RunParams
 from shoal.util.aio import catch_signals, run_together
 from shoal.util.disk import is_full
-from shoal.util.files import write_atomic
+from shoal.util.files import LOCK_NAME, write_atomic
 from shoal.util.spans import SpanLog
 from shoal.util.waits import RoleWaits, WaitError
 
@@ -50,6 +59,8 @@ RETRY_POLICY = RetryPolicy(tries=5, first_s=0.5, longest_s=5.0)
 """of one call: about 10 s. Callers that need an answer ask again (`RoleWaits.retry_forever`)"""
 JOIN_S, ASK_S = 600.0, 60.0
 """deadlines; joining includes a proof of work"""
+SILENCE_S = 10.0
+"""after which a heartbeat without an answer is shown as a problem; the request itself waits longer"""
 MAX_TEXT, MAX_REASON = 80, 160
 MAX_HEARTBEAT_S = 60
 """longest pause between two heartbeats, whatever the coordinator asks for"""
@@ -115,14 +126,23 @@ class Session:
         """the role's state, read before each heartbeat"""
         self.on_heartbeat: Callable[[HeartbeatAnswer], None] = lambda _: None
         """called with each answer"""
-        self.problem = ""
-        """problem with the coordinator; empty without one"""
+        self._problem = ""
+        self._asked_s = 0.0
+        """when the heartbeat without an answer was sent; 0: there is none"""
         self.answer: HeartbeatAnswer
         """the latest heartbeat answer; set once the session is open, as are the parameters"""
         self.params: RunParams
         """the run's parameters at the start of the session"""
         self._heartbeat_waits = RoleWaits("heartbeat")  # separate: a heartbeat blocks no work
         self._is_due = asyncio.Event()
+
+    @property
+    def problem(self) -> str:
+        """Problem with the coordinator, in one sentence; empty if there is none."""
+        silent_s = time.monotonic() - self._asked_s if self._asked_s else 0.0
+        if silent_s > SILENCE_S:
+            return f"the coordinator does not answer: no response for {silent_s:.0f} s"
+        return self._problem
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run the role's work with concurrent heartbeats and signal handling; returns its result."""
@@ -143,6 +163,9 @@ class Session:
             "joining", self._heartbeat, waiting_for="the coordinator", timeout_s=JOIN_S
         )
         self.params = await self.ask_coordinator("parameters", self.client.read_params)
+        node, owner = self.identity.key.public, self.identity.owner
+        logger.info(f"joined run {self.descriptor.run} as node {node} of owner {owner}")
+        self._report_rejections(())
 
     async def ask_coordinator(
         self, name: str, call: Callable[[], Awaitable[T]], *, timeout_s: float = ASK_S, reported: bool = True
@@ -158,8 +181,10 @@ class Session:
         except (ForkError, InvalidDocumentError) as error:
             raise end_session(error) from None
 
-    async def leave(self) -> None:
-        """Leave the run, if the coordinator can be reached; the next session joins again."""
+    async def leave(self) -> bool:
+        """Leave the run, which returns its leases; False if the coordinator was not told.
+
+        The next session joins again."""
         self._joined_path.unlink(missing_ok=True)
         try:
             await self.waits.with_timeout(
@@ -167,25 +192,37 @@ class Session:
             )
         except (RefusedError, UnreachableError, WaitError) as error:
             logger.warning(f"left the run without notifying the coordinator: {error}")
+            return False
+        return True
 
     async def _send_heartbeats(self) -> None:
         while True:
             pause_s = min(max(self.answer.next_s, 1), MAX_HEARTBEAT_S)
             await _sleep_until(self._is_due, pause_s)
+            known = self.answer.rejected
             try:
                 self.answer = await self._heartbeat_waits.with_timeout(
                     "heartbeat", self._heartbeat(), waiting_for="the coordinator", timeout_s=JOIN_S
                 )
             except (UnreachableError, WaitError) as error:
-                self.problem = f"the coordinator does not answer: {error}"
-                logger.warning(self.problem)
+                self._problem = f"the coordinator does not answer: {error}"
+                self.waits.report_failure("heartbeat", error, self._problem)
                 continue
             except OSError as error:
                 if not is_full(error):
                     raise
                 continue  # the coordinator got the heartbeat; only its answer could not be stored
-            self.problem = ""
+            self._problem = ""
+            self.waits.note_success("heartbeat")
+            self._report_rejections(known)
             self.on_heartbeat(self.answer)
+
+    def _report_rejections(self, known: tuple[RejectionNotice, ...]) -> None:
+        """Log which submissions were rejected, and how to see why."""
+        for notice in self.answer.rejected:
+            if notice not in known:
+                look = f"shoal explain {self.client.url} {notice.submission}"
+                logger.warning(f"{notice.submission} was rejected ({notice.state}, {notice.because}): {look}")
 
     async def _heartbeat(self) -> HeartbeatAnswer:
         """Send one heartbeat; join first if not joined yet or no longer known to the coordinator."""
@@ -210,7 +247,7 @@ class Session:
     def _has_joined(self) -> bool:
         return self._joined_path.exists() and self._joined_path.read_text() == self.identity.digest
 
-    def _send_heartbeat(self) -> Awaitable[HeartbeatAnswer]:
+    async def _send_heartbeat(self) -> HeartbeatAnswer:
         state = self.read_state()
         beat = Heartbeat(
             role=self._role.value,
@@ -219,7 +256,11 @@ class Session:
             leases=state.leases,
             tokens_per_s=min(state.tokens_per_s, MAX_TOKENS_PER_S),
         )
-        return self.client.send_heartbeat(beat)
+        self._asked_s = time.monotonic()
+        try:
+            return await self.client.send_heartbeat(beat)
+        finally:
+            self._asked_s = 0.0
 
     def _describe_wait(self) -> NodeWait | None:
         """The longest current wait, in coordinator time."""
@@ -250,11 +291,7 @@ async def open_session(
 
     `coordinator` is the expected public key, `authority` a file of certificates to trust.
     """
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be used as a node folder ({error.strerror})") from None
-    with closing(SpanLog(folder / "spans.jsonl", role.value)) as spans:
+    with _open_folder(folder) as ready, closing(SpanLog(folder / "spans.jsonl", role.value)) as spans:
         waits = RoleWaits(role.value, spans=spans)
         descriptor, url = await find_run(source, folder, waits, coordinator=coordinator, authority=authority)
         identity = load_identity(folder, descriptor.run, role.scope, owner=owner)
@@ -273,7 +310,30 @@ async def open_session(
                 client, descriptor, identity, role=role, folder=folder, waits=waits, spans=spans, authority=authority
             )
             await session.open()
+            ready()
             yield session
+
+
+@contextmanager
+def _open_folder(folder: Path) -> Iterator[Callable[[], None]]:
+    """A node's folder. A new one is removed if the block fails before it calls the function: nobody joined with it."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    is_disposable = not names - {LOCK_NAME}
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be used as a node folder ({error.strerror})") from None
+
+    def keep() -> None:
+        nonlocal is_disposable
+        is_disposable = False
+
+    try:
+        yield keep
+    except (ConfigError, UnavailableError, SessionError):
+        if is_disposable:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _shorten(text: str, most: int = MAX_TEXT) -> str:

@@ -272,6 +272,14 @@ class SubmissionOutcome(EventBody):
     width: int
     """lease limit of the node after this event"""
 
+    @property
+    def reason(self) -> str:
+        """`because` for people: a check that failed for many rollouts is named once."""
+        if self.because == "by 1 verdicts":
+            return "by 1 verdict"
+        head, failed, checks = self.because.partition("failed: ")
+        return f"{head}{failed}{', '.join(dict.fromkeys(checks.split(', ')))}"
+
 
 class BlobDrop(EventBody):
     """Files were deleted."""

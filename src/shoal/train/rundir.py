@@ -26,6 +26,7 @@ from shoal.config.run import RunConfig, dump_config, flatten_config, load_config
 from shoal.errors import ConfigError, DiskError
 from shoal.util.disk import is_full, is_refused, spare_words
 from shoal.util.files import (
+    LOCK_NAME,
     append_line,
     check_latest,
     link_latest,
@@ -251,12 +252,15 @@ def move_aside(path: Path) -> None:
     path.rename(aside)
 
 
-def lock_dir(path: Path) -> int:
-    """Create the directory if needed and lock it; the descriptor holds the lock."""
+def lock_dir(path: Path, otherwise: str = "choose another name or seed") -> int:
+    """Create the directory if needed and lock it; the descriptor holds the lock.
+
+    `otherwise` tells the user what to do instead if another process uses the directory.
+    """
     while True:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            lock = open_lock(path / ".lock")
+            lock = open_lock(path / LOCK_NAME)
         except OSError as error:
             if is_refused(error):
                 raise  # a disk error, which `guard_disk` reports
@@ -264,10 +268,10 @@ def lock_dir(path: Path) -> int:
         if not try_lock(lock):
             owner = read_accounts(lock)
             os.close(lock)
-            raise ConfigError(f"{path}: in use by process {owner}; wait for it or choose another name or seed")
+            raise ConfigError(f"{path}: in use by process {owner}; wait for it or {otherwise}")
         # Another process may have moved the directory aside (--fresh) between open and flock; this lock is then on the
         # wrong one.
-        if _is_same_file(lock, path / ".lock"):
+        if _is_same_file(lock, path / LOCK_NAME):
             with spare_words():  # the lock holds even if the process id cannot be written
                 write_owner(lock)
             return lock
@@ -275,9 +279,9 @@ def lock_dir(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def hold_dir(path: Path) -> Iterator[None]:
-    """Hold the directory's lock inside the context."""
-    lock = lock_dir(path)
+def hold_dir(path: Path, otherwise: str) -> Iterator[None]:
+    """Hold the directory's lock inside the context; `otherwise` as for `lock_dir`."""
+    lock = lock_dir(path, otherwise)
     try:
         yield
     finally:

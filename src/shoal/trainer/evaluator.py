@@ -67,7 +67,7 @@ async def run_evaluator(config: RunConfig, run: Path, *, report: Report = lambda
     """Evaluate what is due in a run directory, until the last version is done or a signal arrives."""
     stopping = asyncio.Event()
     with ExitStack() as stack:
-        stack.enter_context(hold_dir(run / "evaluator"))
+        stack.enter_context(hold_dir(run / "evaluator", "stop it"))
         stack.enter_context(guard_disk(run))
         repair_jsonl(run / NAME)
         spans = SpanLog(run / "evaluator" / "spans.jsonl", "evaluator")

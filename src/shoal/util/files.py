@@ -190,6 +190,10 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+LOCK_NAME = ".lock"
+"""of a directory that one process at a time may use"""
+
+
 def open_lock(path: Path, mode: int = 0o644) -> int:
     """Open a lock file, creating it if necessary; closing the descriptor releases the lock."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)

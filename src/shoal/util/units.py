@@ -1,4 +1,4 @@
-"""Byte counts and rates in human-readable form.
+"""Counts, bytes and rates in human-readable form.
 
 Also the names allowed for a run, which occur in signatures, folders and requests.
 """
@@ -37,6 +37,11 @@ def format_bytes(count: float) -> str:
             return f"{count:.3g} {prefix}B"
         count /= 1000
     return f"{count:.3g} TB" if count < 999.5 else f"{count:.0f} TB"
+
+
+def count_things(number: int, noun: str) -> str:
+    """`1 step`, `3 steps`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _scale(match: re.Match[str]) -> float:

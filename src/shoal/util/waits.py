@@ -6,6 +6,7 @@
 Invariants:
 - a role awaits nothing outside its process except through `with_timeout` or `retry_forever`: every wait has a deadline;
 - current waits can be read at any time, with the last failure if there was one;
+- a cause of failure is one warning until what reported it succeeds again, however many calls it fails;
 - each reported wait is a span of kind `wait`.
 
 Waits of the run itself (a step for its groups, the queue for validators) are not recorded here: `status` reads them
@@ -32,6 +33,8 @@ T = TypeVar("T")
 
 MAX_WAITS = 4096
 """maximum number of listed waits; more indicate a leak or an attack, and are only counted"""
+MAX_CAUSES = 64
+"""causes of failures remembered at once, to report each one only once"""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 
 
@@ -119,6 +122,8 @@ class RoleWaits:
         self._role, self._sleep, self._backoff = role, sleep, backoff
         self._spans = spans or SpanLog(None, role)
         self._reported, self._unreported = WaitTable(clock), WaitTable(clock)
+        self._warned: dict[str, str] = {}
+        """causes that were logged as warnings, and the name of the wait that did"""
 
     async def with_timeout(
         self,
@@ -156,12 +161,30 @@ class RoleWaits:
         with self._enter(name, waiting_for, timeout_s, reported, fields, reason) as set_detail:
             for attempt in itertools.count():
                 try:
-                    return await _limit(name, call(), waiting_for, timeout_s)
+                    result = await _limit(name, call(), waiting_for, timeout_s)
+                    self.note_success(name)
+                    return result
                 except (WaitError, UnreachableError) as error:
-                    logger.warning(f"{error}; retrying" if isinstance(error, WaitError) else f"{name}: {error}")
+                    text = f"{error}; retrying" if isinstance(error, WaitError) else f"{name}: {error}"
+                    self.report_failure(name, error, text)
                     set_detail(str(error))
                 await self._sleep(self._backoff.pause_s(attempt))
         raise AssertionError("retries end with a result")
+
+    def report_failure(self, name: str, error: Exception, text: str) -> None:
+        """Log a failed attempt; as a warning only if nobody else reports the same cause already."""
+        cause = str(error)
+        logger.log(logging.DEBUG if cause in self._warned else logging.WARNING, text)
+        if len(self._warned) < MAX_CAUSES:
+            self._warned.setdefault(cause, name)
+
+    def note_success(self, name: str) -> None:
+        """An attempt succeeded: the causes that it reported are over."""
+        over = [cause for cause, reporter in self._warned.items() if reporter == name]
+        for cause in over:
+            del self._warned[cause]
+        if over:
+            logger.info(f"{name}: succeeded again")
 
     def longest(self) -> Wait | None:
         """The reported wait that has lasted longest."""

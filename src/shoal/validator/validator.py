@@ -143,18 +143,19 @@ class Validator:
         await self._session.leave()
 
     def describe(self) -> str:
-        """A status line."""
+        """A status line, the most important first: a narrow terminal cuts its end."""
         counts = ", ".join(f"{count} {verdict.value}" for verdict, count in self.verdicts.items() if count)
         wait = self._session.waits.longest()
-        parts = [f"v{self._version}" if self._version >= 0 else "no weights yet", counts or "no verdicts yet"]
-        if rates := self._throughput.describe():
-            parts.append(rates)
+        parts = [f"v{self._version}" if self._version >= 0 else "no weights yet"]
         if self._session.problem:
             parts.append(self._session.problem)
         elif self._limited:
             parts.append(self._limited)
         elif wait is not None:
             parts.append(f"waits for {wait.waiting_for}: {wait.detail or wait.name}")
+        parts.append(counts or "no verdicts yet")
+        if rates := self._throughput.describe():
+            parts.append(rates)
         return "  ".join(parts)
 
     async def _claim(self) -> ClaimAnswer:

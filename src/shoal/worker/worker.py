@@ -28,6 +28,7 @@ from shoal.node.session import RoleState, Session
 from shoal.node.weights import NEW_VERSION_S, describe_relays, number_version
 from shoal.shardcast.client import ShardcastClient
 from shoal.util.aio import Backoff, run_together, run_until_set
+from shoal.util.units import count_things
 from shoal.worker.behaviour import FinishedWork, WorkerBehaviour
 from shoal.worker.generator import Generator
 from shoal.worker.leases import LeaseTable
@@ -77,6 +78,8 @@ class Worker:
         self._submitter = Submitter(session, self._leases, self._requester.note_ended)
         self._version = -1
         """newest version on this machine"""
+        self.has_left = False
+        """whether the coordinator knows that this worker stopped, and has its leases back"""
         self._started = time.monotonic()
         session.read_state, session.on_heartbeat = self._describe_state, self._requester.take_answer
 
@@ -87,21 +90,13 @@ class Worker:
         following = [self._follow_weights(), self._report_missing_weights()]
         await run_together(self._work(), self._run_generator(), *following, *handling, *submitting)
         if not self._requester.finished:
-            await self._session.leave()
+            self.has_left = await self._session.leave()
 
     def describe(self) -> str:
-        """A status line."""
+        """A status line, the most important first: a narrow terminal cuts its end."""
         version, requester = self._generator.version, self._requester
-        parts = [
-            f"v{version}" if version >= 0 else "no weights yet",
-            f"{self._count_rate()} tokens/s",
-            f"{len(self._leases)} leases",
-            f"{self._submitter.counts.delivered} delivered",
-            f"{self._session.answer.accepted} accepted",
-            f"credit {self._session.answer.earned / MICRO:.3f}",
-            f"standing {self._session.answer.standing.value}",
-        ]
-        wait = self._session.waits.longest()
+        parts = [f"v{version}" if version >= 0 else "no weights yet"]
+        wait, answer = self._session.waits.longest(), self._session.answer
         if self._session.problem:
             parts.append(self._session.problem)
         elif requester.failure:
@@ -110,6 +105,12 @@ class Worker:
             parts.append(f"waits for {wait.waiting_for}: {wait.detail or requester.reason or wait.name}")
         elif not len(self._leases) and requester.reason:
             parts.append(requester.reason)
+        parts += [
+            count_things(len(self._leases), "lease"),
+            f"{self._submitter.counts.delivered} delivered",
+            f"owner: {answer.accepted} accepted, credit {answer.earned / MICRO:.3f}, standing {answer.standing.value}",
+            f"{self._count_rate()} tokens/s",
+        ]
         return "  ".join(parts)
 
     async def _work(self) -> None:

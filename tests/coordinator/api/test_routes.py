@@ -94,7 +94,12 @@ def test_everybody_may_look(open_stand: Any) -> None:
             client = stand.client(Key.generate())
             assert (await client.read_status()).run == "demo"
             assert (await client.read_leaders()).leaders[0].tokens == 5
-            assert await client.explain("s5") == Explanation(text="all about s5", state=SubmissionState.RECEIVED)
+            assert (await client.read_account("0" * 64)).avail == 500_000
+            with pytest.raises(RefusedError, match="no node of this owner has joined this run"):
+                await client.read_account("1" * 64)
+            assert await client.explain("s5") == Explanation(
+                text="all about s5", findings=("every value of s5",), state=SubmissionState.RECEIVED
+            )
             await stand.ledger.transact(lambda draft: draft.append(EventKind.ADMIN, body={}))
             assert await client.read_head() is None
             await stand.ledger.sign_head()
@@ -156,7 +161,7 @@ def test_the_openapi_document_names_every_route_and_its_messages(open_stand: Any
             status, body = await stand.send(["GET /v1/openapi.json HTTP/1.1"])
             paths = json.loads(body)["paths"]
             assert status == 200
-            assert len(paths) == 35
+            assert len(paths) == 36
             schema = paths["/v1/heartbeat"]["post"]["requestBody"]["content"]["application/json"]["schema"]
             assert schema == {"$ref": "#/components/schemas/Heartbeat"}
             for path, methods in paths.items():

@@ -198,6 +198,15 @@ async def get_leaders(context: ApiContext) -> messages.Leaders:
     return messages.Leaders(leaders=tuple(await context.read(partial(context.coordinator.read_leaders, MAX_LEADERS))))
 
 
+@everybody.get("/v1/owners/{owner}", Access.PUBLIC)
+async def get_account(context: ApiContext, owner: messages.Digest) -> messages.OwnerAccount:
+    """The record and the credit of one owner."""
+    account = await context.read(partial(context.coordinator.read_account, owner))
+    if account is None:
+        raise ApiError(404, "not_found", "no node of this owner has joined this run")
+    return account
+
+
 @everybody.get("/v1/submissions/{submission}/explanation", Access.PUBLIC)
 async def get_explanation(context: ApiContext, submission: messages.SubmissionId) -> messages.Explanation:
     """Every check, number, threshold and posting of a submission, as sentences."""
@@ -360,7 +369,8 @@ class BlobResponse(Response):
 
 
 def _explain(coordinator: Coordinator, submission: str) -> messages.Explanation:
-    return messages.Explanation(text=coordinator.explain(submission), state=coordinator.read_state(submission))
+    text, findings = coordinator.explain(submission), tuple(coordinator.list_findings(submission))
+    return messages.Explanation(text=text, findings=findings, state=coordinator.read_state(submission))
 
 
 def _prove_event(ledger: Ledger, seq: int) -> str:

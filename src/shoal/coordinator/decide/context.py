@@ -7,7 +7,9 @@ Invariants:
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from sqlalchemy import Connection
 
 from shoal.coordinator.cache import RunCache
 from shoal.coordinator.state.members import NodeRow, OwnerRow, find_ban, find_node, find_owner
@@ -23,6 +25,7 @@ from shoal.net.api_error import ApiError, refuse_banned
 from shoal.protocol.beacon import BeaconChain
 from shoal.protocol.events import EventBody
 from shoal.protocol.messages import Message, Signable, Standing, open_message
+from shoal.protocol.params import RunParams
 
 Row = TypeVar("Row")
 Built = TypeVar("Built", bound=Message)
@@ -87,6 +90,28 @@ class Decision:
         return sign_document(self.context.key, tag, message.model_dump(mode="json")).decode()
 
 
+class RunView(Protocol):
+    """What the checks of permissions read: of a decision, or of a reader that decides nothing."""
+
+    @property
+    def connection(self) -> Connection: ...
+
+    @property
+    def now_ms(self) -> int: ...
+
+    @property
+    def params(self) -> RunParams: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunSnapshot:
+    """A run as a reader sees it."""
+
+    connection: Connection
+    now_ms: int
+    params: RunParams
+
+
 class CallerRows(NamedTuple):
     """The rows of a caller: its node and its owner."""
 
@@ -94,14 +119,14 @@ class CallerRows(NamedTuple):
     owner: OwnerRow
 
 
-def check_ban(decision: Decision, node: str, owner: str) -> None:
+def check_ban(decision: RunView, node: str, owner: str) -> None:
     """Raise if a node or its owner is banned."""
     ban = find_ban(decision.connection, node, owner)
     if ban is not None:
         raise refuse_banned(ban.seq, ban.reason)
 
 
-def require_member(decision: Decision, node: str, scope: Scope | None = None) -> CallerRows:
+def require_member(decision: RunView, node: str, scope: Scope | None = None) -> CallerRows:
     """The caller, if it may act in the run now; otherwise `ApiError`."""
     row = find_node(decision.connection, node)
     if row is None:
@@ -118,7 +143,7 @@ def require_member(decision: Decision, node: str, scope: Scope | None = None) ->
     return CallerRows(row, owner)
 
 
-def require_validator(decision: Decision, node: str) -> CallerRows:
+def require_validator(decision: RunView, node: str) -> CallerRows:
     """The caller, if it may judge now; otherwise `ApiError`."""
     rows = require_member(decision, node, Scope.VALIDATE)
     if not {node, rows.owner.owner} & set(decision.params.validators):

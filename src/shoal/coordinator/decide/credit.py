@@ -11,7 +11,7 @@ from collections import defaultdict
 from shoal.coordinator.decide.context import Decision, build_from, check_ban
 from shoal.coordinator.state.credit import HoldRow, count_open, find_bond, find_redeem, list_free, list_ripe
 from shoal.ledger.db import read_accounts
-from shoal.ledger.event import REDEEMED, Posting, move_credit, name_account
+from shoal.ledger.event import REDEEMED, Posting, move_credit, name_account, show_credit
 from shoal.net.api_error import ApiError
 from shoal.protocol.events import BondReleased, BondWaiting, CreditPost
 from shoal.protocol.messages import Action, Command, RedeemAnswer, SignedRedeem, SignedUnbond, UnbondAnswer
@@ -80,10 +80,11 @@ def request_redeem(decision: Decision, signed: SignedRedeem) -> RedeemAnswer:
         return build_from(RedeemAnswer, earlier)
     check_ban(decision, owner, owner)
     if asked.amount < decision.params.redeem_least:
-        raise ApiError(400, "amount", f"the minimum redemption is {decision.params.redeem_least} micro-credits")
+        raise ApiError(400, "amount", f"the minimum redemption is {show_credit(decision.params.redeem_least)}")
     free = read_accounts(decision.connection, owner, "avail")["avail"]
     if free < asked.amount:
-        raise ApiError(402, "credit", f"insufficient credit: {asked.amount} micro-credits requested, {free} available")
+        wanted = show_credit(asked.amount)
+        raise ApiError(402, "credit", f"insufficient credit: {wanted} requested, {show_credit(free)} free")
     if count_open(decision.connection, owner) >= MAX_OPEN:
         raise ApiError(409, "open_requests", f"this owner has {MAX_OPEN} open requests; the operator pays those first")
     decision.record(statement, _move_between(owner, "avail", "redeeming", asked.amount))

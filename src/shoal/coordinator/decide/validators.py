@@ -32,7 +32,7 @@ Invariants:
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from shoal.coordinator.decide.context import Decision, require_row, require_validator
+from shoal.coordinator.decide.context import Decision, RunView, require_row, require_validator
 from shoal.coordinator.decide.settlement import burn_credit, void_work
 from shoal.coordinator.rules.validator_trust import (
     BANNED_AT,
@@ -52,6 +52,7 @@ from shoal.protocol.events import Ban, NodeStanding, VerdictGrade, VerdictGrades
 from shoal.protocol.messages import Standing, SubmissionState, Verdict
 from shoal.protocol.outcome import REJECTIONS, Vote, agrees, list_majority
 from shoal.protocol.params import MILLION
+from shoal.util.units import count_things
 
 BOND = ("stake", "unbond")
 CONVICTIONS = 2
@@ -78,7 +79,7 @@ def needs_second_opinion(decision: Decision, submission: SubmissionRow, verdict:
     return OpinionNeed(because, share) if count_opinions(decision, submission) else OpinionNeed()
 
 
-def count_opinions(decision: Decision, submission: SubmissionRow) -> int:
+def count_opinions(decision: RunView, submission: SubmissionRow) -> int:
     """The number of validator owners that could still judge a submission."""
     return len(set(_list_able(decision)) - set(_list_heard(decision, submission)))
 
@@ -103,13 +104,13 @@ def _is_awaited(decision: Decision, job: JobRow, heard: Mapping[str, int]) -> bo
     return any(heard_ms > job.since_ms for owner, heard_ms in heard.items() if owner not in spent)
 
 
-def refuse_vain(decision: Decision, submission: SubmissionRow) -> None:
+def refuse_vain(decision: RunView, submission: SubmissionRow) -> None:
     """Reject an appeal that cannot succeed, because there are too few validators."""
     needed = CONVICTIONS if submission.state == SubmissionState.HARD else 1
     able = count_opinions(decision, submission)
     if able < needed:
-        text = f"this appeal needs {needed} more validator owners to judge it, but only {able} are available"
-        raise ApiError(409, "no_validators", text)
+        others = count_things(needed, "validator owner")
+        raise ApiError(409, "no_validators", f"an appeal takes {others} that did not judge it yet, and {able} can now")
 
 
 def _choose_share(decision: Decision, owner: OwnerRow, verdict: Verdict) -> tuple[str, int]:
@@ -122,7 +123,7 @@ def _choose_share(decision: Decision, owner: OwnerRow, verdict: Verdict) -> tupl
     return "drawn", params.second_share
 
 
-def _list_able(decision: Decision) -> Iterator[str]:
+def _list_able(decision: RunView) -> Iterator[str]:
     for key in decision.params.validators:
         for row in list_named(decision.connection, key):
             try:
@@ -131,7 +132,7 @@ def _list_able(decision: Decision) -> Iterator[str]:
                 continue  # it may not judge now: banned, limited, left
 
 
-def _list_heard(decision: Decision, submission: SubmissionRow) -> Iterator[str]:
+def _list_heard(decision: RunView, submission: SubmissionRow) -> Iterator[str]:
     """The owners that judged it, and its own owner."""
     yield submission.owner
     for vote in list_verdicts(decision.connection, submission.submission):

@@ -4,7 +4,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from shoal.protocol.messages.base import MAX_NUMBER, Digest, LeaseId, LongText, Message, Number, ShortText, Standing
+from shoal.protocol.messages.base import (
+    MAX_NUMBER,
+    Digest,
+    LeaseId,
+    LongText,
+    Message,
+    Number,
+    ShortText,
+    Standing,
+    SubmissionId,
+    SubmissionState,
+)
 
 MAX_TOKENS_PER_S = 10**9
 """largest rate that a node may report"""
@@ -71,6 +82,14 @@ class Heartbeat(Message):
     """what it says it generates (worker) or replays (validator); only shown, never decided on"""
 
 
+class RejectionNotice(Message):
+    """A submission of the node that was rejected."""
+
+    submission: SubmissionId
+    state: SubmissionState
+    because: str
+
+
 class HeartbeatAnswer(Message):
     """The coordinator's answer to a heartbeat."""
 
@@ -90,5 +109,7 @@ class HeartbeatAnswer(Message):
     earned: Number = 0
     """micro-credits that its owner earned by them, released or not"""
     finished: bool
+    rejected: tuple[RejectionNotice, ...] = ()
+    """the last rejected submissions of the node, oldest first"""
     reasons: tuple[str, ...]
     """why the last work was refused, what the run waits for: sentences for the log"""

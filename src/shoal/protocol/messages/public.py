@@ -185,6 +185,27 @@ class LeaderLine(Message):
     """micro-credits, all accounts"""
 
 
+class OwnerAccount(Message):
+    """The record and the credit of one owner; amounts in micro-credits."""
+
+    owner: Digest
+    standing: Standing
+    accepted: Number
+    rejected: Number
+    earned: Number
+    """by all accepted work, whatever became of it"""
+    stake: Number
+    """its bond"""
+    pending: Number
+    """pay that a conviction would still burn"""
+    avail: Number
+    """free: can be redeemed"""
+    unbond: Number
+    """a bond on its way back"""
+    redeeming: Number
+    """requested from the operator and not paid out yet"""
+
+
 class Done(Message):
     """The request succeeded."""
 
@@ -241,9 +262,12 @@ class BlobLink(Message):
 
 
 class Explanation(Message):
-    """Everything known about a submission, as sentences."""
+    """A submission in words."""
 
     text: str
+    """with the worst value of each check"""
+    findings: tuple[str, ...]
+    """every value of every check, one line each"""
     state: SubmissionState
 
 
