@@ -1,12 +1,13 @@
 """`shoal worker` and `shoal validator`: user mistakes give one-line errors, and a folder is used by one process."""
 
+import logging
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from shoal.cli import main
-from shoal.net.retry import RetryPolicy
 from shoal.train.rundir import lock_dir
 
 
@@ -29,17 +30,26 @@ def test_a_descriptor_that_is_not_there_is_named(
 ) -> None:
     path = tmp_path / "nowhere.json"
     error = fail(capsys, command, str(path), "--folder", str(tmp_path / "node"))
-    assert f"{path}: cannot be read (No such file or directory)" in error
+    assert f"{path}: cannot be read (no such file)" in error
 
 
-def test_a_coordinator_that_is_away_is_no_mistake(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("command", ["worker", "validator"])
+def test_a_coordinator_that_is_away_is_waited_for_until_a_signal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:
-    monkeypatch.setattr("shoal.node.known_run._RETRY_POLICY", RetryPolicy(tries=1))
-    assert main(["worker", "http://127.0.0.1:9", "--folder", str(tmp_path / "node"), "-q"]) == 1
-    error = capsys.readouterr().err
-    assert error == "shoal: http://127.0.0.1:9: not a valid run descriptor (" + error.partition("(")[2]
-    assert error.count("\n") == 1
+    class Stop(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    waits, stop = logging.getLogger("shoal.util.waits"), Stop()
+    waits.addHandler(stop)
+    try:
+        assert main([command, "http://127.0.0.1:9", "--folder", str(tmp_path / "node"), "-q"]) == 0
+    finally:
+        waits.removeHandler(stop)
+    said, ended = capsys.readouterr().err.splitlines()
+    assert "the coordinator does not answer, retrying: http://127.0.0.1:9: no connection" in said
+    assert ended == "shoal: stopped"
 
 
 @pytest.mark.parametrize("command", ["worker", "validator"])
@@ -47,7 +57,7 @@ def test_an_invalid_coordinator_key_is_an_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:
     where = ("http://127.0.0.1:1", "--folder", str(tmp_path / "node"))
-    assert "'abc': not a public key" in fail(capsys, command, *where, "--coordinator", "abc")
+    assert "shoal: --coordinator: 'abc': not a public key" in fail(capsys, command, *where, "--coordinator", "abc")
 
 
 @pytest.mark.parametrize("command", ["worker", "validator"])

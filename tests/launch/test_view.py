@@ -130,15 +130,28 @@ def test_nodes_are_called_by_their_names_and_strangers_by_their_keys() -> None:
     assert name_nodes(text, {NODE: "worker-1"}) == "worker-1 has l1; node ffffffff has l2; xnode ab12cd34"
 
 
-def test_a_swarm_that_is_being_stopped_raises_no_alarm(prepared: PreparedSwarm) -> None:
-    async def look(supervisor: Supervisor) -> str:
+def test_a_swarm_that_starts_or_is_being_stopped_raises_no_alarm(
+    prepared: PreparedSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def look(supervisor: Supervisor) -> tuple[str, str]:
         reader = SnapshotReader(prepared, supervisor)
         try:
-            return (await reader.read()).problem
+            snapshot = await reader.read()
+            return snapshot.problem, snapshot.note
         finally:
             reader.close()
 
     supervisor = Supervisor([], prepared.layout.logs, {})
-    assert "the coordinator has not answered" in asyncio.run(look(supervisor))
+    assert asyncio.run(look(supervisor)) == ("", "the coordinator is starting")
+    monkeypatch.setattr("shoal.launch.view.START_S", 0.0)
+    problem, note = asyncio.run(look(supervisor))
+    assert "the coordinator has not answered" in problem and not note
     supervisor.is_stopping = True
-    assert asyncio.run(look(supervisor)) == "all parts are being stopped, the coordinator last"
+    assert asyncio.run(look(supervisor)) == ("", "all parts are being stopped, the coordinator last")
+
+
+def test_a_note_is_shown_and_is_no_alarm() -> None:
+    snapshot = make_snapshot(note="all parts are being stopped", status=None)
+    assert describe_line(snapshot).endswith("  all parts are being stopped")
+    page = draw(snapshot)
+    assert "all parts are being stopped" in page and "alarms" not in page

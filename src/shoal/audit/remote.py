@@ -112,7 +112,7 @@ async def _copy_ledger(client: PublicClient, descriptor: Descriptor, engine: Eng
             _append_events(connection, events)
         size += len(events)
         number += 1
-        if number % _SHOWN_EVERY == 0:
+        if number % _SHOWN_EVERY == 0 or size == head.head.size:
             logger.info("copied %d of %d events", size, head.head.size)
     with engine.begin() as connection:
         if all(known.head.size != size for known in read_heads(connection, head.head.run)):

@@ -21,6 +21,9 @@ _WRONG = {
 }
 
 
+_AFTER = {"unban": "; its processes ended with exit code 3: start them again (under `shoal run`: stop and resume it)"}
+
+
 async def _params(args: argparse.Namespace) -> CommandResult:
     """Show the run's parameters, or change some of them."""
     if args.changes and args.key is None:
@@ -38,7 +41,8 @@ async def _act(action: str, args: argparse.Namespace) -> CommandResult:
     async with open_client(args.where, args.ca) as client:
         answer = await send_command(client, load_key(args.key), command)
     about = f" {target}" if target else ""
-    return CommandResult(0, f"{action}{about}: recorded as event {answer.seq}", answer.model_dump(mode="json"))
+    text = f"{action}{about}: recorded as event {answer.seq}{_AFTER.get(action, '')}"
+    return CommandResult(0, text, answer.model_dump(mode="json"))
 
 
 async def _show_params(args: argparse.Namespace) -> CommandResult:
@@ -107,7 +111,13 @@ _BAN = (*_ACTION, flag("target", metavar="KEY", help="public key of the owner or
 _REDEEM = (*_ACTION, flag("request", metavar="REQUEST", help="id of the owner's redemption request, 32 hex characters"))
 _PARAMS = (
     *QUERY,
-    flag("changes", nargs="*", metavar="name=value", help="parameters to change, e.g. price=2 (default: show all)"),
+    flag(
+        "changes",
+        nargs="*",
+        default=[],
+        metavar="name=value",
+        help="parameters to change, e.g. price=2 (default: show all)",
+    ),
     flag("--key", type=Path, metavar="FILE", help="the operator's key"),
 )
 _ACTIONS = (

@@ -226,6 +226,16 @@ def pick_flags(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
+def check_key(flag: str, text: str | None) -> str | None:
+    """Check the public key that a flag holds, if it was given."""
+    from shoal.identity.keys import check_public
+
+    try:
+        return None if text is None else check_public(text)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
 def check_least(flag: str, value: int, least: int) -> None:
     """Raise ConfigError if a number is too small."""
     if value < least:

@@ -71,13 +71,17 @@ def add_engine(parser: CommandParser) -> None:
 def run_trainer(args: argparse.Namespace) -> int:
     """Train a swarm's policy on its batches, or resume."""
     config = common.load_inputs(args.inputs)
+    logger.info(f"trainer of {config.name}, coordinator {args.coordinator}: loading libraries")
     from shoal.net.retry import RefusedError
     from shoal.node.session import SessionError
-    from shoal.trainer.run import TrainerPaths, start_trainer
+    from shoal.train.rundir import run_path
+    from shoal.trainer.run import TrainerPaths
+    from shoal.trainer.run import run_trainer as train
 
     place = TrainerPaths(authority=args.ca, **common.pick_flags(args, "coordinator", "origin", "folder", "owner"))
+    work = partial(train, config, place, fresh=args.fresh)
     try:
-        return start_trainer(config, place, fresh=args.fresh)
+        return common.run_until_stopped(outlast_disk(work, run_path(config), RoleWaits("trainer")))
     except (SessionError, TrainerError, RefusedError) as error:
         print(f"shoal: {error}", file=sys.stderr)
         return EXIT_UNWANTED
@@ -87,9 +91,10 @@ def run_evaluator(args: argparse.Namespace) -> int:
     """Evaluate each new version of a trainer on held-out tasks."""
     named, config = common.load_run(args.inputs)
     from shoal.train.rundir import run_path
-    from shoal.trainer.evaluator import run_evaluator as evaluate
 
     run = named or run_path(config)
+    logger.info(f"evaluator of {run}: loading libraries")
+    from shoal.trainer.evaluator import run_evaluator as evaluate
 
     def report(version: int, result: "EvalResult") -> None:
         logger.info("v%d  pass@1 %s  greedy %s", version, result.pass_1, result.greedy)
@@ -135,21 +140,23 @@ def check_engine(args: argparse.Namespace) -> None:
 
 def run_node(args: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Run a node to its end; while the disk is full, work that needs it waits."""
+    common.check_key("--coordinator", args.coordinator)
     logger.info(f"connecting to {args.where}; loading libraries first")
-    from shoal.identity.keys import check_public
     from shoal.node.session import SessionError
     from shoal.train.rundir import hold_dir
     from shoal.util.process import tune_process
 
     tune_process(args.threads)
     try:
-        if args.coordinator is not None:
-            check_public(args.coordinator)
         with guard_disk(args.folder), hold_dir(args.folder):  # two processes would use each other's leases
-            asyncio.run(outlast_disk(work, args.folder, RoleWaits("node")))
+            return common.run_until_stopped(_run_to_end(outlast_disk(work, args.folder, RoleWaits("node"))))
     except SessionError as error:
         print(f"shoal: {error}", file=sys.stderr)
         return EXIT_UNWANTED
+
+
+async def _run_to_end(work: Coroutine[Any, Any, None]) -> int:
+    await work
     return 0
 
 

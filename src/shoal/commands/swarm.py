@@ -34,7 +34,7 @@ def run_run(args: argparse.Namespace) -> int:
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    """Prepare a swarm without starting it: v0, calibration, keys, ..."""
+    """Prepare a swarm without starting it: v0, its calibration, keys."""
     config = _load(args)
     if args.dry_run:
         return print_settings(config)
@@ -42,11 +42,14 @@ def run_prepare(args: argparse.Namespace) -> int:
     from shoal.launch.layout import SwarmPaths
     from shoal.launch.parts import list_parts
     from shoal.launch.prepare import log_checks, prepare_swarm
-    from shoal.launch.run import hold_swarm
+    from shoal.launch.run import describe_finished, hold_swarm, is_finished
 
     layout = SwarmPaths.of(config)
     with guard_disk(layout.root), hold_swarm(layout):
         prepared = prepare_swarm(config, layout)
+        if is_finished(config, layout.root):
+            logger.warning(describe_finished(config))
+            return 0
         log_checks(prepared)
         if config.swarm.is_spread:
             logger.info(f"run {config.run} is ready in {layout.root}; commands for each machine:")
@@ -76,10 +79,11 @@ _DEMO = "run a small swarm on built-in settings; one worker cheats"
 _FILE = "a TOML file as for `shoal train`, with a [swarm] table"
 _PREPARE = (
     flag("config", type=Path, metavar="CONFIG", help=_FILE),
-    flag("inputs", nargs="*", metavar="key=value", help="override settings, e.g. swarm.workers=3"),
+    flag("inputs", nargs="*", default=[], metavar="key=value", help="override settings, e.g. swarm.workers=3"),
     DRY_RUN,
 )
-_BUILT_IN = flag("inputs", nargs="*", metavar="key=value", help="override the built-in settings, e.g. steps=8")
+_OVERRIDE = "override the built-in settings, e.g. steps=8; --dry-run prints them"
+_BUILT_IN = flag("inputs", nargs="*", metavar="key=value", help=_OVERRIDE)
 COMMANDS = (
     CliCommand("run", run_run, (*_PREPARE, FRESH), settings=_SETTINGS),
     CliCommand("prepare", run_prepare, _PREPARE, settings=_SETTINGS),

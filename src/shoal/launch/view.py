@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 METRICS, EVALS = "metrics.jsonl", "eval.jsonl"
 """where trainer and evaluator write (`shoal.trainer.evaluator`, which would bring torch with it)"""
+START_S = 30.0
+"""in which the coordinator's first answer is expected: until then its silence is no problem"""
 _NO_RETRY = RetryPolicy(tries=1, first_s=0.1, longest_s=0.1)
 _NODE = re.compile(r"\bnode ([0-9a-f]{8})\b")
 _MAX_NEWS = 4
@@ -61,6 +63,9 @@ class SwarmSnapshot:
     news: tuple[str, ...]
     """what happened to processes last"""
     problem: str = ""
+    """an alarm"""
+    note: str = ""
+    """what the whole swarm does now, if it neither runs nor has a problem"""
 
     def find_last(self, metric: str) -> float | None:
         """The newest value of a metric."""
@@ -68,7 +73,8 @@ class SwarmSnapshot:
 
     def list_waits(self) -> list[str]:
         """Who waits for whom, in words, nodes by their names here."""
-        return [name_nodes(wait.text, self.names) for wait in (self.status.waits if self.status else ())]
+        waits = [name_nodes(wait.text, self.names) for wait in (self.status.waits if self.status else ())]
+        return [self.note, *waits] if self.note else waits
 
 
 class SnapshotReader:
@@ -86,16 +92,19 @@ class SnapshotReader:
 
     async def read(self) -> SwarmSnapshot:
         """The state now."""
-        problem = ""
+        problem = note = ""
         try:
             self._status = await self._client.read_status()
             self._leaders = (await self._client.read_leaders()).leaders
             self._answered = time.monotonic()
         except (UnreachableError, RefusedError) as error:
             silent_s = time.monotonic() - self._answered
-            problem = f"the coordinator has not answered for {silent_s:.0f} s, all wait for it: {error}"
+            if self._status is None and silent_s < START_S:
+                note = "the coordinator is starting"
+            else:
+                problem = f"the coordinator has not answered for {silent_s:.0f} s, all wait for it: {error}"
         if self._supervisor.is_stopping:
-            problem = "all parts are being stopped, the coordinator last"
+            problem, note = "", "all parts are being stopped, the coordinator last"
         now = time.monotonic()
         return SwarmSnapshot(
             elapsed_s=now - self._begun,
@@ -107,6 +116,7 @@ class SnapshotReader:
             parts={name: state.describe(now) for name, state in self._supervisor.states.items()},
             news=tuple(self._supervisor.events)[-_MAX_NEWS:],
             problem=problem,
+            note=note,
         )
 
     def close(self) -> None:

@@ -33,6 +33,8 @@ T = TypeVar("T")
 MAX_WAITS = 4096
 """maximum number of listed waits; more indicate a leak or an attack, and are only counted"""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+_LOG_EVERY = 8
+"""failures in a row with the same text, of which one is logged: about a minute at the longest pause"""
 
 
 class WaitError(Exception):
@@ -154,11 +156,15 @@ class RoleWaits:
         replaced by the last failure.
         """
         with self._enter(name, waiting_for, timeout_s, reported, fields, reason) as set_detail:
+            known = ""
             for attempt in itertools.count():
                 try:
                     return await _limit(name, call(), waiting_for, timeout_s)
                 except (WaitError, UnreachableError) as error:
-                    logger.warning(f"{error}; retrying" if isinstance(error, WaitError) else f"{name}: {error}")
+                    text = f"{error}; retrying" if isinstance(error, WaitError) else f"{name}: {error}"
+                    if text != known or attempt % _LOG_EVERY == 0:
+                        logger.warning(text)
+                    known = text
                     set_detail(str(error))
                 await self._sleep(self._backoff.pause_s(attempt))
         raise AssertionError("retries end with a result")
