@@ -43,7 +43,7 @@ _MODULES = (
 """of `shoal.commands`"""
 HEADINGS = {
     "one machine": ("train", "sft", "eval", "rollouts", "filter", "tasks", "convert", "calibrate"),
-    "swarm": ("demo", "run", "prepare"),
+    "swarm": ("demo", "run", "prepare", "report"),
     "roles": ("coordinator", "trainer", "evaluator", "origin", "relay", "validator", "worker"),
     "inspect": ("status", "leaderboard", "explain", "verify", "ledger"),
     "administer": ("keygen", "node", "owner", "admin", "canary"),

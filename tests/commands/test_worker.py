@@ -48,7 +48,7 @@ def test_a_coordinator_that_is_away_is_waited_for_until_a_signal(
     finally:
         waits.removeHandler(stop)
     said, ended = capsys.readouterr().err.splitlines()
-    assert "the coordinator does not answer, retrying: http://127.0.0.1:9: no connection" in said
+    assert "descriptor: no answer from the coordinator: http://127.0.0.1:9: no connection" in said
     assert ended == "shoal: stopped"
 
 

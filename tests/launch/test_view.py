@@ -77,8 +77,8 @@ def test_a_line_says_where_the_run_is_how_it_learns_and_who_waits() -> None:
 def test_the_page_has_a_row_for_each_part_with_what_the_ledger_says_of_it() -> None:
     page = draw(make_snapshot())
     rows = {line.split()[0]: line.split() for line in page.splitlines() if line.strip()}
-    assert rows["worker-1"][1:5] == ["good", "21", "0", "1.500"]
-    assert rows["cheat-1"][1:5] == ["banned", "0", "1", "0.000"]
+    assert rows["worker-1"][1:6] == [OWNER[:8], "good", "21", "0", "1.500"]
+    assert rows["cheat-1"][1:6] == [CHEAT[:8], "banned", "0", "1", "0.000"]
     assert rows["relay-1"] == ["relay-1", "runs"]
     assert "step 3/8  v3" in page and "age 1.2, at most 2" in page and "who waits for whom" in page
 

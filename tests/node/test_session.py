@@ -201,7 +201,7 @@ def test_a_node_that_starts_before_its_coordinator_waits_for_it_and_says_so(tmp_
         async with asyncio.timeout(30):
             while not log.messages:
                 await asyncio.sleep(0.01)
-        assert log.messages[0].startswith("descriptor: the coordinator does not answer, retrying: ")
+        assert log.messages[0].startswith("descriptor: no answer from the coordinator: ")
         async with running(tmp_path / "data", port) as service:
             node = (await opening).identity.key.public
             seen = service.coordinator.cache.seen[node]

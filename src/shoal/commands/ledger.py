@@ -33,7 +33,7 @@ _EXAMPLES = 10
 """number of tasks to print"""
 
 
-_PLACE = "a coordinator's folder, its database (a file or postgresql://...), or its address (http://..., https://...)"
+_PLACE = "a run's or coordinator's folder, its database (a file or postgresql://...), or its address (http://..., https://...)"
 _LEDGER = (flag("where", type=common.parse_where, metavar="LEDGER", help=_PLACE), common.AUTHORITY)
 
 

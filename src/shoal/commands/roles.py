@@ -178,9 +178,13 @@ async def write_work(args: argparse.Namespace, make_behaviour: MakeBehaviour) ->
                 worker = Worker(session, weights, behaviour, args.folder, limits=limits, slots=args.slots)
                 async with line.show(worker.describe):
                     await worker.run()
-                logger.info("%s", worker.describe())
+                _log_end(session, worker.describe())
 
         await session.run(outlast_disk(write_rollouts, args.folder, session.waits, stopping=session.stopping))
+
+
+def _log_end(session: "Session", text: str) -> None:
+    logger.info("%s", f"{text}; the run is finished" if not session.stopping.is_set() else text)
 
 
 def _open_session(args: argparse.Namespace, role: "Role") -> AbstractAsyncContextManager["Session"]:
@@ -227,7 +231,7 @@ async def judge_work(args: argparse.Namespace, make_judge: MakeJudge) -> None:
                 validator = Validator(session, judge, policies, args.folder)
                 async with line.show(validator.describe):
                     await validator.run()
-                logger.info("%s", validator.describe())
+                _log_end(session, validator.describe())
 
         await session.run(outlast_disk(give_verdicts, args.folder, session.waits, stopping=session.stopping))
 

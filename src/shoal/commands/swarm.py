@@ -1,4 +1,4 @@
-"""`shoal run`, `prepare` and `demo`: run a whole swarm on this machine, or prepare one for several machines."""
+"""`shoal run`, `prepare`, `report` and `demo`: a whole swarm on this machine, or prepared for several machines."""
 
 import argparse
 import logging
@@ -61,6 +61,29 @@ def run_prepare(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_report(args: argparse.Namespace) -> int:
+    """Write the report of a swarm that is not running."""
+    from shoal.config.run import build_config
+    from shoal.config.toml import read_toml
+    from shoal.launch.layout import SwarmPaths
+    from shoal.launch.prepare import PreparedSwarm
+    from shoal.launch.report import write_report
+    from shoal.launch.run import hold_swarm
+    from shoal.launch.settings import LaunchConfig
+
+    layout = SwarmPaths(args.run.resolve())
+    if not layout.settings.exists():
+        raise ConfigError(f"{args.run}: not the folder of a swarm (no launch/settings.toml in it)")
+    config = build_config(LaunchConfig, read_toml(layout.settings), ())
+    ledger = args.ledger or layout.ledger
+    if not ledger.is_file():
+        copy = f"shoal ledger verify {config.swarm.hosts.coordinator or 'URL'} --copy run.db"
+        raise ConfigError(f"{ledger}: no such file; copy the ledger with `{copy}` and give --ledger run.db")
+    with guard_disk(layout.root), hold_swarm(layout):
+        print(write_report(PreparedSwarm(config, layout, {}), ledger.resolve()))
+    return 0
+
+
 def _load(args: argparse.Namespace) -> "LaunchConfig":
     from shoal.launch.settings import load_launch
     from shoal.redteam.registry import WORKER_FAMILIES, list_names
@@ -84,8 +107,13 @@ _PREPARE = (
 )
 _OVERRIDE = "override the built-in settings, e.g. steps=8; --dry-run prints them"
 _BUILT_IN = flag("inputs", nargs="*", metavar="key=value", help=_OVERRIDE)
+_REPORT = (
+    flag("run", type=Path, metavar="RUN_DIR", help="folder of the swarm, on the trainer's machine"),
+    flag("--ledger", type=Path, metavar="FILE", help="copy of the ledger (default: RUN_DIR/coordinator/ledger.db)"),
+)
 COMMANDS = (
     CliCommand("run", run_run, (*_PREPARE, FRESH), settings=_SETTINGS),
     CliCommand("prepare", run_prepare, _PREPARE, settings=_SETTINGS),
+    CliCommand("report", run_report, _REPORT),
     CliCommand("demo", run_run, (_BUILT_IN, DRY_RUN, FRESH), text=_DEMO, settings=_SETTINGS),
 )

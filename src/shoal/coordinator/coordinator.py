@@ -37,7 +37,15 @@ from shoal.ledger.ledger import LINGER_S, Ledger, LedgerTransaction, WriterStopp
 from shoal.ledger.schema import RULES, check_rules_version
 from shoal.net.api_error import ApiError
 from shoal.protocol.beacon import BeaconChain
-from shoal.protocol.messages import Heartbeat, HeartbeatAnswer, LeaderLine, ReceiptAnswer, Status, SubmissionState
+from shoal.protocol.messages import (
+    Heartbeat,
+    HeartbeatAnswer,
+    KeyAnswer,
+    LeaderLine,
+    ReceiptAnswer,
+    Status,
+    SubmissionState,
+)
 from shoal.protocol.params import RunParams, dump_params
 from shoal.util.clock import LastAliveFile, read_clock
 from shoal.util.waits import WaitTable
@@ -289,6 +297,11 @@ class Coordinator:
         """State of a submission; ConfigError if it does not exist. Reads the database: call it in a thread."""
         with self.ledger.read() as connection:
             return explain.read_state(connection, submission)
+
+    def find_key(self, prefix: str) -> KeyAnswer:
+        """The owners whose key, or whose node's key, begins with a prefix. Reads the database: call it in a thread."""
+        with self.ledger.read() as connection:
+            return status.find_key(connection, prefix)
 
     def read_leaders(self, limit: int = 100) -> list[LeaderLine]:
         """Owners by accepted tokens. Reads the database: call it in a thread."""

@@ -175,6 +175,8 @@ def describe_marks() -> str:
 REDRAW_S, PLAIN_S = 1.0, 5.0
 _CHART_ROWS, _MIN_CHART_ROWS, _MAX_WAITS = 13, 5, 7
 _MAX_NAME = 16
+_KEY_CHARS = 8
+"""shown of a key, as in `shoal status`"""
 _LIST_ROWS, _MIN_WAITS = 2, 3
 """rows of a list beside its lines; lines of one that the chart leaves room for"""
 _STYLES = {"banned": "bold red", "limited": "yellow", "good": "green", "trusted": "green"}
@@ -279,6 +281,7 @@ def _draw_parts(snapshot: SwarmSnapshot, *, is_short: bool = False) -> Table:
     """A row for each process, with what the ledger says of its owner. A short page has one for all that simply run."""
     table = Table(box=None, pad_edge=False)
     table.add_column("part", no_wrap=True, min_width=min(_MAX_NAME, max(map(len, snapshot.parts), default=0)))
+    table.add_column("owner", no_wrap=True, min_width=_KEY_CHARS)
     table.add_column("standing", no_wrap=True, min_width=len("probation"))
     for name in ("accepted", "rejected", "credit"):
         table.add_column(name, no_wrap=True, min_width=len(name), justify="right")
@@ -292,14 +295,15 @@ def _draw_parts(snapshot: SwarmSnapshot, *, is_short: bool = False) -> Table:
         if name in folded:
             continue
         line = owners.get(name)
-        cells = ["", "", "", ""]
+        cells = [""] * 5
         if line is not None:
-            cells = [line.standing.value, str(line.accepted), str(line.rejected), f"{line.earned / MICRO:.3f}"]
+            counts = str(line.accepted), str(line.rejected), f"{line.earned / MICRO:.3f}"
+            cells = [line.owner[:_KEY_CHARS], line.standing.value, *counts]
         row = [Text(clean_text(cell)) for cell in (name, *cells, state)]
-        row[1].stylize(_STYLES.get(cells[0], ""))
+        row[2].stylize(_STYLES.get(cells[1], ""))
         table.add_row(*row)
     if folded:
-        table.add_row(*(Text(cell) for cell in (f"{len(folded)} others", "", "", "", "", "run")))
+        table.add_row(*(Text(cell) for cell in (f"{len(folded)} others", "", "", "", "", "", "run")))
     return table
 
 
@@ -315,7 +319,7 @@ def _draw_list(title: str, texts: Sequence[str], width: int, style: str = "") ->
 
 
 def _name_owner(snapshot: SwarmSnapshot, line: LeaderLine) -> str:
-    return snapshot.names.get(line.owner, line.owner[:8])
+    return snapshot.names.get(line.owner, line.owner[:_KEY_CHARS])
 
 
 def _has_worked(line: LeaderLine) -> bool:

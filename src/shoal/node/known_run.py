@@ -58,18 +58,13 @@ async def find_run(
 
 
 async def _fetch(source: str, waits: RoleWaits, authority: Path | None, *, is_known: bool) -> bytes:
-    place, wait = parse_endpoint(source, authority), {"waiting_for": "the coordinator", "timeout_s": _FETCH_S}
-    with closing(PublicClient(place, asker=RetryingClient(_RETRY_POLICY if is_known else _NO_RETRY))) as client:
+    asker, whom = RetryingClient(_RETRY_POLICY if is_known else _NO_RETRY), "the coordinator"
+    with closing(PublicClient(parse_endpoint(source, authority), asker=asker)) as client:
         if is_known:
-            return await waits.with_timeout("descriptor", client.read_descriptor(), **wait)
-
-        async def read() -> bytes:
-            try:
-                return await client.read_descriptor()
-            except UnreachableError as error:
-                raise UnreachableError(f"the coordinator does not answer, retrying: {error}") from None
-
-        return await waits.retry_forever("descriptor", read, **wait)
+            read = client.read_descriptor()
+            return await waits.with_timeout("descriptor", read, waiting_for=whom, timeout_s=_FETCH_S)
+        call = client.read_descriptor
+        return await waits.retry_forever("descriptor", call, waiting_for=whom, timeout_s=_FETCH_S)
 
 
 def _read_file(path: Path) -> bytes:

@@ -25,6 +25,7 @@ from shoal.protocol.messages import (
     Explanation,
     HeadAnswer,
     InclusionAnswer,
+    KeyAnswer,
     Leaders,
     PageAnswer,
     ParamsAnswer,
@@ -53,6 +54,10 @@ class PublicClient:
     async def read_leaders(self) -> Leaders:
         """Owners by accepted tokens."""
         return await self._get("/v1/leaders", Leaders)
+
+    async def find_key(self, prefix: str) -> KeyAnswer:
+        """Owners by the beginning of a key, their own or a node's; at least 8 digits."""
+        return await self._get(f"/v1/keys/{prefix}", KeyAnswer)
 
     async def explain(self, submission: str) -> Explanation:
         """Everything known about a submission, in words."""

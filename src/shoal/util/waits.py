@@ -161,7 +161,8 @@ class RoleWaits:
                 try:
                     return await _limit(name, call(), waiting_for, timeout_s)
                 except (WaitError, UnreachableError) as error:
-                    text = f"{error}; retrying" if isinstance(error, WaitError) else f"{name}: {error}"
+                    silent = f"{name}: no answer from {waiting_for}: {error}"
+                    text = f"{error if isinstance(error, WaitError) else silent}; retrying"
                     if text != known or attempt % _LOG_EVERY == 0:
                         logger.warning(text)
                     known = text

@@ -100,6 +100,10 @@ _DECIDE = db.Sql(
 )
 _SHIFT = db.Sql("UPDATE submission SET upload_ms = upload_ms + :shift_ms WHERE state = 'committed'")
 _REJECTED = tuple(state.value for state in REJECTED)
+_SELECT_REJECTED = db.Sql(
+    f"SELECT submission FROM submission WHERE owner = :owner AND state IN {_REJECTED} "
+    "ORDER BY decided_ms DESC, submission DESC LIMIT :most"
+)
 _DECIDED = tuple(
     state.value for state in SubmissionState if state not in (SubmissionState.COMMITTED, SubmissionState.RECEIVED)
 )
@@ -122,6 +126,11 @@ _TAKE_OVER = db.Sql(
     "WHERE d.submission = :submission AND d.hash = rollout.hash) WHERE hash IN "
     "(SELECT hash FROM duplicate WHERE submission = :submission)"
 )
+
+
+def list_rejected(connection: Connection, owner: str, most: int) -> list[str]:
+    """The latest rejected submissions of an owner."""
+    return db.fetch_rows(connection, _SELECT_REJECTED, str, owner=owner, most=most)
 
 
 def find_submission(connection: Connection, submission: str) -> SubmissionRow | None:
