@@ -31,6 +31,8 @@ def test_a_descriptor_that_is_not_there_is_named(
     path = tmp_path / "nowhere.json"
     error = fail(capsys, command, str(path), "--folder", str(tmp_path / "node"))
     assert f"{path}: cannot be read (no such file)" in error
+    error = fail(capsys, command, str(tmp_path), "--folder", str(tmp_path / "node"))
+    assert f"{tmp_path}: is a folder; give the coordinator's address" in error
 
 
 @pytest.mark.parametrize("command", ["worker", "validator"])

@@ -105,6 +105,8 @@ async def _copy_ledger(client: PublicClient, descriptor: Descriptor, engine: Eng
         raise RemoteLedgerError(
             f"the copy has {size} events, the coordinator's newest head only {head.head.size}: a fork"
         )
+    signed = f"{head.head.size} events, up to the newest signed head; later ones are covered by the next"
+    logger.info("the ledger has %s; %d are copied already", signed, size)
     number = 0
     while size < head.head.size:
         events = (await client.read_page(size))[: head.head.size - size]

@@ -74,6 +74,9 @@ def _read_file(path: Path) -> bytes:
     except FileNotFoundError:
         text = f"{path}: cannot be read (no such file); an address begins with http:// or https://"
         raise ConfigError(text) from None
+    except IsADirectoryError:
+        text = f"{path}: is a folder; give the coordinator's address, or the file descriptor.json of its folder"
+        raise ConfigError(text) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
 
