@@ -83,6 +83,7 @@ def test_help_describes_every_command_in_a_line(capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert "  train        train a policy on one machine, or resume the run\n" in shown
     assert "(publish, pull, tree, ticket)\n" in shown
+    assert "..." not in shown and shown.count("unbond") == 1
     with pytest.raises(SystemExit):
         main(["help", "weights", "pull"])
     assert "usage: shoal weights pull" in capsys.readouterr().out
@@ -99,6 +100,10 @@ def test_help_describes_every_command_in_a_line(capsys: pytest.CaptureFixture[st
         (["train", "--learning_rate", "1e-4", "--max-steps", "5"], "write learner.lr=1e-4, write steps=5"),
         (["train", "--config", "a.toml"], "write a.toml without --config"),
         (["train", "--dryrun"], "did you mean --dry-run?"),
+        (["run", "a.toml", "--workers", "3"], "unknown flags --workers; write swarm.workers=3\n"),
+        (["run", "a.toml", "--foo", "x"], "unknown flags --foo; no setting has a name like 'foo'\n"),
+        (["run"], "the following arguments are required: CONFIG\n"),
+        (["admin", "params"], "the following arguments are required: URL\n"),
     ],
 )
 def test_a_mistyped_command_is_answered_with_the_right_one(

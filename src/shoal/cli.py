@@ -9,6 +9,7 @@ import argparse
 import difflib
 import io
 import os
+import pkgutil
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -42,7 +43,7 @@ _MODULES = (
 """of `shoal.commands`"""
 HEADINGS = {
     "one machine": ("train", "sft", "eval", "rollouts", "filter", "tasks", "convert", "calibrate"),
-    "swarm": ("demo", "run", "prepare"),
+    "swarm": ("demo", "run", "prepare", "report"),
     "roles": ("coordinator", "trainer", "evaluator", "origin", "relay", "validator", "worker"),
     "inspect": ("status", "leaderboard", "explain", "verify", "ledger"),
     "administer": ("keygen", "node", "owner", "admin", "canary"),
@@ -191,22 +192,24 @@ def _explain_unknown(words: list[str], args: argparse.Namespace, argv: list[str]
         if near := difflib.get_close_matches(word, args.options, n=1, cutoff=0.8):
             hints.append(f"did you mean {near[0]}?")
         elif hasattr(args, "inputs"):
-            hints.append(f"write {_name_setting(word, argv)}")
+            hints.append(_name_setting(word, args, argv))
     return f"unknown flags {' '.join(flags)}" + (f"; {', '.join(hints)}" if hints else "")
 
 
-def _name_setting(word: str, argv: list[str]) -> str:
-    """A flag of another framework as the setting that it would be here."""
-    from shoal.config.help import FOREIGN_NAMES
+def _name_setting(word: str, args: argparse.Namespace, argv: list[str]) -> str:
+    """What to write instead of a flag: the setting that it would be here, under whatever name."""
+    from shoal.config.help import find_keys
 
     name, _, value = word.removeprefix("--").partition("=")
     after = argv[argv.index(word) + 1 :] if word in argv else []
     if not value and after and not after[0].startswith("-"):
         value = after[0]
     if name == "config" and value:
-        return f"{value} without --config"
-    name = name.replace("-", "_")
-    return f"{FOREIGN_NAMES.get(name, name)}={value or 'VALUE'}"
+        return f"write {value} without --config"
+    model = pkgutil.resolve_name(args.settings or "shoal.config.run:RunConfig")
+    keys = find_keys(model, name.replace("-", "_"))
+    written = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
+    return f"write {written}" if keys else f"no setting has a name like {name[:40]!r}"
 
 
 def _close_stdout() -> None:

@@ -2,16 +2,23 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shoal.cli import main
+from shoal.commands.admin import find_target
+from shoal.commands.query import ask_key
 from shoal.coordinator import service as services
 from shoal.coordinator.run import serve_run
 from shoal.coordinator.service import CoordinatorService, ServiceConfig, open_service
 from shoal.errors import ConfigError, DiskError
 from shoal.identity.keys import Key
+from shoal.net.client import parse_endpoint
+from shoal.node.public_client import PublicClient
+from shoal.node.session import Role, open_session
 from shoal.protocol.params import RunParams
 
 Work = Callable[[CoordinatorService], Awaitable[None]]
@@ -162,3 +169,36 @@ def test_a_stop_is_recorded_and_signed(tmp_path: Path) -> None:
 
     assert prove_event(str(tmp_path / "ledger.db"), "4").event.kind == "coordinator.down"
     assert verify_database(str(tmp_path / "ledger.db")).code == 0
+
+
+def test_a_folder_is_answered_from_its_ledger_while_the_coordinator_is_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, joined = tmp_path / "runs" / "coordinator", []
+
+    async def join(service: CoordinatorService) -> None:
+        async with open_session(service.url, tmp_path / "node", role=Role.WORKER) as session:
+            joined.append(session.identity)
+            owner, node = session.identity.owner, session.identity.key.public
+            with closing(PublicClient(parse_endpoint(service.url))) as client:
+                assert await find_target(client, owner[:8]) == owner
+                assert await find_target(client, node[:12]) == node
+                absent = "0" * 8 if not {owner[:8], node[:8]} & {"0" * 8} else "1" * 8
+                with pytest.raises(ConfigError, match="no owner and no node of this run"):
+                    await find_target(client, absent)
+            assert (await ask_key(service.url, owner[:8])).text.startswith(f"owner {owner}: probation, 0 submissions")
+
+    open_once(make_config(join_work=16), data, join)
+    owner, node = joined[0].owner, joined[0].key.public
+    for folder in (data, data.parent):  # the coordinator's own, and that of a run of `shoal run`
+        assert main(["leaderboard", str(folder)]) == 0
+        assert capsys.readouterr().out.splitlines()[1].split()[-2:] == ["work", owner]
+        assert main(["explain", str(folder), node[:8]]) == 0
+        assert f"  node {node}: work\n" in capsys.readouterr().out
+        assert main(["explain", str(folder), "s1"]) == 2
+        assert "s1: no such submission in this ledger" in capsys.readouterr().err
+        assert main(["ledger", "verify", str(folder)]) == 0
+        capsys.readouterr()
+        assert main(["status", str(folder)]) == 1
+        shown = capsys.readouterr().out
+        assert shown.startswith("the coordinator does not answer: ") and "0 of 10 steps trained" in shown

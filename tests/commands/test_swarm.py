@@ -78,7 +78,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["node", "join", "https://a b", "--owner", "owner.key"], "https://a b"),
         (["node", "leave"], "node: not the folder of a joined node"),
         (["owner", "unbond", NOBODY, "--owner", "owner.key", "--request", "x"], "--request: expected 32"),
-        (["explain", NOBODY, "7"], "invalid submission id '7'"),
+        (["explain", NOBODY, "7"], "'7': not an id; give a submission (s123), or 8 or more digits"),
+        (["explain", NOBODY, "s"], "invalid submission id 's'"),
         (["owner", "appeal", NOBODY, "7", "--owner", "owner.key"], "invalid submission id '7'"),
         (["owner", "revoke", NOBODY, "me", "--owner", "owner.key"], "'me': not a public key"),
         (["owner", "redeem", NOBODY, "0", "--owner", "owner.key"], "the amount must be 0.000001 credits or more"),
@@ -92,6 +93,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["admin", "params", NOBODY, "price=1"], "needs --key with the operator's key"),
         (["admin", "params", NOBODY, "price", "--key", "owner.key"], "price: expected key=value"),
         (["status", "file.json"], "file.json: cannot be read"),
+        (["status", "."], ".: no descriptor.json in it; give the coordinator's address, or a run's folder"),
+        (["explain", ".", "s1"], "ledger.db: no such file"),
+        (["report", "."], ".: not the folder of a swarm"),
         (["status", "https://x", "--ca", "owner.key"], "owner.key: cannot load certificates from this file"),
     ],
 )
@@ -275,9 +279,10 @@ def test_a_status_reads_as_sentences() -> None:
 
 def test_leaders_are_a_table() -> None:
     assert describe_leaders(Leaders(leaders=())) == "no owner has joined yet"
-    line = LeaderLine(owner=HEX, standing=Standing.GOOD, accepted=3, rejected=1, tokens=900, earned=1_500_000)
+    counts = {"accepted": 3, "rejected": 1, "tokens": 900, "earned": 1_500_000}
+    line = LeaderLine(owner=HEX, standing=Standing.GOOD, scopes=("train", "work"), **counts)
     rows = describe_leaders(Leaders(leaders=(line, line))).splitlines()
-    assert rows[2].split() == ["2", "900", "3", "1", "1.500000", "good", HEX]
+    assert rows[2].split() == ["2", "900", "3", "1", "1.500000", "good", "train,work", HEX]
     other = line.model_copy(update={"owner": "cd" * 32})
     marked = describe_leaders(Leaders(leaders=(line, other)), HEX).splitlines()
     assert marked[1].endswith(f"{HEX}  (you)") and not marked[2].endswith("(you)")

@@ -1,6 +1,8 @@
 """`shoal worker` and `shoal validator`: user mistakes give one-line errors, and a folder is used by one process."""
 
+import logging
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import main
-from shoal.net.retry import RetryPolicy
 from shoal.train.rundir import lock_dir
 
 
@@ -32,16 +33,27 @@ def test_a_descriptor_that_is_not_there_is_named(
     path = tmp_path / "nowhere.json"
     error = fail(capsys, command, str(path), "--folder", str(tmp_path / "node"))
     assert f"{path}: cannot be read (no such file)" in error
+    error = fail(capsys, command, str(tmp_path), "--folder", str(tmp_path / "node"))
+    assert f"{tmp_path}: is a folder; give the coordinator's address" in error
 
 
-def test_a_coordinator_that_is_away_is_no_mistake(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("command", ["worker", "validator"])
+def test_a_coordinator_that_is_away_is_waited_for_until_a_signal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:
-    monkeypatch.setattr("shoal.node.known_run._RETRY_POLICY", RetryPolicy(tries=1))
-    assert main(["worker", "http://127.0.0.1:9", "--folder", str(tmp_path / "node"), "-q"]) == 1
-    error = capsys.readouterr().err
-    assert error == "shoal: http://127.0.0.1:9: not a valid run descriptor (" + error.partition("(")[2]
-    assert error.count("\n") == 1
+    class Stop(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    waits, stop = logging.getLogger("shoal.util.waits"), Stop()
+    waits.addHandler(stop)
+    try:
+        assert main([command, "http://127.0.0.1:9", "--folder", str(tmp_path / "node"), "-q"]) == 0
+    finally:
+        waits.removeHandler(stop)
+    said, ended = capsys.readouterr().err.splitlines()
+    assert "descriptor: no answer from the coordinator: http://127.0.0.1:9: no connection" in said
+    assert ended == "shoal: stopped"
 
 
 @pytest.mark.parametrize("command", ["worker", "validator"])
@@ -49,7 +61,7 @@ def test_an_invalid_coordinator_key_is_an_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:
     where = ("http://127.0.0.1:1", "--folder", str(tmp_path / "node"))
-    assert "'abc': not a public key" in fail(capsys, command, *where, "--coordinator", "abc")
+    assert "shoal: --coordinator: 'abc': not a public key" in fail(capsys, command, *where, "--coordinator", "abc")
 
 
 @pytest.mark.parametrize("command", ["worker", "validator"])
@@ -72,11 +84,8 @@ def test_a_folder_in_use_is_reported_before_anything_heavy_is_loaded(tmp_path: P
     assert done.stdout.split() == [b"2", b"False", b"False"], done.stderr
 
 
-def test_a_failed_first_start_leaves_no_folder(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shoal.node.known_run._RETRY_POLICY", RetryPolicy(tries=1))
-    assert main(["worker", "http://127.0.0.1:9", "--folder", str(tmp_path / "node"), "-q"]) == 1
+def test_a_failed_first_start_leaves_no_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fail(capsys, "worker", str(tmp_path / "nowhere.json"), "--folder", str(tmp_path / "node"))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,7 +10,16 @@ from shoal.coordinator.state.leases import find_lease
 from shoal.errors import ConfigError
 from shoal.ledger.ledger import WriterStoppedError
 from shoal.net.api_error import ApiError
-from shoal.protocol.messages import MAX_TOKENS_PER_S, Action, Finding, Heartbeat, NodeWait, Verdict
+from shoal.protocol.messages import (
+    MAX_NODES,
+    MAX_TOKENS_PER_S,
+    Action,
+    Finding,
+    Heartbeat,
+    NodeWait,
+    Standing,
+    Verdict,
+)
 
 
 def texts(world):
@@ -284,6 +293,34 @@ def test_leaders_are_those_with_the_most_accepted_tokens(world):
     world.work("w1")
     first, second = world.coordinator.read_leaders(2)
     assert (first.owner, first.tokens, second.owner) == (world.owner_id("bob"), 400, world.owner_id("ann"))
+
+
+def test_leaders_show_what_their_nodes_may_do(world):
+    scopes = {line.owner: line.scopes for line in world.coordinator.read_leaders(100)}
+    assert scopes[world.owner_id("bob")] == ("work",)
+    assert {"validate", "train"} <= {scope for found in scopes.values() for scope in found}
+
+
+def test_a_key_leads_from_an_owner_or_a_node_to_its_rejections(world, log):
+    submission, bob, node = world.convict("w2"), world.owner_id("bob"), world.id("w2")
+    assert [text for text in log.messages if text.startswith(f"owner {bob}: ban by event ")] == [
+        text for text in log.messages if text.endswith(f": hard verdict on {submission}")
+    ]
+    for prefix in (bob, bob[:8], node[:8], node):
+        (owner,) = world.coordinator.find_key(prefix).owners
+        assert owner.owner == bob and owner.standing is Standing.BANNED and owner.rejected == 1
+        assert owner.rejections == (submission,)
+        assert owner.ban.startswith(f"hard verdict on {submission} (event ")
+        assert owner.nodes[0].node == node and owner.nodes[0].scopes == ("work",) and not owner.nodes[0].ban
+    assert not world.coordinator.find_key("0" * 64).owners
+
+
+def test_an_owner_with_many_nodes_is_described_by_the_one_that_was_asked_for(world):
+    for number in range(20):
+        world.join(f"x{number}", "bob")
+    asked = max(world.id(f"x{number}") for number in range(20))
+    (owner,) = world.coordinator.find_key(asked[:16]).owners
+    assert owner.nodes[0].node == asked and len(owner.nodes) == MAX_NODES
 
 
 def test_a_secret_that_does_not_match_the_genesis_is_refused(world):

@@ -77,8 +77,8 @@ def test_a_line_says_where_the_run_is_how_it_learns_and_who_waits() -> None:
 def test_the_page_has_a_row_for_each_part_with_what_the_ledger_says_of_it() -> None:
     page = draw(make_snapshot())
     rows = {line.split()[0]: line.split() for line in page.splitlines() if line.strip()}
-    assert rows["worker-1"][1:5] == ["good", "21", "0", "1.500"]
-    assert rows["cheat-1"][1:5] == ["banned", "0", "1", "0.000"]
+    assert rows["worker-1"][1:6] == [OWNER[:8], "good", "21", "0", "1.500"]
+    assert rows["cheat-1"][1:6] == [CHEAT[:8], "banned", "0", "1", "0.000"]
     assert rows["relay-1"] == ["relay-1", "runs"]
     assert "step 3/8  v3" in page and "age 1.2, at most 2" in page and "who waits for whom" in page
 
@@ -130,15 +130,28 @@ def test_nodes_are_called_by_their_names_and_strangers_by_their_keys() -> None:
     assert name_nodes(text, {NODE: "worker-1"}) == "worker-1 has l1; node ffffffff has l2; xnode ab12cd34"
 
 
-def test_a_swarm_that_is_being_stopped_raises_no_alarm(prepared: PreparedSwarm) -> None:
-    async def look(supervisor: Supervisor) -> str:
+def test_a_swarm_that_starts_or_is_being_stopped_raises_no_alarm(
+    prepared: PreparedSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def look(supervisor: Supervisor) -> tuple[str, str]:
         reader = SnapshotReader(prepared, supervisor)
         try:
-            return (await reader.read()).problem
+            snapshot = await reader.read()
+            return snapshot.problem, snapshot.note
         finally:
             reader.close()
 
     supervisor = Supervisor([], prepared.layout.logs, {})
-    assert "the coordinator has not answered" in asyncio.run(look(supervisor))
+    assert asyncio.run(look(supervisor)) == ("", "the coordinator is starting")
+    monkeypatch.setattr("shoal.launch.view.START_S", 0.0)
+    problem, note = asyncio.run(look(supervisor))
+    assert "the coordinator has not answered" in problem and not note
     supervisor.is_stopping = True
-    assert asyncio.run(look(supervisor)) == "all parts are being stopped, the coordinator last"
+    assert asyncio.run(look(supervisor)) == ("", "all parts are being stopped, the coordinator last")
+
+
+def test_a_note_is_shown_and_is_no_alarm() -> None:
+    snapshot = make_snapshot(note="all parts are being stopped", status=None)
+    assert describe_line(snapshot).endswith("  all parts are being stopped")
+    page = draw(snapshot)
+    assert "all parts are being stopped" in page and "alarms" not in page

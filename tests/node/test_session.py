@@ -1,6 +1,7 @@
 """A role's session with a real coordinator: joined once, kept alive, pinned to its keys."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -285,13 +286,21 @@ def test_a_descriptor_in_a_file_is_believed_and_a_forged_one_is_not(tmp_path: Pa
     asyncio.run(check())
 
 
-def test_a_node_without_a_coordinator_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.node.known_run._RETRY_POLICY", RetryPolicy(tries=1))
-
+def test_a_node_that_starts_before_its_coordinator_waits_for_it_and_says_so(tmp_path: Path, log) -> None:
     async def check() -> None:
-        with pytest.raises(UnavailableError, match=r"http://127\.0\.0\.1:9: not a valid run descriptor"):
-            async with open_session("http://127.0.0.1:9", tmp_path / "node", role=Role.WORKER):
-                pass
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        session = open_session(f"http://127.0.0.1:{port}", tmp_path / "node", role=Role.WORKER)
+        opening = asyncio.create_task(session.__aenter__())
+        async with asyncio.timeout(30):
+            while not log.messages:
+                await asyncio.sleep(0.01)
+        assert log.messages[0].startswith("descriptor: no answer from the coordinator: ")
+        async with running(tmp_path / "data", port) as service:
+            node = (await opening).identity.key.public
+            seen = service.coordinator.cache.seen[node]
+            assert seen.role == "worker" and seen.wait is None  # it has joined: it no longer waits to
+            await session.__aexit__(None, None, None)
 
     asyncio.run(check())
 

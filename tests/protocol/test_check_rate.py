@@ -164,9 +164,13 @@ def test_the_gain_of_a_cheat_by_hand() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"group_size": 1}, "pays for new owners"),
-        ({"stake_submissions": 0, "good_after": 1, "hold_submissions": 0, "check_power": 400_000}, "for good owners"),
-        ({"validators": TWO[:1]}, "nobody can be convicted"),
+        ({"group_size": 1}, "pays for owners with standing probation"),
+        (
+            {"stake_submissions": 0, "good_after": 1, "hold_submissions": 0, "check_power": 400_000},
+            "for owners with standing good",
+        ),
+        ({"validators": TWO[:1]}, "there is only one validator: nobody can be convicted"),
+        ({"validators": ()}, "there is no validator: nothing can be judged"),
     ],
 )
 def test_parameters_with_which_cheating_pays_are_reported(changes: dict[str, object], words: str) -> None:
@@ -177,7 +181,7 @@ def test_the_description_of_the_check_rate_has_rate_and_cost_of_each_standing() 
     params = RunParams(group_size=16, groups_per_lease=16)
     head, new, good, trusted = describe_check_rate(params)
     assert "10 % of the work" in head and "within 100 submissions" in head
-    assert new.startswith("new: 100 % replayed (256 of 256 rollouts")
+    assert new.startswith("probation: 100 % replayed (256 of 256 rollouts")
     assert "13 of 256 rollouts, never fewer than 2" in good and "never fewer than 1" in trusted
     costs = [rate.cost for rate in list_rates(params)]
     assert costs[0] > 5 * costs[1] > 0 and all("of generation" in line for line in (new, good, trusted))

@@ -36,9 +36,10 @@ from shoal.tasks.split import train_task
 
 
 def find_database(text: str) -> str:
-    """Resolve a user's argument to a database URL: a URL, a file, or a coordinator's folder."""
+    """Resolve a user's argument to a database URL: a URL, a file, or the folder of a coordinator or a run."""
     if "://" not in text and Path(text).is_dir():
-        return str(Path(text) / "ledger.db")
+        own, inner = Path(text) / "ledger.db", Path(text) / "coordinator" / "ledger.db"
+        return str(inner if inner.exists() and not own.exists() else own)
     return text
 
 

@@ -105,6 +105,8 @@ async def _copy_ledger(client: PublicClient, descriptor: Descriptor, engine: Eng
         raise RemoteLedgerError(
             f"the copy has {size} events, the coordinator's newest head only {head.head.size}: a fork"
         )
+    signed = f"{head.head.size} events, up to the newest signed head; later ones are covered by the next"
+    logger.info("the ledger has %s; %d are copied already", signed, size)
     number = 0
     while size < head.head.size:
         events = (await client.read_page(size))[: head.head.size - size]
@@ -112,7 +114,7 @@ async def _copy_ledger(client: PublicClient, descriptor: Descriptor, engine: Eng
             _append_events(connection, events)
         size += len(events)
         number += 1
-        if number % _SHOWN_EVERY == 0:
+        if number % _SHOWN_EVERY == 0 or size == head.head.size:
             logger.info("copied %d of %d events", size, head.head.size)
     with engine.begin() as connection:
         if all(known.head.size != size for known in read_heads(connection, head.head.run)):

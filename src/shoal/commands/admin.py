@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,14 @@ if TYPE_CHECKING:
     from shoal.node.public_client import PublicClient
     from shoal.protocol import messages
 
+_PREFIX = re.compile("[0-9a-f]{8,63}")
 _WRONG = {
     "reason": "--reason: up to 400 characters of ASCII",
     "request": "invalid redemption request id: expected 32 hex characters (0-9, a-f)",
 }
+
+
+_AFTER = {"unban": "; its processes ended with exit code 3: start them again (under `shoal run`: stop and resume it)"}
 
 
 async def _params(args: argparse.Namespace) -> CommandResult:
@@ -29,16 +34,32 @@ async def _params(args: argparse.Namespace) -> CommandResult:
 
 
 async def _act(action: str, args: argparse.Namespace) -> CommandResult:
-    from shoal.identity.keys import check_public
     from shoal.protocol.messages import Action, Command
 
-    target = check_public(args.target) if "target" in args else ""
-    own = {"target": target, "reason": args.reason, "request": getattr(args, "request", "")}
-    command = make_statement(Command, _WRONG, nonce=make_nonce(), action=Action(action), **own)
     async with open_client(args.where, args.ca) as client:
+        target = await find_target(client, args.target) if "target" in args else ""
+        own = {"target": target, "reason": args.reason, "request": getattr(args, "request", "")}
+        command = make_statement(Command, _WRONG, nonce=make_nonce(), action=Action(action), **own)
         answer = await send_command(client, load_key(args.key), command)
     about = f" {target}" if target else ""
-    return CommandResult(0, f"{action}{about}: recorded as event {answer.seq}", answer.model_dump(mode="json"))
+    text = f"{action}{about}: recorded as event {answer.seq}{_AFTER.get(action, '')}"
+    return CommandResult(0, text, answer.model_dump(mode="json"))
+
+
+async def find_target(client: "PublicClient", text: str) -> str:
+    """The key of an owner or node by its first digits. The operator signs the whole key, which is shown."""
+    from shoal.identity.keys import check_public
+
+    if not _PREFIX.fullmatch(text):
+        return check_public(text)
+    owners = (await client.find_key(text)).owners
+    keys = [key for owner in owners for key in (owner.owner, *(node.node for node in owner.nodes))]
+    found = sorted({key for key in keys if key.startswith(text)})
+    if len(found) == 1:
+        return check_public(found[0])
+    if found:
+        raise ConfigError(f"{text}: several keys begin with it, give more digits: {', '.join(found)}")
+    raise ConfigError(f"{text}: no owner and no node of this run has a key that begins with it")
 
 
 async def _show_params(args: argparse.Namespace) -> CommandResult:
@@ -103,11 +124,20 @@ _ACTION = (
     flag("--key", type=Path, required=True, metavar="FILE", help="the operator's key"),
     flag("--reason", default="", metavar="TEXT", help="reason to record in the ledger"),
 )
-_BAN = (*_ACTION, flag("target", metavar="KEY", help="public key of the owner or node"))
+_BAN = (
+    *_ACTION,
+    flag("target", metavar="KEY", help="public key of the owner or node, or its first 8 digits or more"),
+)
 _REDEEM = (*_ACTION, flag("request", metavar="REQUEST", help="id of the owner's redemption request, 32 hex characters"))
 _PARAMS = (
     *QUERY,
-    flag("changes", nargs="*", metavar="name=value", help="parameters to change, e.g. price=2 (default: show all)"),
+    flag(
+        "changes",
+        nargs="*",
+        default=[],
+        metavar="name=value",
+        help="parameters to change, e.g. price=2 (default: show all)",
+    ),
     flag("--key", type=Path, metavar="FILE", help="the operator's key"),
 )
 _ACTIONS = (

@@ -20,8 +20,8 @@ import pkgutil
 import re
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,8 @@ from shoal.util.aio import EXIT_INTERRUPTED, run_until_cancelled
 from shoal.util.logs import ENVIRONMENT, LEVELS, clean_text
 
 if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
     from shoal.config.run import RunConfig, Settings
     from shoal.identity.keys import Key
     from shoal.net.client import Endpoint, HttpDeadlines
@@ -212,7 +214,8 @@ def parse_ledger(text: str) -> str:
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://")
 _HOST_PORT = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}(/\S*)?")
-WHERE = flag("where", type=parse_where, metavar="URL", help="coordinator's address, or path of the run's descriptor")
+_WHERE = "coordinator's address, or path of the run's descriptor or folder"
+WHERE = flag("where", type=parse_where, metavar="URL", help=_WHERE)
 DEVICE = flag("--device", type=parse_device, default="auto", metavar="D", help=_DEVICE_HELP)
 AUTHORITY = flag("--ca", type=Path, metavar="FILE", help="CA certificates to trust (default: the system's)")
 JSON = flag("--json", action="store_true", help="print JSON")
@@ -277,6 +280,16 @@ def print_settings(config: "Settings") -> int:
 def pick_flags(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Select flags by name, as keyword arguments."""
     return {name: getattr(args, name) for name in names}
+
+
+def check_key(flag: str, text: str | None) -> str | None:
+    """Check the public key that a flag holds, if it was given."""
+    from shoal.identity.keys import check_public
+
+    try:
+        return None if text is None else check_public(text)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 def check_least(flag: str, value: int, least: int) -> None:
@@ -421,6 +434,15 @@ async def open_client(
         yield client
 
 
+@contextmanager
+def open_folder(where: str) -> "Iterator[Connection]":
+    """Read the ledger in the folder of a run or a coordinator, whether that runs or not."""
+    from shoal.audit.database import find_database, open_reader, read_ledger
+
+    with open_reader(find_database(where)) as engine, read_ledger(engine) as connection:
+        yield connection
+
+
 async def fetch_descriptor(client: "PublicClient") -> "tuple[Descriptor, bytes]":
     """Fetch the descriptor from a coordinator; also returns its bytes."""
     from shoal.identity.documents import DocumentError
@@ -440,6 +462,11 @@ def read_descriptor(path: Path) -> "tuple[Descriptor, bytes]":
 
     if not path.exists():
         raise ConfigError(f"{path}: cannot be read (no such file); an address begins with http:// or https://")
+    if path.is_dir():
+        found = [place / "descriptor.json" for place in (path, path / "coordinator")]
+        if not any(file.exists() for file in found):
+            raise ConfigError(f"{path}: no descriptor.json in it; give the coordinator's address, or a run's folder")
+        path = next(file for file in found if file.exists())
     data = read_file(path, MAX_DESCRIPTOR_BYTES + 1).rstrip(b"\n")
     try:
         descriptor = open_descriptor(data)

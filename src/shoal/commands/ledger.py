@@ -35,7 +35,10 @@ _EXAMPLES = 10
 """number of tasks to print"""
 
 
-_PLACE = "a coordinator's folder, its database (a file or postgresql://...), or its address (http://..., https://...)"
+_PLACE = (
+    "a run's or coordinator's folder, its database (a file or postgresql://...), or its address (http://..., "
+    "https://...)"
+)
 _LEDGER = (flag("where", type=common.parse_ledger, metavar="LEDGER", help=_PLACE), common.AUTHORITY)
 
 
@@ -71,9 +74,8 @@ def _add_tasks(parser: CommandParser) -> None:
 def run_verify(args: argparse.Namespace) -> int:
     """Recompute chain, signatures, sums, heads, tables and decisions."""
     from shoal.audit.database import find_database
-    from shoal.identity.keys import check_public
 
-    expected = None if args.coordinator is None else check_public(args.coordinator)
+    expected = common.check_key("--coordinator", args.coordinator)
     held = None if args.head is None else load_head(args.head)
     if common.is_address(args.where):
         return common.run_query(_verify_remote(args, held, expected), as_json=args.json)

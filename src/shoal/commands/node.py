@@ -67,10 +67,7 @@ async def join_run(
     authority: Path | None = None,
 ) -> CommandResult:
     """Join a run, or renew: with the owner's key, with a delegation from a file, or with the previous delegation."""
-    from shoal.identity.keys import check_public
-
-    if coordinator is not None:
-        check_public(coordinator)
+    common.check_key("--coordinator", coordinator)
     address, descriptor, data = await _find_run(where, authority)
     if coordinator not in (None, descriptor.coordinator):
         raise ConfigError(f"{where}: coordinator key is {descriptor.coordinator}, expected {coordinator}")

@@ -233,8 +233,4 @@ _ACTIONS = (
     CliCommand("redeem", _redeem, _REDEEM),
     CliCommand("unbond", _unbond, _UNBOND),
 )
-COMMANDS = (
-    CliCommand(
-        "owner", text="act as an owner: its key and credit, delegate, revoke, appeal, redeem, unbond", actions=_ACTIONS
-    ),
-)
+COMMANDS = (CliCommand("owner", text="act as an owner of nodes, with the owner's key", actions=_ACTIONS),)

@@ -76,13 +76,17 @@ def add_engine(parser: CommandParser) -> None:
 def run_trainer(args: argparse.Namespace) -> int:
     """Train a swarm's policy on its batches, or resume."""
     config = common.load_inputs(args.inputs)
+    logger.info(f"trainer of {config.name}, coordinator {args.coordinator}: loading libraries")
     from shoal.net.retry import RefusedError
     from shoal.node.session import SessionError
-    from shoal.trainer.run import TrainerPaths, start_trainer
+    from shoal.train.rundir import run_path
+    from shoal.trainer.run import TrainerPaths
+    from shoal.trainer.run import run_trainer as train
 
     place = TrainerPaths(authority=args.ca, **common.pick_flags(args, "coordinator", "origin", "folder", "owner"))
+    work = partial(train, config, place, fresh=args.fresh)
     try:
-        return start_trainer(config, place, fresh=args.fresh)
+        return common.run_until_stopped(outlast_disk(work, run_path(config), RoleWaits("trainer")))
     except (SessionError, TrainerError, RefusedError) as error:
         print(f"shoal: {error}", file=sys.stderr)
         return EXIT_UNWANTED
@@ -92,9 +96,10 @@ def run_evaluator(args: argparse.Namespace) -> int:
     """Evaluate each new version of a trainer on held-out tasks."""
     named, config = common.load_run(args.inputs)
     from shoal.train.rundir import run_path
-    from shoal.trainer.evaluator import run_evaluator as evaluate
 
     run = named or run_path(config)
+    logger.info(f"evaluator of {run}: loading libraries")
+    from shoal.trainer.evaluator import run_evaluator as evaluate
 
     def report(version: int, result: "EvalResult") -> None:
         logger.info("v%d  pass@1 %s  greedy %s", version, result.pass_1, result.greedy)
@@ -140,11 +145,9 @@ def check_engine(args: argparse.Namespace) -> None:
 
 def run_node(args: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Run a node to its end; while the disk is full, work that needs it waits."""
-    from shoal.identity.keys import check_public
+    common.check_key("--coordinator", args.coordinator)
     from shoal.train.rundir import hold_dir
 
-    if args.coordinator is not None:
-        check_public(args.coordinator)
     # Before anything that takes long to load. Two processes in one folder would use each other's leases.
     with guard_disk(args.folder), hold_dir(args.folder, "choose another --folder"):
         logger.info(f"connecting to {args.where}; loading libraries first")
@@ -153,10 +156,14 @@ def run_node(args: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, No
 
         tune_process(args.threads)
         try:
-            asyncio.run(outlast_disk(work, args.folder, RoleWaits("node")))
+            return common.run_until_stopped(_run_to_end(outlast_disk(work, args.folder, RoleWaits("node"))))
         except SessionError as error:
             print(f"shoal: {error}", file=sys.stderr)
             return EXIT_UNWANTED
+
+
+async def _run_to_end(work: Coroutine[Any, Any, None]) -> int:
+    await work
     return 0
 
 
@@ -180,12 +187,16 @@ async def write_work(args: argparse.Namespace, make_behaviour: MakeBehaviour) ->
                 worker = Worker(session, weights, behaviour, args.folder, limits=limits, **engine)
                 async with line.show(worker.describe):
                     await worker.run()
-                logger.info("%s", worker.describe())
+                _log_end(session, worker.describe())
                 if session.stopping.is_set():
                     leases = "leases returned" if worker.has_left else "leases not returned, so they expire"
                     print(f"shoal: stopped; {leases}; the same command resumes", file=sys.stderr)
 
         await session.run(outlast_disk(write_rollouts, args.folder, session.waits, stopping=session.stopping))
+
+
+def _log_end(session: "Session", text: str) -> None:
+    logger.info("%s", f"{text}; the run is finished" if not session.stopping.is_set() else text)
 
 
 def _open_session(args: argparse.Namespace, role: "Role") -> AbstractAsyncContextManager["Session"]:
@@ -233,7 +244,7 @@ async def judge_work(args: argparse.Namespace, make_judge: MakeJudge) -> None:
                 validator = Validator(session, judge, policies, args.folder)
                 async with line.show(validator.describe):
                     await validator.run()
-                logger.info("%s", validator.describe())
+                _log_end(session, validator.describe())
                 if session.stopping.is_set():
                     print("shoal: stopped; the same command resumes", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""`shoal run`, `prepare` and `demo`: run a whole swarm on this machine, or prepare one for several machines."""
+"""`shoal run`, `prepare`, `report` and `demo`: a whole swarm on this machine, or prepared for several machines."""
 
 import argparse
 import logging
@@ -34,7 +34,7 @@ def run_run(args: argparse.Namespace) -> int:
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    """Prepare a swarm without starting it: v0, calibration, keys, ..."""
+    """Prepare a swarm without starting it: v0, its calibration, keys."""
     config = _load(args)
     if args.dry_run:
         return print_settings(config)
@@ -42,11 +42,14 @@ def run_prepare(args: argparse.Namespace) -> int:
     from shoal.launch.layout import SwarmPaths
     from shoal.launch.parts import list_parts
     from shoal.launch.prepare import log_checks, prepare_swarm
-    from shoal.launch.run import hold_swarm
+    from shoal.launch.run import describe_finished, hold_swarm, is_finished
 
     layout = SwarmPaths.of(config)
     with guard_disk(layout.root), hold_swarm(layout):
         prepared = prepare_swarm(config, layout)
+        if is_finished(config, layout.root):
+            logger.warning(describe_finished(config))
+            return 0
         log_checks(prepared)
         if config.swarm.is_spread:
             logger.info(f"run {config.run} is ready in {layout.root}; commands for each machine:")
@@ -55,6 +58,29 @@ def run_prepare(args: argparse.Namespace) -> int:
         logger.info(f"run {config.run} is ready in {layout.root}; start all of it with `shoal run`, or one by one:")
         for part in list_parts(prepared):
             print(shlex.join(("shoal", *part.arguments)))
+    return 0
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """Write the report of a swarm that is not running."""
+    from shoal.config.run import build_config
+    from shoal.config.toml import read_toml
+    from shoal.launch.layout import SwarmPaths
+    from shoal.launch.prepare import PreparedSwarm
+    from shoal.launch.report import write_report
+    from shoal.launch.run import hold_swarm
+    from shoal.launch.settings import LaunchConfig
+
+    layout = SwarmPaths(args.run.resolve())
+    if not layout.settings.exists():
+        raise ConfigError(f"{args.run}: not the folder of a swarm (no launch/settings.toml in it)")
+    config = build_config(LaunchConfig, read_toml(layout.settings), ())
+    ledger = args.ledger or layout.ledger
+    if not ledger.is_file():
+        copy = f"shoal ledger verify {config.swarm.hosts.coordinator or 'URL'} --copy run.db"
+        raise ConfigError(f"{ledger}: no such file; copy the ledger with `{copy}` and give --ledger run.db")
+    with guard_disk(layout.root), hold_swarm(layout):
+        print(write_report(PreparedSwarm(config, layout, {}), ledger.resolve()))
     return 0
 
 
@@ -76,12 +102,18 @@ _DEMO = "run a small swarm on built-in settings; one worker cheats"
 _FILE = "a TOML file as for `shoal train`, with a [swarm] table"
 _PREPARE = (
     flag("config", type=Path, metavar="CONFIG", help=_FILE),
-    flag("inputs", nargs="*", metavar="key=value", help="override settings, e.g. swarm.workers=3"),
+    flag("inputs", nargs="*", default=[], metavar="key=value", help="override settings, e.g. swarm.workers=3"),
     DRY_RUN,
 )
-_BUILT_IN = flag("inputs", nargs="*", metavar="key=value", help="override the built-in settings, e.g. steps=8")
+_OVERRIDE = "override the built-in settings, e.g. steps=8; --dry-run prints them"
+_BUILT_IN = flag("inputs", nargs="*", metavar="key=value", help=_OVERRIDE)
+_REPORT = (
+    flag("run", type=Path, metavar="RUN_DIR", help="folder of the swarm, on the trainer's machine"),
+    flag("--ledger", type=Path, metavar="FILE", help="copy of the ledger (default: RUN_DIR/coordinator/ledger.db)"),
+)
 COMMANDS = (
     CliCommand("run", run_run, (*_PREPARE, FRESH), settings=_SETTINGS),
     CliCommand("prepare", run_prepare, _PREPARE, settings=_SETTINGS),
+    CliCommand("report", run_report, _REPORT),
     CliCommand("demo", run_run, (_BUILT_IN, DRY_RUN, FRESH), text=_DEMO, settings=_SETTINGS),
 )

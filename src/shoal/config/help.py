@@ -152,6 +152,16 @@ def accepts_text(model: type[BaseModel], parts: Sequence[str]) -> bool:
     return field.annotation is str or get_origin(field.annotation) is Literal
 
 
+def find_keys(model: type[BaseModel], name: str) -> list[str]:
+    """The key of this name, or those that may be meant by it; none if there is nothing like it."""
+    *tables, last = name.split(".")
+    keys = [key for key, _ in _walk_fields(model, "")]
+    if name in keys:
+        return [name]
+    known = {key.rpartition(".")[0] for key in keys}
+    return _guess_keys(model, tables if ".".join(tables) in known else [], last)
+
+
 def explain_errors(model: type[BaseModel], error: ValidationError) -> str:
     """The first error as one sentence that begins with its dotted key, and the number of further ones."""
     sentences: dict[str, str] = {}
@@ -232,18 +242,22 @@ def _phrase_range(field: FieldInfo) -> str:
 def _phrase_rule(rule: Any) -> str:
     match rule:
         case Gt(gt=bound):
-            return f"greater than {bound:g}"
+            return f"greater than {_show_bound(bound)}"
         case Ge(ge=bound):
-            return f"at least {bound:g}"
+            return f"at least {_show_bound(bound)}"
         case Lt(lt=int(bound)) if bound >= 2**31:
             return f"less than 2^{bound.bit_length() - 1}"  # for 9.22337e+18 is no bound one could keep
         case Lt(lt=bound):
-            return f"less than {bound:g}"
+            return f"less than {_show_bound(bound)}"
         case Le(le=bound):
-            return f"at most {bound:g}"
+            return f"at most {_show_bound(bound)}"
         case MultipleOf(multiple_of=base):
-            return f"a multiple of {base:g}"
+            return f"a multiple of {_show_bound(base)}"
     return ""
+
+
+def _show_bound(bound: Any) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def _show_value(value: Any) -> str:

@@ -263,7 +263,7 @@ class RunConfig(Settings):
     beacon: Secret = ""
     """beacon secret of a swarm, to reproduce its tasks and rollouts; empty: derived from `seed`"""
     async_level: Annotated[int, Field(ge=0, le=64)] = 0
-    """versions by which the sampler lags behind (simulated); 0 is synchronous"""
+    """k: a rollout may be k versions older than the one it trains (simulated by `shoal train`); 0: synchronous"""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """torch threads; 0: all cores"""
     rollouts: bool = True

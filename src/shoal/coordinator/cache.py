@@ -8,6 +8,7 @@ Decisions do not rely on it, except for parameters and lease durations.
 """
 
 import heapq
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -28,6 +29,8 @@ from shoal.protocol import events, messages
 from shoal.protocol.events import parse_event, read_ban, read_body, stops_run
 from shoal.protocol.params import oldest_version, open_steps, parse_params
 from shoal.util.waits import Wait
+
+logger = logging.getLogger(__name__)
 
 MAX_REPORTED = 16
 """waits of nodes that are reported"""
@@ -305,6 +308,8 @@ class RunCache:
 
     def _follow_ban(self, event: Event, body: events.Ban) -> None:
         target = body.target
+        who = f"{'owner' if target in self.standings else 'node'} {target}"
+        logger.warning(f"{who}: {event.kind} by event {event.seq}: {body.reason or 'no reason given'}")
         if event.kind == EventKind.BAN:
             self._bans[target] = BanNotice(event.seq, body.reason)
             if target in self.standings:

@@ -42,6 +42,7 @@ from shoal.protocol.messages import (
     AppealAnswer,
     Heartbeat,
     HeartbeatAnswer,
+    KeyAnswer,
     LeaderLine,
     OwnerAccount,
     ReceiptAnswer,
@@ -328,6 +329,11 @@ class Coordinator:
         """State of a submission; ConfigError if it does not exist. Reads the database: call it in a thread."""
         with self.ledger.read() as connection:
             return explain.read_state(connection, submission)
+
+    def find_key(self, prefix: str) -> KeyAnswer:
+        """The owners whose key, or whose node's key, begins with a prefix. Reads the database: call it in a thread."""
+        with self.ledger.read() as connection:
+            return status.find_key(connection, prefix)
 
     def read_leaders(self, limit: int = 100) -> list[LeaderLine]:
         """Owners by accepted tokens. Reads the database: call it in a thread."""

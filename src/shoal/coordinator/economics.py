@@ -19,7 +19,6 @@ from shoal.protocol.messages import Standing
 from shoal.protocol.params import MILLION, RunParams, count_drawn
 
 STANDINGS = (Standing.PROBATION, Standing.GOOD, Standing.TRUSTED)
-NAMES = {Standing.PROBATION: "new", Standing.GOOD: "good", Standing.TRUSTED: "trusted"}
 JOIN_WORK = 1 << 22
 JOIN_S = 5.0
 """seconds that joining takes on one core at `JOIN_WORK` hashes"""
@@ -88,16 +87,17 @@ def count_burned(params: RunParams, standing: Standing) -> float:
 def list_warnings(params: RunParams, *, join_work: int = JOIN_WORK) -> Iterator[str]:
     """Warnings about parameters with which cheating pays."""
     if len(params.validators) < CONVICTIONS:
-        yield "there is only one validator: nobody can be convicted, and a cheat loses only the work that is detected"
+        if params.validators:
+            yield "there is only one validator: nobody can be convicted, a cheat loses only the work that is detected"
+        else:
+            yield "there is no validator: nothing can be judged, so no step gets its groups; set params.validators"
         return
     for standing in STANDINGS:
         gain = expect_gain(params, standing, join_work=join_work)
         if gain > 0.0:
             cure = "group_size or join_work" if standing is Standing.PROBATION else "stake_submissions or slash_share"
-            warning = (
-                f"cheating pays for {NAMES[standing]} owners: {show_share(gain)} of a submission's pay per attempt"
-            )
-            yield f"{warning}; raise {cure}"
+            pays = f"{show_share(gain)} of a submission's pay per attempt"
+            yield f"cheating pays for owners with standing {standing.value}: {pays}; raise {cure}"
 
 
 def describe_check_rate(params: RunParams) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ def describe_check_rate(params: RunParams) -> tuple[str, ...]:
 
 
 def _describe_rate(rate: CheckRate) -> str:
-    who = f"{NAMES[rate.standing]}: {show_share(rate.share)} replayed ({rate.checked} of {rate.rollouts} rollouts"
+    who = f"{rate.standing.value}: {show_share(rate.share)} replayed ({rate.checked} of {rate.rollouts} rollouts"
     least = f", never fewer than {rate.least}" if rate.least < rate.checked else ""
     cost = f"costs {show_share(rate.cost)} of generation at {COST_TOKENS} tokens"
     return f"{who}{least}), caught within {rate.within}, {cost}"

@@ -15,13 +15,34 @@ from shoal.coordinator.state.canaries import CanaryRow, last_caught, list_missed
 from shoal.coordinator.state.credit import count_redeems, list_redeems
 from shoal.coordinator.state.drift import count_watched, list_watched
 from shoal.coordinator.state.leases import LeaseRow, list_oldest, oldest_offer
-from shoal.coordinator.state.members import find_owner, list_leaders
+from shoal.coordinator.state.members import (
+    OwnerRow,
+    find_ban,
+    find_owner,
+    list_leaders,
+    list_matching,
+    list_owned,
+    list_scopes,
+)
 from shoal.coordinator.state.queue import count_awaiting_opinion, count_queued, oldest_queued
 from shoal.coordinator.state.room import find_total_room
 from shoal.coordinator.state.run import StepRow, find_version, list_steps, newest_version, read_run
-from shoal.coordinator.state.submissions import count_awaited
+from shoal.coordinator.state.submissions import count_awaited, list_rejected
 from shoal.ledger.db import read_accounts
-from shoal.protocol.messages import LeaderLine, OwnerAccount, Standing, Status, StepInfo, WaitInfo
+from shoal.protocol.messages import (
+    MAX_NODES,
+    MAX_OWNERS,
+    MAX_REJECTIONS,
+    KeyAnswer,
+    LeaderLine,
+    NodeLine,
+    OwnerAccount,
+    OwnerLine,
+    Standing,
+    Status,
+    StepInfo,
+    WaitInfo,
+)
 from shoal.protocol.params import RunParams, is_exhausted
 from shoal.util.units import format_bytes
 from shoal.util.waits import Wait, WaitTable
@@ -143,8 +164,33 @@ def _describe_clock(ahead_ms: int) -> list[str]:
 
 def read_leaders(connection: Connection, limit: int) -> list[LeaderLine]:
     """Owners by accepted tokens."""
-    rows = list_leaders(connection, limit)
-    return [build_from(LeaderLine, row, standing=Standing(row.standing)) for row in rows]
+    rows, scopes = list_leaders(connection, limit), list_scopes(connection, limit)
+    return [
+        build_from(LeaderLine, row, standing=Standing(row.standing), scopes=tuple(sorted(scopes.get(row.owner, ()))))
+        for row in rows
+    ]
+
+
+def find_key(connection: Connection, prefix: str) -> KeyAnswer:
+    """The owners whose key, or whose node's key, begins with a prefix."""
+    return KeyAnswer(
+        owners=tuple(_describe_owner(connection, row, prefix) for row in list_matching(connection, prefix, MAX_OWNERS))
+    )
+
+
+def _describe_owner(connection: Connection, row: OwnerRow, prefix: str) -> OwnerLine:
+    nodes = [
+        build_from(NodeLine, node, scopes=tuple(node.scopes.split(",")), ban=_describe_ban(connection, node.node))
+        for node in list_owned(connection, row.owner, prefix, MAX_NODES)
+    ]
+    rejections = tuple(list_rejected(connection, row.owner, MAX_REJECTIONS))
+    standing, ban = Standing(row.standing), _describe_ban(connection, row.owner)
+    return build_from(OwnerLine, row, standing=standing, ban=ban, nodes=tuple(nodes), rejections=rejections)
+
+
+def _describe_ban(connection: Connection, key: str) -> str:
+    ban = find_ban(connection, key, key)
+    return "" if ban is None else f"{ban.reason or 'by the operator, without a reason'} (event {ban.seq})"
 
 
 def read_account(connection: Connection, owner: str) -> OwnerAccount | None:

@@ -38,7 +38,7 @@ def list_hosts(prepared: PreparedSwarm) -> list[DeployHost]:
     relays = []
     for number, url in enumerate(hosts.relays, start=1):
         relay = parts.list_relay_arguments(prepared, hosts.origin, f"relay-{number}", _find_listen(url))
-        relays.append(DeployHost(_find_name(url), "nothing", ((*relay, *_list_tls_arguments(url)),)))
+        relays.append(DeployHost(_find_name(url), "no files needed", ((*relay, *_list_tls_arguments(url)),)))
     coordinator = _list_coordinator_arguments(prepared)
     validator = ("validator", prepared.url, "--owner", "owner.key")
     return [
@@ -46,7 +46,7 @@ def list_hosts(prepared: PreparedSwarm) -> list[DeployHost]:
         DeployHost(_find_name(hosts.origin), "this folder", here),
         *relays,
         DeployHost("each validator", "the owner's key that is named in the settings", (validator,)),
-        DeployHost("each worker", "nothing", (("worker", prepared.url),)),
+        DeployHost("each worker", "no files needed", (("worker", prepared.url),)),
     ]
 
 

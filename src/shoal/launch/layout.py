@@ -2,8 +2,8 @@
 
 <out>/<name>-seed<seed>/
   config.toml metrics.jsonl eval.jsonl checkpoints/ versions/ ...   the trainer's and the evaluator's
-  launch/         settings.toml, ports.json, recipe.json, calibration.json, coordinator.toml, run.toml, v0/, keys
-                  tasks.jsonl, of a run on a task set; cpu.json, what the parts took
+  launch/         settings.toml, ports.json, keys.json, recipe.json, calibration.json, coordinator.toml, run.toml, v0/,
+                  private keys; tasks.jsonl, of a run on a task set; cpu.json, what the parts took
                   coordinator/, for a coordinator on another machine
   coordinator/    ledger, blobs, keys         origin/, relay-1/ ...     weights on their way
   trainer/, validator-1/ ..., worker-1/ ..., cheat-1/ ...               a node each: keys, receipts, spans
@@ -31,6 +31,8 @@ class SwarmPaths:
         """what the coordinator reads"""
         self.ports, self.recipe = launch / "ports.json", launch / "recipe.json"
         self.calibration = launch / "calibration.json"
+        self.keys = launch / "keys.json"
+        """public keys of the node and the owner of each part"""
         self.costs = launch / "cpu.json"
         """CPU seconds of the parts so far"""
         self.tasks = launch / "tasks.jsonl"

@@ -124,6 +124,10 @@ def prepare_swarm(config: LaunchConfig, layout: SwarmPaths) -> PreparedSwarm:
         names = ["coordinator", "origin", *name_relays(config.swarm)]
         prepared = PreparedSwarm(config, layout, choose_ports(layout.ports, names))
         write_atomic(layout.service, dump_toml(build_service(prepared)).encode())
+    known = {name: {"node": own.key.public, "owner": own.owner} for name, own in prepared.identities.items()}
+    document = json.dumps(known, indent=2).encode() + b"\n"
+    if not layout.keys.exists() or layout.keys.read_bytes() != document:
+        write_atomic(layout.keys, document)
     # Whatever folder a part is started in.
     core = find_core(config, layout).model_copy(update={"out": str(layout.root.parent)})
     write_atomic(layout.run_settings, dump_config(core).encode())

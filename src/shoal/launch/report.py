@@ -91,19 +91,23 @@ class RunEvidence:
     """of each owner that was rejected, the explanation of its worst submission"""
 
 
-def write_report(prepared: PreparedSwarm) -> str:
-    """Write the report of a swarm that has stopped; its summary in a few lines."""
+def write_report(prepared: PreparedSwarm, ledger: Path | None = None) -> str:
+    """Write the report of a swarm that has stopped; its summary in a few lines.
+
+    `ledger` is a copy of the ledger, for a swarm whose coordinator is on another machine.
+    """
     layout, config = prepared.layout, prepared.config
+    ledger = ledger or layout.ledger
     lines = read_lines(layout.root)
     tracks = read_tracks(find_folders(prepared))
     broadcasts = find_broadcasts(tracks)
-    evidence, costs = collect_evidence(layout.ledger), read_costs(layout.costs)
+    evidence, costs = collect_evidence(ledger), read_costs(layout.costs)
     title = f"{config.run}: {config.steps} steps, async level {config.async_level}"
     learning = describe_learning(lines, tracks, config.steps)
     result = summarise(learning, evidence, prepared.names, describe_checking(costs))
     further = [
         f"shoal rollouts {layout.root}",
-        f"shoal ledger verify {layout.coordinator}",
+        f"shoal ledger verify {ledger}",
         f"shoal eval {layout.root}",
     ]
     sections = [
@@ -121,9 +125,7 @@ def write_report(prepared: PreparedSwarm) -> str:
         describe_broadcasts(broadcasts),
         describe_verdicts(evidence, prepared.names),
         describe_cases(evidence, prepared.names),
-        ReportSection(
-            title="The ledger", text=f"{evidence.summary}. Check it again: shoal ledger verify {layout.coordinator}"
-        ),
+        ReportSection(title="The ledger", text=f"{evidence.summary}. Check it again: shoal ledger verify {ledger}"),
     ]
     picture = b""
     if importlib.util.find_spec("matplotlib") is not None:

@@ -44,11 +44,14 @@ def start_swarm(config: LaunchConfig, *, fresh: bool = False) -> tuple[int, str]
     layout = SwarmPaths.of(config)
     with hold_swarm(layout, fresh=fresh):
         prepared = prepare_swarm(config, layout)
-        if not is_finished(config, layout.root):
+        if is_finished(config, layout.root):
+            logger.warning(describe_finished(config))
+        else:
             log_checks(prepared)
             logger.info(f"run {config.run} in {layout.root}, coordinator at {prepared.url}")
             if code := asyncio.run(supervise_swarm(prepared)):
                 return code, ""
+            logger.info(f"run {config.run} is finished: {config.steps} of {config.steps} steps trained and evaluated")
         return 0, write_report(prepared)
 
 
@@ -116,6 +119,12 @@ def _report_end(supervisor: Supervisor) -> int:
 def is_finished(config: LaunchConfig, root: Path) -> bool:
     """Whether the last version was trained and evaluated: there is nothing left but to report."""
     return all(config.steps in read_steps(root / name) for name in (METRICS, EVALS))
+
+
+def describe_finished(config: LaunchConfig) -> str:
+    """What to say to somebody who starts a finished run."""
+    done = f"run {config.run} is already finished ({config.steps} of {config.steps} steps)"
+    return f"{done}; nothing was started. Start over with --fresh, or choose another name or seed"
 
 
 def make_environment(threads: int) -> dict[str, str]:

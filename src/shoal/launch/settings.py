@@ -30,7 +30,7 @@ class HostsConfig(Settings):
     """Where the parts are, if each is on a machine of its own. `shoal prepare` then prints what to type where."""
 
     coordinator: str = ""
-    """address of the coordinator, "http://run.example.org:8700"; empty: the whole swarm is on this machine"""
+    """address of the coordinator, such as http://HOST:8700; empty: the whole swarm is on this machine"""
     origin: str = ""
     """address of the origin, as the relays reach it; it is on the trainer's machine, which is this one"""
     relays: Addresses = Field(default=[])
@@ -146,5 +146,10 @@ def _check_hosts(hosts: HostsConfig) -> None:
                 )
     if not hosts.validators:
         raise ConfigError("swarm.hosts.validators: missing; give the public keys of the owners that may validate")
-    for key in (*hosts.validators, *([hosts.operator] if hosts.operator else [])):
-        check_public(key)
+    named = {"validators": hosts.validators, "operator": [hosts.operator] if hosts.operator else []}
+    for name, keys in named.items():
+        for key in keys:
+            try:
+                check_public(key)
+            except ConfigError as error:
+                raise ConfigError(f"swarm.hosts.{name}: {error}") from None

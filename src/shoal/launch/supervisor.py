@@ -149,6 +149,7 @@ class Supervisor:
         began = time.monotonic()
         with open_log(self.logs, state.part.name) as log:
             state.process = await self._start(state.part, log)
+        logger.info(f"{state.part.name} runs, pid {state.process.pid}")
         state.last_code = await state.process.wait()
         state.process = None
         is_mistake = state.last_code == EXIT_MISTAKE and time.monotonic() - began < CALM_S

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 METRICS, EVALS = "metrics.jsonl", "eval.jsonl"
 """where trainer and evaluator write (`shoal.trainer.evaluator`, which would bring torch with it)"""
+START_S = 30.0
+"""in which the coordinator's first answer is expected: until then its silence is no problem"""
 _NO_RETRY = RetryPolicy(tries=1, first_s=0.1, longest_s=0.1)
 _NODE = re.compile(r"\bnode ([0-9a-f]{8})\b")
 _MAX_NEWS = 4
@@ -61,6 +63,9 @@ class SwarmSnapshot:
     news: tuple[str, ...]
     """what happened to processes last"""
     problem: str = ""
+    """an alarm"""
+    note: str = ""
+    """what the whole swarm does now, if it neither runs nor has a problem"""
 
     def find_last(self, metric: str) -> float | None:
         """The newest value of a metric."""
@@ -68,7 +73,8 @@ class SwarmSnapshot:
 
     def list_waits(self) -> list[str]:
         """Who waits for whom, as text, nodes by their names here."""
-        return [name_nodes(wait.text, self.names) for wait in (self.status.waits if self.status else ())]
+        waits = [name_nodes(wait.text, self.names) for wait in (self.status.waits if self.status else ())]
+        return [self.note, *waits] if self.note else waits
 
 
 class SnapshotReader:
@@ -86,16 +92,19 @@ class SnapshotReader:
 
     async def read(self) -> SwarmSnapshot:
         """The state now."""
-        problem = ""
+        problem = note = ""
         try:
             self._status = await self._client.read_status()
             self._leaders = (await self._client.read_leaders()).leaders
             self._answered = time.monotonic()
         except (UnreachableError, RefusedError) as error:
             silent_s = time.monotonic() - self._answered
-            problem = f"the coordinator has not answered for {silent_s:.0f} s, all wait for it: {error}"
+            if self._status is None and silent_s < START_S:
+                note = "the coordinator is starting"
+            else:
+                problem = f"the coordinator has not answered for {silent_s:.0f} s, all wait for it: {error}"
         if self._supervisor.is_stopping:
-            problem = "all parts are being stopped, the coordinator last"
+            problem, note = "", "all parts are being stopped, the coordinator last"
         now = time.monotonic()
         return SwarmSnapshot(
             elapsed_s=now - self._begun,
@@ -107,6 +116,7 @@ class SnapshotReader:
             parts={name: state.describe(now) for name, state in self._supervisor.states.items()},
             news=tuple(self._supervisor.events)[-_MAX_NEWS:],
             problem=problem,
+            note=note,
         )
 
     def close(self) -> None:
@@ -165,6 +175,8 @@ def describe_marks() -> str:
 REDRAW_S, PLAIN_S = 1.0, 5.0
 _CHART_ROWS, _MIN_CHART_ROWS, _MAX_WAITS = 13, 5, 7
 _MAX_NAME = 16
+_KEY_CHARS = 8
+"""shown of a key, as in `shoal status`"""
 _LIST_ROWS, _MIN_WAITS = 2, 3
 """rows of a list in addition to its lines; lines of one that the chart leaves room for"""
 _STYLES = {"banned": "bold red", "limited": "yellow", "good": "green", "trusted": "green"}
@@ -269,6 +281,7 @@ def _draw_parts(snapshot: SwarmSnapshot, *, is_short: bool = False) -> Table:
     """A row for each process, with what the ledger says of its owner. A short page has one for all that simply run."""
     table = Table(box=None, pad_edge=False)
     table.add_column("part", no_wrap=True, min_width=min(_MAX_NAME, max(map(len, snapshot.parts), default=0)))
+    table.add_column("owner", no_wrap=True, min_width=_KEY_CHARS)
     table.add_column("standing", no_wrap=True, min_width=len("probation"))
     for name in ("accepted", "rejected", "credit"):
         table.add_column(name, no_wrap=True, min_width=len(name), justify="right")
@@ -282,16 +295,16 @@ def _draw_parts(snapshot: SwarmSnapshot, *, is_short: bool = False) -> Table:
         if name in folded:
             continue
         line = owners.get(name)
-        cells = ["", "", "", ""]
+        cells = [""] * 5
         if line is not None:
-            cells = [line.standing.value, str(line.accepted), str(line.rejected), f"{line.earned / MICRO:.3f}"]
+            counts = str(line.accepted), str(line.rejected), f"{line.earned / MICRO:.3f}"
+            cells = [line.owner[:_KEY_CHARS], line.standing.value, *counts]
         row = [Text(clean_text(cell)) for cell in (name, *cells, state)]
-        row[1].stylize(_STYLES.get(cells[0], ""))
+        row[2].stylize(_STYLES.get(cells[1], ""))
         table.add_row(*row)
     if folded:
-        table.add_row(
-            *(Text(cell) for cell in (f"{len(folded)} more", "", "", "", "", "run" if len(folded) > 1 else "runs"))
-        )
+        num = "run" if len(folded) > 1 else "runs"
+        table.add_row(*(Text(cell) for cell in (f"{len(folded)} more", "", "", "", "", "", num)))
     return table
 
 
@@ -307,7 +320,7 @@ def _draw_list(title: str, texts: Sequence[str], width: int, style: str = "") ->
 
 
 def _name_owner(snapshot: SwarmSnapshot, line: LeaderLine) -> str:
-    return snapshot.names.get(line.owner, line.owner[:8])
+    return snapshot.names.get(line.owner, line.owner[:_KEY_CHARS])
 
 
 def _has_worked(line: LeaderLine) -> bool:

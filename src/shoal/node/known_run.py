@@ -8,9 +8,10 @@ descriptor. Afterwards a different run, coordinator, operator or first event in 
 a different swarm in place of the one that the node's receipts and head belong to.
 """
 
+from contextlib import closing
 from pathlib import Path
 
-from shoal.errors import ConfigError, UnavailableError, UnreachableError
+from shoal.errors import ConfigError, UnreachableError
 from shoal.identity.documents import DocumentError
 from shoal.net.client import parse_endpoint
 from shoal.net.retry import RefusedError, RetryingClient, RetryPolicy
@@ -21,6 +22,8 @@ from shoal.util.waits import RoleWaits, WaitError
 
 _NAME = "descriptor.json"
 _RETRY_POLICY = RetryPolicy(tries=6, first_s=0.5, longest_s=5.0)
+_NO_RETRY = RetryPolicy(tries=1, first_s=0.5, longest_s=0.5)
+"""of a node that waits for its first answer: the wait itself repeats the call, and logs each failure"""
 _FETCH_S = 60.0
 _PINNED = ("run", "coordinator", "operator", "genesis")
 
@@ -30,18 +33,18 @@ async def find_run(
 ) -> tuple[Descriptor, str]:
     """The run's descriptor and the coordinator's address, from an address or a descriptor file.
 
-    A node that has joined before starts with its pinned descriptor while the coordinator is unreachable.
+    A node that has joined before starts with its pinned descriptor while the coordinator is unreachable; one that has
+    not waits for it.
     `coordinator` is the expected public key, `authority` a file of certificates to trust.
     """
     pinned = _read_pinned(folder / _NAME)
-    is_url = source.startswith(("http://", "https://"))
+    is_url, is_known = source.startswith(("http://", "https://")), pinned is not None
     try:
-        data = await _fetch(source, waits, authority) if is_url else _read_file(Path(source))
+        data = await _fetch(source, waits, authority, is_known=is_known) if is_url else _read_file(Path(source))
         descriptor = _open(data, source)
     except (RefusedError, UnreachableError, WaitError) as error:
         if pinned is None:
-            kind = ConfigError if isinstance(error, RefusedError) else UnavailableError
-            raise kind(f"{source}: not a valid run descriptor ({error})") from None
+            raise ConfigError(f"{source}: not a valid run descriptor ({error})") from None
         _check_key(pinned, coordinator, str(folder))
         return pinned, source
     _check_key(descriptor, coordinator, source)
@@ -54,14 +57,14 @@ async def find_run(
     return descriptor, source if is_url else descriptor.urls[0]
 
 
-async def _fetch(source: str, waits: RoleWaits, authority: Path | None) -> bytes:
-    client = PublicClient(parse_endpoint(source, authority), asker=RetryingClient(_RETRY_POLICY))
-    try:
-        return await waits.with_timeout(
-            "descriptor", client.read_descriptor(), waiting_for="the coordinator", timeout_s=_FETCH_S
-        )
-    finally:
-        client.close()
+async def _fetch(source: str, waits: RoleWaits, authority: Path | None, *, is_known: bool) -> bytes:
+    asker, whom = RetryingClient(_RETRY_POLICY if is_known else _NO_RETRY), "the coordinator"
+    with closing(PublicClient(parse_endpoint(source, authority), asker=asker)) as client:
+        if is_known:
+            read = client.read_descriptor()
+            return await waits.with_timeout("descriptor", read, waiting_for=whom, timeout_s=_FETCH_S)
+        call = client.read_descriptor
+        return await waits.retry_forever("descriptor", call, waiting_for=whom, timeout_s=_FETCH_S)
 
 
 def _read_file(path: Path) -> bytes:
@@ -70,6 +73,9 @@ def _read_file(path: Path) -> bytes:
             return file.read(MAX_DESCRIPTOR_BYTES + 1).rstrip(b"\n")
     except FileNotFoundError:
         text = f"{path}: cannot be read (no such file); an address begins with http:// or https://"
+        raise ConfigError(text) from None
+    except IsADirectoryError:
+        text = f"{path}: is a folder; give the coordinator's address, or the file descriptor.json of its folder"
         raise ConfigError(text) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None

@@ -25,6 +25,7 @@ from shoal.protocol.messages import (
     Explanation,
     HeadAnswer,
     InclusionAnswer,
+    KeyAnswer,
     Leaders,
     OwnerAccount,
     PageAnswer,
@@ -59,6 +60,10 @@ class PublicClient:
     async def read_account(self, owner: str) -> OwnerAccount:
         """The record and the credit of one owner."""
         return await self._get(f"/v1/owners/{owner}", OwnerAccount)
+
+    async def find_key(self, prefix: str) -> KeyAnswer:
+        """Owners by the beginning of a key, their own or a node's; at least 8 digits."""
+        return await self._get(f"/v1/keys/{prefix}", KeyAnswer)
 
     async def explain(self, submission: str) -> Explanation:
         """Everything known about a submission, as text."""

@@ -64,6 +64,7 @@ SILENCE_S = 10.0
 MAX_TEXT, MAX_REASON = 80, 160
 MAX_HEARTBEAT_S = 60
 """longest pause between two heartbeats, whatever the coordinator asks for"""
+_JOINING = "joining"
 _REJOIN = frozenset({"unknown_node", "left", "delegation"})
 """codes of refusals that joining again may resolve"""
 
@@ -160,7 +161,7 @@ class Session:
     async def open(self) -> None:
         """Join if needed and wait for the first answer, however long that takes."""
         self.answer = await self.waits.retry_forever(
-            "joining", self._heartbeat, waiting_for="the coordinator", timeout_s=JOIN_S
+            _JOINING, self._heartbeat, waiting_for="the coordinator", timeout_s=JOIN_S
         )
         self.params = await self.ask_coordinator("parameters", self.client.read_params)
         node, owner = self.identity.key.public, self.identity.owner
@@ -265,8 +266,8 @@ class Session:
     def _describe_wait(self) -> NodeWait | None:
         """The longest current wait, in coordinator time."""
         wait, offset_ms = self.waits.longest(), self.client.clock_offset_ms
-        if wait is None:
-            return None
+        if wait is None or wait.name == _JOINING:
+            return None  # a node that sends a heartbeat has joined
         return NodeWait(
             name=_shorten(wait.name),
             for_whom=_shorten(wait.waiting_for),

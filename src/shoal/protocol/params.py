@@ -116,7 +116,7 @@ class RunParams(Settings):
     backup_after: Share = 500_000
     """share of its time after which a lease gets a backup, if there is nothing else to do"""
     upload_s: Seconds = 120
-    """time allowed for an upload, plus its size at `UPLOAD_BYTES_S`"""
+    """time allowed for an upload, plus 1 s for each 64 KiB of its size"""
     claim_s: Seconds = 120
     train_s: Seconds = 3600
     """time in which the trainer should cut a complete batch and publish a version; later raises an alarm"""

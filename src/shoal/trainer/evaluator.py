@@ -88,6 +88,8 @@ async def run_evaluator(config: RunConfig, run: Path, *, report: Report = lambda
             )
             if done is not None:
                 report(*done)
+        if evaluator.is_done:
+            logger.info("finished: every version that was due is evaluated")
     return 0
 
 

@@ -1,6 +1,5 @@
 """`shoal trainer`: builds the trainer from the settings and the run's parameters."""
 
-import asyncio
 import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from shoal.submission.read import ParserPool
 from shoal.tasks.open import check_swarm
 from shoal.train.loop import settle_config
 from shoal.train.resume import TrainState, open_state
-from shoal.train.rundir import RunDir, run_path
+from shoal.train.rundir import RunDir
 from shoal.train.trackers import open_tracker
 from shoal.trainer.batch import BatchReader, GroupSpec, RunTerms, limit_files, read_sandboxed
 from shoal.trainer.evaluator import list_awaited
@@ -31,7 +30,6 @@ from shoal.util.aio import run_blocking
 from shoal.util.console import Console
 from shoal.util.disk import guard_disk
 from shoal.util.process import tune_process
-from shoal.util.waits import RoleWaits
 
 logger = logging.getLogger(__name__)
 
@@ -181,9 +179,3 @@ def _open_state(config: RunConfig, reporter: TrainerReporter) -> TrainState:
     reporter.run.truncate_after(state.step if checkpoint is not None else -1)
     logger.info(f"{state.policy.num_parameters:,} parameters, run directory {reporter.run.path}")
     return state
-
-
-def start_trainer(config: RunConfig, place: TrainerPaths, *, fresh: bool = False) -> int:
-    """`run_trainer` as a process of its own."""
-    work = partial(run_trainer, config, place, fresh=fresh)
-    return asyncio.run(outlast_disk(work, run_path(config), RoleWaits("trainer")))

@@ -165,7 +165,8 @@ class RoleWaits:
                     self.note_success(name)
                     return result
                 except (WaitError, UnreachableError) as error:
-                    text = f"{error}; retrying" if isinstance(error, WaitError) else f"{name}: {error}"
+                    silent = f"{name}: no answer from {waiting_for}: {error}"
+                    text = f"{error if isinstance(error, WaitError) else silent}; retrying"
                     self.report_failure(name, error, text)
                     set_detail(str(error))
                 await self._sleep(self._backoff.pause_s(attempt))

@@ -207,6 +207,12 @@ async def get_account(context: ApiContext, owner: messages.Digest) -> messages.O
     return account
 
 
+@everybody.get("/v1/keys/{prefix}", Access.PUBLIC)
+async def get_key(context: ApiContext, prefix: messages.KeyPrefix) -> messages.KeyAnswer:
+    """Owners by the beginning of a key, their own or a node's: standing, nodes, latest rejections."""
+    return await context.read(partial(context.coordinator.find_key, prefix))
+
+
 @everybody.get("/v1/submissions/{submission}/explanation", Access.PUBLIC)
 async def get_explanation(context: ApiContext, submission: messages.SubmissionId) -> messages.Explanation:
     """Every check, number, threshold and posting of a submission, as sentences."""

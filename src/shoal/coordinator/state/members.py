@@ -72,6 +72,16 @@ _SELECT_JOINS = db.Sql(
     "SELECT subject, time_ms FROM event WHERE seq >= (SELECT max(seq) FROM event) - :most AND time_ms >= :since_ms "
     "AND kind IN ('node.join', 'node.delegate') ORDER BY seq"
 )
+_IN_PREFIX = "{0} >= :prefix AND {0} < :after"
+_MATCHING = (
+    f"WHERE owner IN (SELECT owner FROM node WHERE {_IN_PREFIX.format('node')} UNION "
+    f"SELECT owner FROM owner WHERE {_IN_PREFIX.format('owner')}) ORDER BY owner LIMIT :most"
+)
+_OWNED = f"WHERE owner = :owner ORDER BY CASE WHEN {_IN_PREFIX.format('node')} THEN 0 ELSE 1 END, node LIMIT :most"
+_SELECT_SCOPES = db.Sql(
+    "SELECT DISTINCT owner, scopes FROM node WHERE owner IN "
+    "(SELECT owner FROM owner ORDER BY tokens DESC, owner DESC LIMIT :most)"
+)
 _SELECT_BANS = db.Sql("SELECT target, reason, seq FROM ban ORDER BY target")
 _SELECT_BAN = db.Sql("SELECT target, reason, seq FROM ban WHERE target = :node OR target = :owner ORDER BY target")
 _COUNT_OUTCOME = db.Sql(
@@ -125,6 +135,28 @@ def list_nodes(connection: Connection) -> list[NodeRow]:
 def list_named(connection: Connection, key: str) -> list[NodeRow]:
     """The node with this key, and the nodes of the owner with this key."""
     return db.list_rows(connection, NodeRow, "WHERE node = :key OR owner = :key ORDER BY node", key=key)
+
+
+def list_matching(connection: Connection, prefix: str, most: int) -> list[OwnerRow]:
+    """Owners whose key, or whose node's key, begins with a prefix."""
+    return db.list_rows(connection, OwnerRow, _MATCHING, **_bound_prefix(prefix), most=most)
+
+
+def list_owned(connection: Connection, owner: str, prefix: str, most: int) -> list[NodeRow]:
+    """Nodes of an owner; first those whose key begins with a prefix."""
+    return db.list_rows(connection, NodeRow, _OWNED, owner=owner, **_bound_prefix(prefix), most=most)
+
+
+def _bound_prefix(prefix: str) -> dict[str, str]:
+    return {"prefix": prefix, "after": f"{prefix}g"}  # keys are hex digits: g is behind them all
+
+
+def list_scopes(connection: Connection, most: int) -> dict[str, set[str]]:
+    """What the nodes of each of the `list_leaders` may do."""
+    found: dict[str, set[str]] = {}
+    for owner, scopes in db.fetch_rows(connection, _SELECT_SCOPES, lambda *row: row, most=most):
+        found.setdefault(owner, set()).update(scopes.split(","))
+    return found
 
 
 def list_joins(connection: Connection, since_ms: int, most: int) -> list[tuple[str, int]]:

@@ -19,7 +19,7 @@ from shoal.coordinator.state.leases import LeaseRow, retake_range, submit_lease
 from shoal.ledger import db
 from shoal.ledger.event import Event
 from shoal.protocol.events import BlobDrop, CoordinatorUp, LeaseEnd, SubmissionOutcome, read_body
-from shoal.protocol.messages import Manifest, RolloutEntry, SubmissionState
+from shoal.protocol.messages import REJECTED, Manifest, RolloutEntry, SubmissionState
 
 ROLLOUT = db.define_table("rollout", {"hash": str, "submission": str, "step": int, "position": int}, key="hash")
 DUPLICATE = db.define_table(
@@ -126,6 +126,11 @@ _DECIDE = db.Sql(
     "UPDATE submission SET state = :state, decided_ms = :time_ms, paid = paid + :paid WHERE submission = :submission"
 )
 _SHIFT = db.Sql("UPDATE submission SET upload_ms = upload_ms + :shift_ms WHERE state = 'committed'")
+_REJECTED = tuple(state.value for state in REJECTED)
+_SELECT_REJECTED = db.Sql(
+    f"SELECT submission FROM submission WHERE owner = :owner AND state IN {_REJECTED} "
+    "ORDER BY decided_ms DESC, submission DESC LIMIT :most"
+)
 _DECIDED = tuple(
     state.value for state in SubmissionState if state not in (SubmissionState.COMMITTED, SubmissionState.RECEIVED)
 )
@@ -157,6 +162,11 @@ _TAKE_OVER = db.Sql(
     "WHERE d.submission = :submission AND d.hash = rollout.hash) WHERE hash IN "
     "(SELECT hash FROM duplicate WHERE submission = :submission)"
 )
+
+
+def list_rejected(connection: Connection, owner: str, most: int) -> list[str]:
+    """The latest rejected submissions of an owner."""
+    return db.fetch_rows(connection, _SELECT_REJECTED, str, owner=owner, most=most)
 
 
 def find_submission(connection: Connection, submission: str) -> SubmissionRow | None:

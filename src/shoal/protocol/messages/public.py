@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from shoal.ledger.merkle import MAX_PROOF_HASHES
 from shoal.protocol.messages.base import (
@@ -183,6 +183,45 @@ class LeaderLine(Message):
     tokens: Number
     earned: Number
     """micro-credits, all accounts"""
+    scopes: tuple[str, ...] = ()
+    """what its nodes may do: work, validate, train, relay"""
+
+
+KeyPrefix = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8,64}$")]
+MAX_OWNERS, MAX_NODES, MAX_REJECTIONS = 4, 8, 8
+"""that one answer about a key lists"""
+
+
+class NodeLine(Message):
+    """One node of an owner."""
+
+    node: Digest
+    scopes: tuple[str, ...]
+    gone: str
+    """empty, left or revoked"""
+    ban: str = ""
+    """why this node alone is banned, and by which event; empty if it is not"""
+
+
+class OwnerLine(Message):
+    """One owner, with its nodes and its latest rejections."""
+
+    owner: Digest
+    standing: Standing
+    accepted: Number
+    rejected: Number
+    ban: str = ""
+    """why it is banned, and by which event; empty if it is not"""
+    nodes: Annotated[tuple[NodeLine, ...], Field(max_length=MAX_NODES)]
+    """those whose key was asked for first"""
+    rejections: Annotated[tuple[SubmissionId, ...], Field(max_length=MAX_REJECTIONS)]
+    """the latest first"""
+
+
+class KeyAnswer(Message):
+    """The owners whose key, or whose node's key, begins with the prefix."""
+
+    owners: Annotated[tuple[OwnerLine, ...], Field(max_length=MAX_OWNERS)]
 
 
 class OwnerAccount(Message):
