@@ -52,7 +52,7 @@ def test_verify_names_what_is_broken(ledger: Ledger, url: str, leases: Projectio
     code, text, _ = verify_database(url, projections=[leases])
     assert code == EXIT_BROKEN
     assert f"projection: balance 'pending:{OWNER}': amount is 2500001, not 2500000" in text
-    assert "BROKEN, 1 findings" in text
+    assert "BROKEN, 1 finding" in text
 
 
 def test_verify_compares_with_a_head_that_a_node_holds(

@@ -161,7 +161,7 @@ def test_the_openapi_document_names_every_route_and_its_messages(open_stand: Any
             status, body = await stand.send(["GET /v1/openapi.json HTTP/1.1"])
             paths = json.loads(body)["paths"]
             assert status == 200
-            assert len(paths) == 36
+            assert len(paths) == 37
             schema = paths["/v1/heartbeat"]["post"]["requestBody"]["content"]["application/json"]["schema"]
             assert schema == {"$ref": "#/components/schemas/Heartbeat"}
             for path, methods in paths.items():
