@@ -101,6 +101,13 @@ def score_texts(family: Family, task: Task, completions: Sequence[str]) -> list[
     return scores
 
 
+def score_again(family: Family, task: Task, completion: str, first: Score) -> list[Score]:
+    """More scores of a completion, under conditions that differ between machines (`Verifier.score_again`)."""
+    again = getattr(family, "score_again", None)
+    scores: list[Score] = [] if again is None else again(task, completion, first)
+    return scores
+
+
 def at_step(family: Family, step: int) -> Family:
     """The tasks of a step: those that a schedule selects, or all without one."""
     choose = getattr(family, "at_step", None)

@@ -16,8 +16,8 @@ proof checks. The nats of a completion are the worker's claim, which the proof c
 
 Rewards are compared exactly: a verifier computes the same bits on every machine (tasks/base.py). All rewards are
 computed again; if the verifier is expensive, only a share of each group, drawn by the job's seed. If our verifier hit a
-limit or came close to one, a different reward proves nothing (tasks/verify/base.py): the finding is then `LIMIT_CHECK`,
-a doubt, and not a violation.
+limit or came close to one, or scores otherwise under other conditions, a different reward proves nothing
+(tasks/verify/base.py): the finding is then `LIMIT_CHECK`, a doubt, and not a violation.
 """
 
 import math
@@ -33,7 +33,7 @@ from shoal.protocol.messages import Finding, Job, RolloutEntry
 from shoal.recipe import Recipe
 from shoal.rollout import Group, Request, Rollout, Score
 from shoal.submission.read import SubmissionContents
-from shoal.tasks.base import Family, is_expensive, score_texts
+from shoal.tasks.base import Family, is_expensive, score_again, score_texts
 from shoal.tasks.verify.base import Agreement, compare_claim
 from shoal.toploc.token_checks import ROUNDING, check_ending
 from shoal.validator.finding import violation
@@ -100,12 +100,22 @@ class ConsistencyCheck:
                 continue
             yield from self._check_rollout(request, rollout)
             if sample in found:
-                yield from _check_reward(rollout, group.scores[sample].value, found[sample])
+                yield from self._check_reward(plan, rollout, group.scores[sample].value, found[sample])
 
     def _score(self, plan: GroupPlan, rollouts: Sequence[Rollout]) -> list[Score]:
         """Our scores for rollouts of one group; concurrently if the verifier supports it."""
         texts = [decode_completion(self._tokenizer, rollout.token_ids) for rollout in rollouts]
         return score_texts(self._family, plan.task, texts)
+
+    def _check_reward(self, plan: GroupPlan, rollout: Rollout, claimed: float, found: Score) -> Iterator[Finding]:
+        def score_more() -> list[Score]:
+            return score_again(self._family, plan.task, decode_completion(self._tokenizer, rollout.token_ids), found)
+
+        match compare_claim(claimed, found, score_more):
+            case Agreement.DIFFERS:
+                yield violation("reward", f"{rollout.id}: {claimed!r} claimed, {found.value!r} found")
+            case Agreement.UNSURE:
+                yield violation(LIMIT_CHECK, f"{rollout.id}: {claimed!r} claimed, {found.reason}")
 
     def _check_rollout(self, request: Request, rollout: Rollout) -> Iterator[Finding]:
         ending = check_ending(rollout, eos_id=self._eos_id, max_tokens=request.max_tokens)
@@ -121,14 +131,6 @@ class ConsistencyCheck:
         independently of the proof's rollouts, so that rollouts that the proof skips may still be scored."""
         size = len(group.rollouts)
         return draw_positions(job, size, f"reward {group.index} ") if is_expensive(self._family) else range(size)
-
-
-def _check_reward(rollout: Rollout, claimed: float, found: Score) -> Iterator[Finding]:
-    match compare_claim(claimed, found):
-        case Agreement.DIFFERS:
-            yield violation("reward", f"{rollout.id}: {claimed!r} claimed, {found.value!r} found")
-        case Agreement.UNSURE:
-            yield violation(LIMIT_CHECK, f"{rollout.id}: {claimed!r} claimed, {found.reason}")
 
 
 def measure_nats(rollout: Rollout) -> float:

@@ -96,6 +96,10 @@ class SetFamily:
         attempts = [Attempt(task.info, task.prompt, completion) for completion in completions]
         return [_clean_reason(score) for score in find_verifier(task.verifier).score_many(attempts)]
 
+    def score_again(self, task: Task, completion: str, first: Score) -> list[Score]:
+        """Scores of a completion under other conditions."""
+        return find_verifier(task.verifier).score_again(Attempt(task.info, task.prompt, completion), first)
+
     def _keep(self, wanted: FilterConfig, weights: Mapping[str, int]) -> None:
         """Draw from the tasks that a filter keeps."""
         self.filter, kept = wanted, self.tasks.keep(wanted)
