@@ -13,7 +13,7 @@
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -101,10 +101,10 @@ def score_texts(family: Family, task: Task, completions: Sequence[str]) -> list[
     return scores
 
 
-def score_again(family: Family, task: Task, completion: str, first: Score) -> list[Score]:
+def score_again(family: Family, task: Task, completion: str, first: Score) -> Iterator[Score]:
     """More scores of a completion, under conditions that differ between machines (`Verifier.score_again`)."""
     again = getattr(family, "score_again", None)
-    scores: list[Score] = [] if again is None else again(task, completion, first)
+    scores: Iterator[Score] = iter(()) if again is None else again(task, completion, first)
     return scores
 
 

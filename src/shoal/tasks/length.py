@@ -17,7 +17,7 @@ Invariants:
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -84,7 +84,7 @@ class TargetFamily:
         """The scores of several completions, as given by the family without targets."""
         return score_texts(self.inner, _find_plain(task), completions)
 
-    def score_again(self, task: Task, completion: str, first: Score) -> list[Score]:
+    def score_again(self, task: Task, completion: str, first: Score) -> Iterator[Score]:
         """Scores under other conditions, as given by the family without targets."""
         return score_again(self.inner, _find_plain(task), completion, first)
 

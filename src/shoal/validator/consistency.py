@@ -22,6 +22,7 @@ limit or came close to one, or scores otherwise under other conditions, a differ
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -34,7 +35,7 @@ from shoal.recipe import Recipe
 from shoal.rollout import Group, Request, Rollout, Score
 from shoal.submission.read import SubmissionContents
 from shoal.tasks.base import Family, is_expensive, score_again, score_texts
-from shoal.tasks.verify.base import Agreement, compare_claim
+from shoal.tasks.verify.base import Agreement, compare_claim, give_up
 from shoal.toploc.token_checks import ROUNDING, check_ending
 from shoal.validator.finding import violation
 from shoal.validator.proof import draw_positions
@@ -83,10 +84,11 @@ class ConsistencyCheck:
             if measure_nats(rollouts[position]) > CHANCE_NATS:
                 yield violation(COPY_CHECK, f"rollout {position}: the tokens of an earlier submission")
         yield from _find_copies(entries, rollouts)
+        doubts = _Doubts()
         for plan, group in zip(plans, contents.groups, strict=True):
-            yield from self._check_group(job, plan, group)
+            yield from self._check_group(job, plan, group, doubts)
 
-    def _check_group(self, job: Job, plan: GroupPlan, group: Group) -> Iterator[Finding]:
+    def _check_group(self, job: Job, plan: GroupPlan, group: Group, doubts: "_Doubts") -> Iterator[Finding]:
         if group.task_id != plan.task.id:
             yield violation("task", f"group {group.index}: another task than the lease's")
             return
@@ -100,19 +102,23 @@ class ConsistencyCheck:
                 continue
             yield from self._check_rollout(request, rollout)
             if sample in found:
-                yield from self._check_reward(plan, rollout, group.scores[sample].value, found[sample])
+                yield from self._check_reward(plan, rollout, group.scores[sample].value, found[sample], doubts)
 
     def _score(self, plan: GroupPlan, rollouts: Sequence[Rollout]) -> list[Score]:
         """Our scores for rollouts of one group; concurrently if the verifier supports it."""
         texts = [decode_completion(self._tokenizer, rollout.token_ids) for rollout in rollouts]
         return score_texts(self._family, plan.task, texts)
 
-    def _check_reward(self, plan: GroupPlan, rollout: Rollout, claimed: float, found: Score) -> Iterator[Finding]:
-        def score_more() -> list[Score]:
-            return score_again(self._family, plan.task, decode_completion(self._tokenizer, rollout.token_ids), found)
+    def _check_reward(
+        self, plan: GroupPlan, rollout: Rollout, claimed: float, found: Score, doubts: "_Doubts"
+    ) -> Iterator[Finding]:
+        def score_more() -> Iterator[Score]:
+            text = decode_completion(self._tokenizer, rollout.token_ids)
+            return doubts.limit(score_again(self._family, plan.task, text, found))
 
         match compare_claim(claimed, found, score_more):
             case Agreement.DIFFERS:
+                doubts.is_proven = True
                 yield violation("reward", f"{rollout.id}: {claimed!r} claimed, {found.value!r} found")
             case Agreement.UNSURE:
                 yield violation(LIMIT_CHECK, f"{rollout.id}: {claimed!r} claimed, {found.reason}")
@@ -131,6 +137,20 @@ class ConsistencyCheck:
         independently of the proof's rollouts, so that rollouts that the proof skips may still be scored."""
         size = len(group.rollouts)
         return draw_positions(job, size, f"reward {group.index} ") if is_expensive(self._family) else range(size)
+
+
+@dataclass(slots=True)
+class _Doubts:
+    """How many false claims of a submission may still be scored again: each costs a validator several scores."""
+
+    left: int = 4
+    is_proven: bool = False
+    """whether a claim was found to be false: that decides, and no other needs to be scored again"""
+
+    def limit(self, scores: Iterator[Score]) -> Iterator[Score]:
+        """The scores; none if they do not matter, and one without certainty if the submission has used up its share."""
+        self.left -= not self.is_proven
+        return iter(()) if self.is_proven else scores if self.left >= 0 else iter((give_up("too many doubts"),))
 
 
 def measure_nats(rollout: Rollout) -> float:

@@ -254,5 +254,5 @@ def test_a_score_that_depends_on_nothing_is_firm_also_when_it_is_scored_again(bo
     text = "```python\nimport random, time\ndef f(x): return x * 2 if random.random() < 2 and time.time() else 0\n```"
     found = boxes.score(DOUBLE, "", text)
     assert compare_claim(0.0, found, partial(boxes.score_again, Attempt(DOUBLE, "", text), found)) is Agreement.DIFFERS
-    again = boxes.score_again(Attempt(DOUBLE, "", text), found)
+    again = list(boxes.score_again(Attempt(DOUBLE, "", text), found))
     assert len(again) > 1 and set(again) == {found}

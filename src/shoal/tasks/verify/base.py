@@ -27,7 +27,7 @@ objects. Before a claim is found to differ, the completion is scored again under
 another, nothing is known either.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
@@ -96,10 +96,10 @@ class Verifier:
         """The scores in the same order; expensive verifiers process several concurrently, at most their pool's size."""
         return [score_safely(self, attempt.info, attempt.prompt, attempt.completion) for attempt in attempts]
 
-    def score_again(self, attempt: Attempt, first: Score) -> list[Score]:
+    def score_again(self, attempt: Attempt, first: Score) -> Iterator[Score]:
         """More scores of an attempt, under conditions that may differ between machines and that should not matter; none
         for a verifier that depends on no such condition. `first` is the score that `score_many` gave."""
-        return []
+        return iter(())
 
     def close(self) -> None:
         """End its processes; most verifiers have none. It may be used again."""
@@ -113,7 +113,7 @@ class Agreement(StrEnum):
     UNSURE = "unsure"
 
 
-def compare_claim(claimed: float, found: Score, score_again: Callable[[], Sequence[Score]] = list) -> Agreement:
+def compare_claim(claimed: float, found: Score, score_again: Callable[[], Iterable[Score]] = tuple) -> Agreement:
     """Whether a claim may be used against its worker (see "Limits" above). `score_again` gives more scores under other
     conditions (`Verifier.score_again`), and is asked only if the claim differs from a firm score."""
     if claimed == found.value and not is_fault(found):

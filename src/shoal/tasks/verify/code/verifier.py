@@ -18,7 +18,7 @@ import platform
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -58,6 +58,8 @@ _MENTIONS_INFINITY = re.compile(r"(?<![a-z])(?:is)?(?:nan|inf|infinity|infinite|
 _PASSED = Score(1.0, "all tests passed")
 _SHIFTS = 7
 """other places for objects. The order of a small set depends on addresses modulo eight blocks"""
+_AGAIN_S = 4.0
+"""a false claim about a slow program must not cost a validator more than this"""
 
 Given = dict[str, Any]
 """the input of a job"""
@@ -95,14 +97,15 @@ class CodeVerifier(Verifier):
     def score(self, info: Info, prompt: str, completion: str) -> Score:
         return self._score(info, completion, shift=0)
 
-    def score_again(self, attempt: Attempt, first: Score) -> list[Score]:
+    def score_again(self, attempt: Attempt, first: Score) -> Iterator[Score]:
         """Scores with the objects of the program at other addresses (sandbox/chance.py)."""
         if not is_firm(first) or len(attempt.completion) > MAX_COMPLETION_CHARS:
-            return []
-        return [
-            guard_score(partial(self._score, attempt.info, attempt.completion, shift=shift))
-            for shift in range(1, 1 + _SHIFTS)
-        ]
+            return
+        start = time.monotonic()
+        for shift in range(1, 1 + _SHIFTS):
+            yield guard_score(partial(self._score, attempt.info, attempt.completion, shift=shift))
+            if time.monotonic() - start > _AGAIN_S:
+                return
 
     def _score(self, info: Info, completion: str, *, shift: int) -> Score:
         tests, source = read_tests(info), find_source(completion, info.get("prompt", ""))

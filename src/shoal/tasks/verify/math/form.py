@@ -76,7 +76,6 @@ _MAX_QUESTION_CHARS = 1 << 14
 _FAMILIES = {
     **dict.fromkeys(("sin", "cos", "tan", "cot", "sec", "csc"), "trigonometric"),
     **dict.fromkeys(("arcsin", "arccos", "arctan"), "inverse trigonometric"),
-    **dict.fromkeys(("ln", "log"), "logarithm"),
     "sqrt": "root",
     "exp": "exponential",
     "abs": "absolute value",
@@ -197,6 +196,8 @@ def _list_kinds(tree: Any) -> frozenset[str]:
     inner = frozenset().union(*map(_list_kinds, tree[1:]))
     has_variables = bool(list_symbols(tree))
     match tree:
+        case ["function", ("ln" | "log"), _]:  # the logarithm of a power or product is a matter of taste
+            return (inner - {"root", "power", "arithmetic"}) | {"logarithm"}
         case ["function", str(name), _]:
             return inner | {_FAMILIES[name]}
         case ["pow", ["constant", "e"], _]:
