@@ -18,7 +18,9 @@ import gc
 import hashlib
 import os
 import random
+import resource
 import sys
+import threading
 import time
 import timeit
 import uuid
@@ -154,6 +156,8 @@ def _replace_machine() -> dict[Function, Function]:
         **dict.fromkeys((os.getuid, os.geteuid, os.getgid, os.getegid), lambda: _NOBODY),
         os.uname: lambda: os.uname_result(("Linux", "sandbox", "0", "0", "sandbox")),
         os.cpu_count: lambda: 1,
+        resource.getrusage: lambda _: resource.struct_rusage((0.0, 0.0, *[0] * 14)),
+        threading.get_native_id: lambda: 1,
         os.sched_getaffinity: lambda _: {0},
         stat: lambda *args, **kwargs: hide(stat(*args, **kwargs)),
         lstat: lambda *args, **kwargs: hide(lstat(*args, **kwargs)),

@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 
 from shoal.sandbox.programs.algebra import compare_trees
+from shoal.tasks.verify.base import is_firm
 from shoal.tasks.verify.math.form import find_canon, read_question
 from shoal.tasks.verify.math.parse import list_symbols, parse_answer
 from shoal.tasks.verify.math.verifier import MathVerifier
@@ -60,6 +61,9 @@ WRONG = [
     (r"\pi", "3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534", ""),
     ("e^{x}", "e^x+10^{-500}", ""),
     ("3.14", r"\pi", ""),
+    # not defined
+    ("x+1", r"x+1+\frac{1}{0}", ""),
+    (r"\sqrt{2}", r"\frac{\sqrt{2}}{\sqrt{2}-\sqrt{2}}", ""),
     # equal at some points only
     ("10-x", "|x-10|", ""),
     ("10-x", r"\sqrt{(x-10)^2}", ""),
@@ -71,6 +75,9 @@ WRONG = [
     ("5", "5 cents", "Each costs $2. How much is it?"),
     ("5", "5 km", "What is the length in meters?"),
     ("5", "5 grams", "How many kilograms does it weigh?"),
+    ("5", "5 cents", "How many pages does she read?"),
+    ("5", "5 hours", "How many pages does she read?"),
+    ("5", "5 kg", "What is the perimeter?"),
     # a percent sign is a division by 100
     ("40", r"40\%", SALE),
     ("10", r"10\%", "What is 20 percent of 50?"),
@@ -99,6 +106,11 @@ WRONG = [
     ("3/4", "6/8", "Reduce 6/8 to lowest terms."),
     ("3/4", "6/8", "What is 6/8?"),
     ("3/4", "12/16", "Express your answer as a common fraction."),
+    (r"2\sqrt{3}", r"\sqrt{12}", "Find the value of sqrt(12) as it is known."),
+    ("x^2+3x+2", "(x+2)(x+1)", "Find (x+1)(x+2)."),
+    ("x^2+3x+2", "x(x+2)+(x+2)", "Multiply $(x+1)(x+2)$."),
+    ("(x+1)(x+2)", "x(x+3)+2", "Write $x^2+3x+2$ as a product of two binomials."),
+    ("(x+1)^2+2", "x^2+2x+3", "Write $x^2+2x+3$ in the form $(x+a)^2+b$."),
     # not evaluated
     (r"\frac{\sqrt3}{2}", r"\sin(\frac{\pi}{3})", r"Evaluate $\sin(\pi/3)$."),
     (r"\frac{\pi}{4}", r"\arctan(1)", ""),
@@ -142,6 +154,8 @@ RIGHT = [
     ("5", "5 dollars", "It costs $3. How much are two?"),
     ("60", "60 mph", "How many miles per hour is that?"),
     ("60", "60 miles per hour", "What is its speed?"),
+    ("5", "5 more apples", "How many more apples does he need?"),
+    ("5", "5 hours", "It lasts from 8 am to 1 pm. How long is that?"),
     ("60", "60 degrees", "What is the angle?"),
     ("12", "12 square units", "What is the area?"),
     ("5", "5 years old", "How old is he?"),
@@ -156,6 +170,7 @@ RIGHT = [
     (r"\frac{\sqrt3}{2}", r"\sqrt{\frac34}", ""),
     (r"\tan x", r"\frac{\sin x}{\cos x}", ""),
     (r"\ln 8", r"3\ln2", ""),
+    (r"\frac{1}{2}\ln 2", r"\ln\sqrt{2}", ""),
     ("e^2", r"\exp(2)", ""),
     ("x^{100}", "x^{50}x^{50}", ""),
     (r"2^{2000}\sqrt{3}", r"\sqrt{3} * 4^{1000}", ""),
@@ -213,7 +228,8 @@ def test_a_number_with_words_that_are_not_known_is_another_answer(judge, words):
 
 @pytest.mark.parametrize(("gold", "answer", "prompt"), WRONG)
 def test_another_value_or_form_scores_nothing(judge, gold, answer, prompt):
-    assert box(judge, gold, answer, prompt) == 0.0
+    score = judge.score({"answer": gold}, prompt, f"so it is \\boxed{{{answer}}}")
+    assert score.value == 0.0 and is_firm(score), score.reason
 
 
 @pytest.mark.parametrize(("gold", "answer", "prompt"), RIGHT)

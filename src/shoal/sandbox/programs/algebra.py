@@ -30,7 +30,7 @@ from shoal.sandbox.isolate import RUN_CODE
 
 PRECISION, AGREED, MAX_REAL_BITS = 12_288, 6_144, 3_072
 """Changing breaks: scores; raise the verifier's version."""
-MAX_BITS = 65_536
+MAX_BITS = 32_768
 """size of exact numbers"""
 MAX_FUNCTIONS = 64
 """applications of functions in both expressions: each takes milliseconds"""
@@ -112,8 +112,10 @@ def _has_usual_constants(tree: Any) -> bool:
     point, and an expression that is another one only beyond all points would pass."""
     if _has_symbol(tree):
         return all(_has_usual_constants(part) for part in tree[1:] if isinstance(part, list) and part[0] != "symbol")
-    value = abs(_approximate(_check_size(_find_value(tree, {}))))
-    return bool(value == 0 or abs(mpmath.log(value, 2)) <= _MAX_CONSTANT_BITS)
+    value = _try_value(tree, {})
+    if value is None or value == 0:
+        return True
+    return bool(abs(mpmath.log(abs(_approximate(value)), 2)) <= _MAX_CONSTANT_BITS)
 
 
 def _has_symbol(tree: Any) -> bool:
@@ -202,11 +204,11 @@ def _find_root(value: Fraction, degree: int) -> Fraction | None:
 
 
 def _find_whole_root(value: int, degree: int) -> int | None:
-    low, high = 0, 1 << (value.bit_length() // degree + 1)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if middle**degree <= value else (low, middle - 1)
-    return low if low**degree == value else None
+    """The root of a perfect power, by Newton's method from above."""
+    root = 1 << -(-value.bit_length() // degree)
+    while (lower := ((degree - 1) * root + value // root ** (degree - 1)) // degree) < root:
+        root = lower
+    return root if root**degree == value else None
 
 
 def _apply(name: str, value: Any) -> Any:

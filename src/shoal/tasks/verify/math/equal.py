@@ -95,16 +95,20 @@ def equal_answers(answer: ParsedAnswer, gold: ParsedAnswer, question: Question, 
         return is_wanted_form(left, right, question) and (left == right or judge(left, right))
 
     is_same_unit = answer.unit == gold.unit or not (answer.unit and gold.unit)
-    if not is_same_unit or (not gold.unit and is_other_unit(answer.unit, question.units)):
+    if not is_same_unit or (not gold.unit and _is_other_unit(answer.unit, question)):
         return False
     return answer.tree is not None and _equal_trees(answer.tree, gold.tree, judge_form)
 
 
 def _is_right_number(answer: Number, gold: Number, question: Question) -> bool:
-    if not gold.unit and is_other_unit(answer.unit, question.units):
+    if not gold.unit and _is_other_unit(answer.unit, question):
         return False
     is_equal = equal_numbers(answer, gold, asks_percent=question.asks_percent)
     return is_equal and has_form(answer, gold, question)
+
+
+def _is_other_unit(unit: str, question: Question) -> bool:
+    return question.is_known and is_other_unit(unit, question.units, is_counted=bool(question.nouns))
 
 
 def _equal_trees(answer: Tree, gold: Tree, judge: Judge) -> bool:

@@ -38,6 +38,8 @@ class Wanted(StrEnum):
 class Question:
     """What a question asks for."""
 
+    is_known: bool
+    """whether there is a question; a task may have none"""
     asks_percent: bool
     nouns: frozenset[str]
     units: frozenset[str]
@@ -53,12 +55,16 @@ _PERCENT = re.compile(
     r"(?:percent(?:age)?s?\b|\\?%)"
 )
 _FORMS = {
-    Wanted.FACTORED: re.compile(r"\bfactor(?:i[sz]e)?\b(?!s? of)|\bfactor(?:ed|i[sz]ed)\b"),
-    Wanted.EXPANDED: re.compile(r"\bexpand(?:ed)?\b|\bexpansion\b|\bmultipl(?:y|ied) out\b"),
+    Wanted.FACTORED: re.compile(
+        r"\bfactor(?:i[sz]e)?\b(?!s? of)|\bfactor(?:ed|i[sz]ed)\b|\bas (?:an? |the )?product\b"
+    ),
+    Wanted.EXPANDED: re.compile(
+        r"\bexpand(?:ed)?\b|\bexpansion\b|\bmultipl(?:y|ied)\b|\bdistribute\b|\bas a polynomial\b"
+    ),
     Wanted.SIMPLIFIED: re.compile(
         r"\bsimplif(?:y|ied)\b|\bsimplest\b|\blowest terms\b|\breduced?\b|\brationali[sz]e|\blike terms\b"
         r"|\bcomplet(?:e|ing) the square\b|\bsingle (?:fraction|power|logarithm|radical)\b|\bpartial fractions?\b"
-        r"|\bcommon fraction\b"
+        r"|\bcommon fraction\b|\bin the form\b|\b(?:standard|vertex|slope-intercept|radical) form\b|\brewrite\b"
     ),
     Wanted.WRITTEN: re.compile(
         r"\b(?:as|to|into|in) (?:an? |the )?(?:exact |common |improper |proper |simplified |reduced )?"
@@ -66,11 +72,10 @@ _FORMS = {
     ),
 }
 _MATHS = re.compile(r"\$\$?([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_VERB = re.compile(
-    r"\b(?:simplify|factori[sz]e|factor|expand|evaluate|compute|calculate|reduce|is|of)\b[: ]+([^?\n]+)", re.I
-)
 _SPLIT = re.compile(r"=|<|>|\\(?:leq?|geq?|neq|approx|quad|text)(?![A-Za-z])|\bfor\b|\bwhere\b|\bif\b|\bwhen\b|[?:;]")
 _WORD = re.compile(rf"(?<![A-Za-z\\])(?!(?:{'|'.join(FUNCTIONS)}|pi)(?![A-Za-z]))[A-Za-z]{{2,}}")
+_OPERATION = re.compile(r"[0-9A-Za-z)}].*[-+*/^!]|\\[A-Za-z]|[A-Za-z]{2}", re.DOTALL)
+"""what a piece of a sentence has if it is an expression: an operation after something, or a function"""
 _MAX_EXPRESSIONS = 64
 _MAX_QUESTION_CHARS = 1 << 14
 _FAMILIES = {
@@ -89,6 +94,7 @@ def read_question(prompt: str) -> Question:
     prompt = prompt[-_MAX_QUESTION_CHARS:]
     words = " ".join(prompt.lower().split())
     return Question(
+        is_known=words != "",
         asks_percent=_PERCENT.search(words) is not None,
         nouns=frozenset(list_asked_nouns(prompt)),
         units=frozenset(list_asked_units(prompt)),
@@ -221,7 +227,7 @@ def _is_number(tree: Any) -> bool:
 
 def _find_expressions(prompt: str) -> frozenset[Canon]:
     texts = [next(filter(None, match.groups())) for match in _MATHS.finditer(prompt)]
-    texts += [_WORD.split(match[1], maxsplit=1)[0] for match in _VERB.finditer(prompt.replace("$", " "))]
+    texts += [piece for piece in _WORD.split(prompt.replace("$", " ")) if _OPERATION.search(piece)]
     found: set[Canon] = set()
     for text in texts[:_MAX_EXPRESSIONS]:
         for piece in _SPLIT.split(text)[:_MAX_EXPRESSIONS]:

@@ -31,7 +31,7 @@ _GROUPS = [
 _UNITS = {name: names[0] for _, names in _GROUPS for name in names}
 _KINDS = {names[0]: dimension for dimension, names in _GROUPS}
 _SHORT = {name for name in _UNITS if len(name) <= 3 and name not in ("day", "cup", "ton", "amp")}
-_CASED = {"L": "l", "mL": "ml", "ML": "", "USD": "usd"}
+_CASED = {"L": "l", "mL": "ml", "KM": "km", "Km": "km", "KG": "kg", "Kg": "kg", "CM": "cm", "USD": "usd"}
 """abbreviations are read as written: 5 M is no length; these are exceptions"""
 _SQUARES = {"square": "^2", "sq": "^2", "cubic": "^3"}
 _NOUNS = frozenset(
@@ -41,7 +41,7 @@ _NOUNS = frozenset(
     boy bracelet bread brick brother brownie bug building bulb bus button cake calculator call camel candle candy
     capsule car card carnation carpet carrot cat chair cherry chicken child chip chocolate chore circle citizen class
     classmate client clip clown coach coat coin color comic computer cookie country cousin cow cracker crayon cricket
-    cube cupcake customer dancer daughter delegate desk dessert diamond digit dinner dog doll donkey donut door doughnut
+    cupcake customer dancer daughter delegate desk dessert diamond digit dinner dog doll donkey donut door doughnut
     drawing dress drink driver duck earring egg elephant employee engine episode equation eraser event face fan
     farmer father fiction figurine file finger fish flag flight floor flower fly flyer follower footballs forest frog
     fruit game gem gift giraffe girl goal goat goldfish goose grape grandchild guest guitar gumball haircut
@@ -95,7 +95,13 @@ _CHANGES = re.compile(
     r"|and|but|nor|than|modulo|mod|negative|inverse|reciprocal|factorial|root|powers?|point"
 )
 """words that are no nouns even where the question asks for them"""
+_COMPARED = ("more", "fewer")
+"""as in: how many more apples"""
 _ASKED = re.compile(r"\b(?:how many|number of|how much)((?: [a-z]+(?:-[a-z]+)*){1,5})")
+_MENTIONED = re.compile(
+    r"(?:\b|(?<=[0-9]))(?:(?<=[0-9])|(?<=[0-9][ -])|(?=[A-Za-z]{4}|day|cup|ton|oz|lb))([A-Za-z]+)\b"
+)
+"""a word of four letters, or any after a number"""
 _IN_UNIT = re.compile(r"\bin ((?:square |cubic )?[a-z]+)\b")
 _STOP = frozenset(
     """
@@ -141,32 +147,38 @@ def read_phrase(text: str, money: str, asked: frozenset[str]) -> str | None:
     return " of ".join(str(thing) for thing in things) + (f" per {rate}" if rate else "")
 
 
-def is_other_unit(unit: str, asked: frozenset[str]) -> bool:
-    """Whether a question asks for another unit of the same kind: 5 hours where it asks for minutes."""
+def is_other_unit(unit: str, asked: frozenset[str], *, is_counted: bool) -> bool:
+    """Whether a question has no use for a unit: it asks for another one of the same kind (5 hours where it asks for
+    minutes), or mentions none of that kind. `asked`: the units that it asks for or mentions; `is_counted`: it asks how
+    many things there are, otherwise the unit of a time or an angle, and dollars, may be left to the reader."""
     kind = _KINDS.get(unit, "")
-    return kind != "" and unit not in asked and any(_KINDS.get(name) == kind for name in asked)
+    if kind == "" or unit in asked:
+        return False
+    is_implied = kind == "speed" or (not is_counted and (kind in ("time", "angle") or unit == "dollar"))
+    return not is_implied or any(_KINDS.get(name) == kind for name in asked)
 
 
 def list_asked_nouns(question: str) -> Iterator[str]:
     """The words after "how many" and "number of", in the singular."""
     for match in _ASKED.finditer(" ".join(question.lower().split())):
-        for word in match[1].split():
+        for place, word in enumerate(match[1].split()):
             if word in _STOP:
                 break
-            if _CHANGES.fullmatch(word) is None:
+            if _CHANGES.fullmatch(word) is None or (place == 0 and word in _COMPARED):
                 yield _singular(word)
 
 
 def list_asked_units(question: str) -> Iterator[str]:
-    """The units that a question asks for; if it is about dollars and not about cents, dollars."""
-    words = " ".join(question.lower().split())
-    phrases = [match[1].split() for match in _ASKED.finditer(words)] + [m[1].split() for m in _IN_UNIT.finditer(words)]
-    for phrase in phrases:
-        for size in (1, 2):
-            if name := read_unit(" ".join(phrase[:size]), ""):
-                yield name
-    if ("$" in words or "dollar" in words) and not re.search(r"\bcents?\b|\u00a2", words):
-        yield "dollar"
+    """The units that a question asks for; if it does not, those that it mentions."""
+    words = " ".join(question.split())
+    low = words.lower()
+    phrases = [match[1].split() for match in _ASKED.finditer(low)] + [m[1].split() for m in _IN_UNIT.finditer(low)]
+    asked = {read_unit(" ".join(phrase[:size]), "") for phrase in phrases for size in (1, 2)} - {None, ""}
+    mentioned = {_name_unit(match[1]) for match in _MENTIONED.finditer(words)} - {None}
+    mentioned |= {"dollar"} if "$" in words else set()
+    kinds = {_KINDS.get(str(name), "") for name in asked}
+    yield from (str(name) for name in asked)
+    yield from (str(name) for name in mentioned if _KINDS[str(name)] not in kinds)
 
 
 def _find_unit(name: str) -> str | None:
