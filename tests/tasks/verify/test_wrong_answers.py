@@ -111,6 +111,8 @@ WRONG = [
     ("x^2+3x+2", "x(x+2)+(x+2)", "Multiply $(x+1)(x+2)$."),
     ("(x+1)(x+2)", "x(x+3)+2", "Write $x^2+3x+2$ as a product of two binomials."),
     ("(x+1)^2+2", "x^2+2x+3", "Write $x^2+2x+3$ in the form $(x+a)^2+b$."),
+    ("x-3", r"\frac{x^2-5x+6}{x-2}", "Divide $x^2-5x+6$ by $x-2$."),
+    ("x-3", "(x^2-5x+6)(x-2)^{-1}", ""),
     # not evaluated
     (r"\frac{\sqrt3}{2}", r"\sin(\frac{\pi}{3})", r"Evaluate $\sin(\pi/3)$."),
     (r"\frac{\pi}{4}", r"\arctan(1)", ""),
@@ -180,6 +182,7 @@ AROUND = [
     *(r"\boxed{5}/2", r"\boxed{5}00", r"\boxed{5} million", r"$\boxed{5}$ million", r"\boxed{5}\%", r"$\boxed{5}$%"),
     *(r"\boxed{5} percent", r"\boxed{5}\times 10^3", r"$\boxed{5}!$", r"\sqrt{\boxed{5}}", r"\boxed{5}\text{ million}"),
     *(r"\boxed{5} twelfths", r"\boxed{5}.5", r"\boxed{5} + 1", r"x \neq \boxed{5}", r"3 - \boxed{5}", r"\pm\boxed{5}"),
+    *("The answer is 5\nmillion", "#### 5\nmillion", "\\boxed{5}\nthousand", "#### 5%", "The answer is 5 percent."),
     *(r"\boxed{5},000", r"x\boxed{5}", r"x > \boxed{5}", r"\boxed{5} \cdot 3", r"\boxed{5} halves", r"not \boxed{5}"),
 ]
 BESIDE = [

@@ -50,6 +50,10 @@ _TOUCHES = re.compile(
 )
 _PROSE = re.compile(r"[ \t]*(?:[-+*=<>]|\*\*)[ \t]+[A-Za-z]{2}|\*\*|\*[ \t]")
 _END = re.compile(r"\$|\\[)\]]|\n|[.,;:](?![0-9])|\\\\")
+_LINE_BREAK = re.compile(
+    r"\n[ \t]*(?=(?:\\?%|(?:percent|hundred|thousand|[a-z]{1,9}illion|dozen|halves|thirds|quarters|squared|cubed)\b))"
+)
+"""a line break within an answer: 5, and million in the next line"""
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
@@ -59,7 +63,7 @@ class NoAnswerError(Exception):
 
 def find_answer(completion: str, is_same: Callable[[str, str], bool]) -> str:
     """The answer as written, or NoAnswerError; `is_same` decides whether two spellings are the same."""
-    text = drop_thoughts(completion)
+    text = _LINE_BREAK.sub(" ", drop_thoughts(completion))
     found = [*islice(_find_boxes(text), _ENOUGH), *islice(_find_lines(text), _ENOUGH)]
     if not found:
         sentences = (_SENTENCE_END.split(match[1], maxsplit=1)[0] for match in _SENTENCE.finditer(text))

@@ -206,19 +206,26 @@ def _list_kinds(tree: Any) -> frozenset[str]:
             return (inner - {"root", "power", "arithmetic"}) | {"logarithm"}
         case ["function", str(name), _]:
             return inner | {_FAMILIES[name]}
-        case ["pow", ["constant", "e"], _]:
-            return inner | {"exponential"}
-        case ["pow", _, power] if list_symbols(power):
-            return inner | {"exponential"}
-        case ["pow", _, ["number", str(digits)] | ["neg", ["number", str(digits)]]] if digits.isdigit():
-            return inner if has_variables else inner | {"power"}
-        case ["pow", _, _]:
-            return inner | {"root"}
+        case ["pow", base, power]:
+            return _list_power_kinds(base, power, inner)
         case ["factorial", _]:
             return inner | {"factorial"}
+        case ["div", _, low] if list_symbols(low) and not inner:  # not tan x as sin x / cos x
+            return frozenset({"quotient"})
         case ["add" | "mul", left, right] if _is_number(left) and _is_number(right) and not has_variables:
             return inner | {"arithmetic"}
     return inner
+
+
+def _list_power_kinds(base: Tree, power: Tree, inner: frozenset[str]) -> frozenset[str]:
+    if base == ["constant", "e"] or list_symbols(power):
+        return inner | {"exponential"}
+    match power:
+        case ["neg", ["number", _]] if list_symbols(base) and not inner:
+            return frozenset({"quotient"})
+        case ["number", str(digits)] | ["neg", ["number", str(digits)]] if digits.isdigit():
+            return inner if list_symbols(base) else inner | {"power"}
+    return inner | {"root"}
 
 
 def _is_number(tree: Any) -> bool:
