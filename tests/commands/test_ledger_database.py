@@ -100,7 +100,7 @@ def test_a_proof_can_be_checked_with_the_public_key_alone(ledger: Ledger, url: s
     for event in ("0", "1", "2"):
         path.write_text(prove_event(url, event).to_bytes().decode() + "\n")
         code, text, _ = check_proof(path, run="demo", coordinator=key.public)
-        assert code == 0 and text.startswith(f"event      {event}\n")
+        assert code == 0 and text.startswith(f"valid: event {event} is in the ledger of run demo")
     assert check_proof(path, run="demo", coordinator=Key.generate().public).code == EXIT_BROKEN
     assert check_proof(path, run="other", coordinator=key.public).code == EXIT_BROKEN
 

@@ -3,7 +3,7 @@
 import asyncio
 import importlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,25 @@ def test_a_reward_that_our_verifier_cannot_decide_is_inconclusive(hand_in, monke
     assert hand_in().opinion().verdict is Verdict.ACCEPTED, "equal numbers agree"
     opinion = hand_in(edit=claim).opinion()
     assert opinion.verdict is Verdict.INCONCLUSIVE and failed(opinion) == {"limit"}
+
+
+@pytest.mark.parametrize(
+    ("is_same", "verdict", "check"), [(True, Verdict.SOFT, "reward"), (False, Verdict.INCONCLUSIVE, "limit")]
+)
+def test_a_reward_that_differs_under_other_conditions_is_inconclusive(
+    hand_in, monkeypatch, is_same: bool, verdict: Verdict, check: str
+) -> None:
+    def claim(groups: Sequence[Group]) -> Sequence[Group]:
+        first, *rest = groups
+        return (replace(first, scores=(Score(0.75, ""), *first.scores[1:])), *rest)
+
+    def score_again(family, task, text, first: Score) -> Iterator[Score]:
+        return iter((first, first if is_same else replace(first, value=1.0 - first.value)))
+
+    monkeypatch.setattr(consistency, "score_again", score_again)
+    assert hand_in().opinion().verdict is Verdict.ACCEPTED
+    opinion = hand_in(edit=claim).opinion()
+    assert opinion.verdict is verdict and failed(opinion) == {check}
 
 
 def test_a_claimed_reward_is_recomputed(hand_in) -> None:

@@ -8,10 +8,12 @@ Invariants:
   behind for the next. Everything the server itself holds is public: this program and its libraries;
 - one job runs at a time. With `has_files` its first process is the first of its namespace, so killing it kills all of
   them;
-- a job holds /dev/null as descriptors 0, 1 and 2, its channel as 3, its file as 4 if it has one, and no others;
+- a job holds /dev/null as descriptors 0, 1 and 2, its channel as 3, its file as 4 if it has one, and no others. The
+  server moves its control socket to a low number first: a caller with many open files passes a high one;
 - the server enforces the time limits: the wall-clock limit, the caller's "end" and the caller's death all end the job.
 """
 
+import errno
 import gc
 import os
 import select
@@ -33,7 +35,10 @@ END = {"end": True}
 ISOLATED = {"isolated": True}
 """the first frame of a job"""
 CHANNEL, FILE = 3, 4
+CONTROL = 3
 _ASIDE = 254
+_MAX_DESCRIPTORS = 4096
+"""how far the proof looks for descriptors that a job should not hold"""
 _PROOF = SandboxLimits(cpu_s=5, wall_s=10.0, memory_bytes=256 << 20)
 _POLL_S = 0.02
 """polling interval on systems without process descriptors"""
@@ -60,6 +65,11 @@ class ProgramSet:
 
 def run_server(control: int, module: str, *, namespaces: bool = True) -> None:
     """Serve jobs until the caller disconnects."""
+    linux.fix_addresses()
+    if control != CONTROL:
+        os.dup2(control, CONTROL)
+        os.close(control)
+        control = CONTROL
     known: ProgramSet = import_module(module).PROGRAMS
     known.warm_up()
     gc.disable()
@@ -179,6 +189,7 @@ def _prove_isolation(isolation: Isolation, known: ProgramSet) -> int:
     """Run a job that tries forbidden and required operations; returns its exit code."""
 
     def prove() -> None:
+        _keep_descriptors(())
         isolate.isolate_job(isolation, _PROOF)
         known.warm_up()
         _try_escapes(isolation)
@@ -198,7 +209,17 @@ def _try_escapes(isolation: Isolation) -> None:
         except OSError:
             continue
         os._exit(2)
+    if not all(map(_is_closed, range(CHANNEL, _MAX_DESCRIPTORS))):
+        os._exit(4)
     if isolation.has_folder:
         seen = [*Path("/").iterdir(), *Path().iterdir()]
         if os.getpid() != 1 or seen != [Path(isolate.PRIVATE)]:
             os._exit(3)
+
+
+def _is_closed(descriptor: int) -> bool:
+    try:
+        os.lseek(descriptor, 0, os.SEEK_CUR)  # the one call about descriptors that every profile allows
+    except OSError as error:
+        return error.errno == errno.EBADF
+    return False

@@ -23,6 +23,7 @@ _CAPABILITIES = 0x20080522
 """version 3 of the kernel's structure: two 32-bit words per set"""
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _UNKNOWN_MEMORY_BYTES = 1 << 30
+_ADDR_NO_RANDOMIZE, _ASK_PERSONALITY = 0x0040000, 0xFFFFFFFF
 
 
 def unshare(flags: int) -> None:
@@ -102,6 +103,17 @@ def wrap_filter(program: bytes) -> "tuple[ctypes.Array[ctypes.c_char], ctypes.Ar
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
     return ctypes.create_string_buffer(header), buffer
+
+
+def fix_addresses() -> None:
+    """Start this program again without address randomisation; returns where that is done or not permitted."""
+    if sys.platform != "linux":
+        return
+    personality = load_libc().personality
+    current = personality(ctypes.c_ulong(_ASK_PERSONALITY))
+    if current < 0 or current & _ADDR_NO_RANDOMIZE or personality(ctypes.c_ulong(current | _ADDR_NO_RANDOMIZE)) < 0:
+        return
+    os.execv(sys.executable, sys.orig_argv)
 
 
 def count_memory() -> int:

@@ -13,7 +13,7 @@
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -98,6 +98,13 @@ def score_texts(family: Family, task: Task, completions: Sequence[str]) -> list[
         return [score_text(family, task, completion) for completion in completions]
     scores: list[Score] = score_many(task, completions)
     assert len(scores) == len(completions), "one score for each completion"
+    return scores
+
+
+def score_again(family: Family, task: Task, completion: str, first: Score) -> Iterator[Score]:
+    """More scores of a completion, under conditions that differ between machines (`Verifier.score_again`)."""
+    again = getattr(family, "score_again", None)
+    scores: Iterator[Score] = iter(()) if again is None else again(task, completion, first)
     return scores
 
 

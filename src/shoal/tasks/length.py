@@ -17,7 +17,7 @@ Invariants:
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from shoal.config.run import LengthConfig
 from shoal.rollout import Group, Score
-from shoal.tasks.base import ChatMessage, Family, Task, at_step, is_expensive, score_texts, stamp_family
+from shoal.tasks.base import ChatMessage, Family, Task, at_step, is_expensive, score_again, score_texts, stamp_family
 
 MARK = "@"
 
@@ -83,6 +83,10 @@ class TargetFamily:
     def score_many(self, task: Task, completions: Sequence[str]) -> list[Score]:
         """The scores of several completions, as given by the family without targets."""
         return score_texts(self.inner, _find_plain(task), completions)
+
+    def score_again(self, task: Task, completion: str, first: Score) -> Iterator[Score]:
+        """Scores under other conditions, as given by the family without targets."""
+        return score_again(self.inner, _find_plain(task), completion, first)
 
     def stamp_verifiers(self) -> dict[str, str]:
         """The verifiers of the family without targets."""

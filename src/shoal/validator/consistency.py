@@ -16,12 +16,13 @@ proof checks. The nats of a completion are the worker's claim, which the proof c
 
 Rewards are compared exactly: a verifier computes the same bits on every machine (tasks/base.py). All rewards are
 computed again; if the verifier is expensive, only a share of each group, drawn by the job's seed. If our verifier hit a
-limit or came close to one, a different reward proves nothing (tasks/verify/base.py): the finding is then `LIMIT_CHECK`,
-a doubt, and not a violation.
+limit or came close to one, or scores otherwise under other conditions, a different reward proves nothing
+(tasks/verify/base.py): the finding is then `LIMIT_CHECK`, a doubt, and not a violation.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -33,8 +34,8 @@ from shoal.protocol.messages import Finding, Job, RolloutEntry
 from shoal.recipe import Recipe
 from shoal.rollout import Group, Request, Rollout, Score
 from shoal.submission.read import SubmissionContents
-from shoal.tasks.base import Family, is_expensive, score_texts
-from shoal.tasks.verify.base import Agreement, compare_claim
+from shoal.tasks.base import Family, is_expensive, score_again, score_texts
+from shoal.tasks.verify.base import Agreement, compare_claim, give_up
 from shoal.toploc.token_checks import ROUNDING, check_ending
 from shoal.validator.finding import violation
 from shoal.validator.proof import draw_positions
@@ -83,10 +84,11 @@ class ConsistencyCheck:
             if measure_nats(rollouts[position]) > CHANCE_NATS:
                 yield violation(COPY_CHECK, f"rollout {position}: the tokens of an earlier submission")
         yield from _find_copies(entries, rollouts)
+        doubts = _Doubts()
         for plan, group in zip(plans, contents.groups, strict=True):
-            yield from self._check_group(job, plan, group)
+            yield from self._check_group(job, plan, group, doubts)
 
-    def _check_group(self, job: Job, plan: GroupPlan, group: Group) -> Iterator[Finding]:
+    def _check_group(self, job: Job, plan: GroupPlan, group: Group, doubts: "_Doubts") -> Iterator[Finding]:
         if group.task_id != plan.task.id:
             yield violation("task", f"group {group.index}: its task differs from the lease")
             return
@@ -100,12 +102,26 @@ class ConsistencyCheck:
                 continue
             yield from self._check_rollout(request, rollout)
             if sample in found:
-                yield from _check_reward(rollout, group.scores[sample].value, found[sample])
+                yield from self._check_reward(plan, rollout, group.scores[sample].value, found[sample], doubts)
 
     def _score(self, plan: GroupPlan, rollouts: Sequence[Rollout]) -> list[Score]:
         """Our scores for rollouts of one group; concurrently if the verifier supports it."""
         texts = [decode_completion(self._tokenizer, rollout.token_ids) for rollout in rollouts]
         return score_texts(self._family, plan.task, texts)
+
+    def _check_reward(
+        self, plan: GroupPlan, rollout: Rollout, claimed: float, found: Score, doubts: "_Doubts"
+    ) -> Iterator[Finding]:
+        def score_more() -> Iterator[Score]:
+            text = decode_completion(self._tokenizer, rollout.token_ids)
+            return doubts.limit(score_again(self._family, plan.task, text, found))
+
+        match compare_claim(claimed, found, score_more):
+            case Agreement.DIFFERS:
+                doubts.is_proven = True
+                yield violation("reward", f"{rollout.id}: {claimed!r} claimed, {found.value!r} found")
+            case Agreement.UNSURE:
+                yield violation(LIMIT_CHECK, f"{rollout.id}: {claimed!r} claimed, {found.reason}")
 
     def _check_rollout(self, request: Request, rollout: Rollout) -> Iterator[Finding]:
         ending = check_ending(rollout, eos_id=self._eos_id, max_tokens=request.max_tokens)
@@ -123,12 +139,18 @@ class ConsistencyCheck:
         return draw_positions(job, size, f"reward {group.index} ") if is_expensive(self._family) else range(size)
 
 
-def _check_reward(rollout: Rollout, claimed: float, found: Score) -> Iterator[Finding]:
-    match compare_claim(claimed, found):
-        case Agreement.DIFFERS:
-            yield violation("reward", f"{rollout.id}: {claimed!r} claimed, {found.value!r} found")
-        case Agreement.UNSURE:
-            yield violation(LIMIT_CHECK, f"{rollout.id}: {claimed!r} claimed, {found.reason}")
+@dataclass(slots=True)
+class _Doubts:
+    """How many false claims of a submission may still be scored again: each costs a validator several scores."""
+
+    left: int = 4
+    is_proven: bool = False
+    """whether a claim was found to be false: that decides, and no other needs to be scored again"""
+
+    def limit(self, scores: Iterator[Score]) -> Iterator[Score]:
+        """The scores; none if they do not matter, and one without certainty if the submission has used up its share."""
+        self.left -= not self.is_proven
+        return iter(()) if self.is_proven else scores if self.left >= 0 else iter((give_up("too many doubts"),))
 
 
 def measure_nats(rollout: Rollout) -> float:

@@ -1,6 +1,8 @@
 """Code that solves its task, code that does not, and the tests of real problems."""
 
 import ast
+import time
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -122,7 +124,11 @@ def test_a_prompt_that_is_no_program_by_itself_is_only_put_before(boxes):
 
 
 def test_work_near_a_limit_is_not_firm(boxes):
-    busy = "import time\ndef f(x):\n  while time.process_time() < 0.5: pass\n  return x * 2"
+    start = time.process_time()
+    for _ in range(1_000_000):
+        pass
+    turns = int(0.5 / (time.process_time() - start) * 1_000_000)  # half of the limit, with two calls
+    busy = f"def f(x):\n  for _ in range({turns // 2}): pass\n  return x * 2"
     score = boxes.score(DOUBLE, "", f"```python\n{busy}\n```")
     assert not is_firm(score)
     assert compare_claim(score.value, score) is Agreement.AGREES
@@ -224,3 +230,29 @@ def test_what_a_program_prints_may_be_shown_after_it():
     assert find_source(shown, "") == "print(3)\n"
     assert find_source(shown + "or rather\n```Python\nprint(4)\n```", "") == "print(4)\n"
     assert find_source("```\nprint(1)\n```\n```\nprint(2)\n```\n```python\nprint(3)", "") == "print(2)\n"
+
+
+def test_a_score_that_depends_on_addresses_is_used_against_nobody(boxes):
+    """The order of a set of objects differs between machines, and so may an honest score."""
+    source = "class A:\n  pass\nitems = [A(), A(), A()]\nfor n, item in enumerate(items): item.n = n\n"
+    source += "def f(x): return next(iter(set(items))).n"
+    text = f"```python\n{source}\n```"
+    values = {}
+    for wanted in range(3):
+        info = {"test_cases": [{"type": "function_call", "fn_name": "f", "input": [1], "output": wanted}]}
+        found = boxes.score(info, "", text)
+        values[wanted] = found.value
+        again = partial(boxes.score_again, Attempt(info, "", text), found)
+        assert is_firm(found)
+        if found.value:
+            assert compare_claim(0.0, found, again) is Agreement.UNSURE
+            assert compare_claim(1.0, found, again) is Agreement.AGREES
+    assert sum(values.values()) == 1.0
+
+
+def test_a_score_that_depends_on_nothing_is_firm_also_when_it_is_scored_again(boxes):
+    text = "```python\nimport random, time\ndef f(x): return x * 2 if random.random() < 2 and time.time() else 0\n```"
+    found = boxes.score(DOUBLE, "", text)
+    assert compare_claim(0.0, found, partial(boxes.score_again, Attempt(DOUBLE, "", text), found)) is Agreement.DIFFERS
+    again = list(boxes.score_again(Attempt(DOUBLE, "", text), found))
+    assert len(again) > 1 and set(again) == {found}

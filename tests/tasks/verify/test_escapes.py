@@ -179,7 +179,9 @@ def test_a_zygote_that_is_killed_takes_its_cells_along_and_is_replaced():
     job = {"source": SLOW["loop at import"], "function": "f"}
     with pytest.raises(SandboxError), keeper.open_job("calls", job, LIMITS):
         kill_zygote(keeper)
-    with keeper.open_job("calls", {"source": "def f(): pass", "function": "f"}, LIMITS) as cell:
+    with keeper.open_job(
+        "calls", {"source": "def f(): pass", "function": "f", "seed": "0", "shift": 0}, LIMITS
+    ) as cell:
         assert cell.receive() == {"ready": True}
     keeper.kill()
 

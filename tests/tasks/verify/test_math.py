@@ -12,7 +12,7 @@ from shoal.sandbox.isolate import SandboxLimits
 from shoal.sandbox.programs.algebra import compare_trees
 from shoal.tasks.verify.base import is_firm, score_safely
 from shoal.tasks.verify.math import verifier as module
-from shoal.tasks.verify.math.equal import clean_answer
+from shoal.tasks.verify.math.clean import clean_answer
 from shoal.tasks.verify.math.parse import parse_answer
 from shoal.tasks.verify.math.verifier import MathVerifier
 

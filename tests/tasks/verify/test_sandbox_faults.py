@@ -33,7 +33,9 @@ def test_a_zygote_that_dies_under_a_cell_is_the_fault_of_the_machine(boxes):
     warden = SandboxProcess(PROGRAMS)
 
     def lose_zygote():
-        with warden.open_job("calls", {"source": "def f(): 0", "function": "f"}, boxes.limits) as cell:
+        with warden.open_job(
+            "calls", {"source": "def f(): 0", "function": "f", "seed": "0", "shift": 0}, boxes.limits
+        ) as cell:
             os.killpg(warden._process.pid, signal.SIGKILL)
             cell.finish()
 

@@ -7,6 +7,9 @@
 Nothing in here is secret and nothing sent from here is trusted: untrusted code shares its process with this program and
 may rewrite it. No expected value ever enters a job that runs untrusted code, so it can only forge what its function
 returns. Modules that are not in PRELOAD cannot be imported, on any machine.
+
+`seed` of a job decides its random numbers. That of the tests differs from that of the program: otherwise a program
+could draw the random arguments of its tests itself, and know the right values without computing them.
 """
 
 import builtins
@@ -18,6 +21,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from shoal.sandbox import chance
 from shoal.sandbox.forkserver import Program, ProgramSet
 from shoal.sandbox.frames import ChannelError, decode_value, encode_value, receive_frame, send_frame
 from shoal.sandbox.isolate import RUN_CODE
@@ -34,10 +38,12 @@ uuid warnings weakref zlib zoneinfo _strptime
 PRELOAD = tuple(_NAMES.split())
 """modules that untrusted code may import. Changing breaks: scores; raise the verifier's version."""
 _OWN = "shoal"
+_ENDS = (StopIteration, StopAsyncIteration)
 
 
 def run_calls(channel: int, job: Any) -> None:
     """Serve calls of one function, or of a method of a class `Solution`, until the caller closes the channel."""
+    _hide_program(job)
     namespace, name = _run_source(job["source"], "candidate"), job["function"]
     if name not in namespace and isinstance(namespace.get("Solution"), type):
         function = getattr(namespace["Solution"](), name)
@@ -72,6 +78,7 @@ def prepare_script(channel: int, job: Any) -> None:
 
 def run_script(channel: int, job: Any) -> None:
     """Run a program to its end, including its threads."""
+    _hide_program(job)
     try:
         _run_source(job["source"], "__main__")
         for thread in threading.enumerate():
@@ -91,6 +98,7 @@ def run_judge(channel: int, job: Any) -> None:
             raise _find_error(answer["error"])
         return decode_value(answer["value"])
 
+    _hide_program(job)
     namespace = _run_source(job["prefix"] if _is_complete(job["prefix"]) else "", "tests")
     namespace |= {job["function"]: candidate, "candidate": candidate}
     _run_in(job["tests"], namespace)
@@ -100,8 +108,9 @@ def run_judge(channel: int, job: Any) -> None:
 
 
 def _find_error(name: str) -> BaseException:
+    """The exception to raise in the tests. Not one that ends a loop: `map` would stop there and skip other tests."""
     kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _ENDS):
         return kind()
     return RuntimeError(name)
 
@@ -116,7 +125,6 @@ def _is_complete(source: str) -> bool:
 
 
 def _run_source(source: str, name: str) -> dict[str, Any]:
-    _hide_program()
     namespace: dict[str, Any] = {"__name__": name}
     _run_in(source, namespace)
     return namespace
@@ -126,7 +134,7 @@ def _run_in(source: str, namespace: dict[str, Any]) -> None:
     exec(compile(source, f"<{namespace['__name__']}>", "exec", dont_inherit=True), namespace)  # noqa: S102  # isolated
 
 
-def _hide_program() -> None:
+def _hide_program(job: Any) -> None:
     """Look like a plain interpreter, identical on every machine."""
     sys.path.clear()
     sys.meta_path[:] = sys.meta_path[:1]  # only built-in modules; there are no files to import others from
@@ -134,13 +142,16 @@ def _hide_program() -> None:
     for name in [name for name in sys.modules if name == _OWN or name.startswith(_OWN + ".")]:
         del sys.modules[name]
     sys.modules["__main__"] = type(sys)("__main__")
-    random.seed(0)
+    sys.executable = sys.prefix = sys.exec_prefix = sys.base_prefix = sys.base_exec_prefix = ""
+    chance.remove_chance(job["seed"], job["shift"])
+    random.seed(job["seed"])
 
 
 def warm_up() -> None:
     """Import the modules that untrusted code may import."""
     for name in PRELOAD:
         import_module(name)
+    chance.find_uses()
 
 
 PROGRAMS = ProgramSet(

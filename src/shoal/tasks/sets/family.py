@@ -17,7 +17,7 @@ Changing breaks: every group of every run on a task set.
 import hashlib
 import random
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cache, cached_property
 from itertools import accumulate
@@ -95,6 +95,10 @@ class SetFamily:
         """The scores of several completions of one task; code runs in several sandboxes concurrently."""
         attempts = [Attempt(task.info, task.prompt, completion) for completion in completions]
         return [_clean_reason(score) for score in find_verifier(task.verifier).score_many(attempts)]
+
+    def score_again(self, task: Task, completion: str, first: Score) -> Iterator[Score]:
+        """Scores of a completion under other conditions."""
+        return find_verifier(task.verifier).score_again(Attempt(task.info, task.prompt, completion), first)
 
     def _keep(self, wanted: FilterConfig, weights: Mapping[str, int]) -> None:
         """Draw from the tasks that a filter keeps."""

@@ -21,9 +21,13 @@ Equal scores agree, limits or not: code that never ends is 0 for both. If they d
 firm, nothing is known: `compare_claim` returns UNSURE, which is inconclusive, unpaid and tried again elsewhere, never
 penalised. A worker that claims 1 for what no validator can finish is not paid for it either. A fault says nothing about
 the completion: it agrees with no claim, and must not be claimed; a worker returns such a lease.
+
+Conditions. A program's result may depend on what no sandbox can make equal on two machines, such as the addresses of
+objects. Before a claim is found to differ, the completion is scored again under other conditions; if one score is
+another, nothing is known either.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
@@ -92,6 +96,11 @@ class Verifier:
         """The scores in the same order; expensive verifiers process several concurrently, at most their pool's size."""
         return [score_safely(self, attempt.info, attempt.prompt, attempt.completion) for attempt in attempts]
 
+    def score_again(self, attempt: Attempt, first: Score) -> Iterator[Score]:
+        """More scores of an attempt, under conditions that may differ between machines and that should not matter; none
+        for a verifier that depends on no such condition. `first` is the score that `score_many` gave."""
+        return iter(())
+
     def close(self) -> None:
         """End its processes; most verifiers have none. It may be used again."""
 
@@ -104,11 +113,13 @@ class Agreement(StrEnum):
     UNSURE = "unsure"
 
 
-def compare_claim(claimed: float, found: Score) -> Agreement:
-    """Whether a claim may be used against its worker (see "Limits" above)."""
+def compare_claim(claimed: float, found: Score, score_again: Callable[[], Iterable[Score]] = tuple) -> Agreement:
+    """Whether a claim may be used against its worker (see "Limits" above). `score_again` gives more scores under other
+    conditions (`Verifier.score_again`), and is asked only if the claim differs from a firm score."""
     if claimed == found.value and not is_fault(found):
         return Agreement.AGREES
-    return Agreement.DIFFERS if is_firm(found) else Agreement.UNSURE
+    is_certain = is_firm(found) and all(other.value == found.value and is_firm(other) for other in score_again())
+    return Agreement.DIFFERS if is_certain else Agreement.UNSURE
 
 
 def is_firm(score: Score) -> bool:

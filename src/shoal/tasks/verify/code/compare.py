@@ -1,16 +1,25 @@
 """Whether the output of a job is the expected one; compared outside the sandbox, where no untrusted code runs.
 
 Values are compared in their encoded form (sandbox/frames.py) and never built: building a set of chosen numbers can take
-quadratic time. Floats are equal within `TOLERANCE`, absolute below 1 and relative above: the last bits of a sine differ
-between libraries, and scores must not.
+quadratic time. The right value decides how exact a comparison is:
+
+    whole number    exactly the same number; a float that equals it is one
+    float           within `TOLERANCE` of it, because the last bits of a sine differ between libraries, and data sets
+                    round. Within `WHOLE_TOLERANCE` if it is a whole number, which nobody rounded
+    printed text    character by character; a word with a decimal point like a float, but a tolerance below 1e-6 is not
+                    asked for, because that is what programs print
+    not finite      the same infinity; nothing equals NaN
 """
 
 import json
 import math
 from typing import Any
 
-TOLERANCE = 1e-6
-"""Changing breaks: scores; raise the verifier's version."""
+TOLERANCE, WHOLE_TOLERANCE = 1e-6, 1e-9
+"""relative to the right value. Changing breaks: scores; raise the verifier's version."""
+_LEAST = 1e-12
+"""what rounding leaves of a zero"""
+_PRINTED = 1e-6
 _MAX_BITS = 1023
 
 
@@ -58,9 +67,9 @@ def _match_scalars(found: Any, wanted: Any) -> bool:
     if isinstance(found, numbers) and isinstance(wanted, numbers):
         if isinstance(found, bool) != isinstance(wanted, bool):
             return False
-        if isinstance(found, float) or isinstance(wanted, float):
-            return _is_short(found) and _is_short(wanted) and is_close(float(found), float(wanted))
-        return found == wanted
+        if isinstance(wanted, float):
+            return _is_short(found) and is_close(float(found), wanted)
+        return found == wanted  # exact, also for a float
     return type(found) is type(wanted) and bool(found == wanted)
 
 
@@ -69,11 +78,20 @@ def _is_short(number: float) -> bool:
     return isinstance(number, float) or number.bit_length() <= _MAX_BITS
 
 
-def is_close(found: float, wanted: float) -> bool:
-    """Equality of floats; nothing equals a value that is not finite."""
+def is_close(found: float, wanted: float, least: float = _LEAST) -> bool:
+    """Whether a float is the right one; `least` is the smallest difference that counts."""
     if not (math.isfinite(found) and math.isfinite(wanted)):
-        return False
-    return abs(found - wanted) <= TOLERANCE * max(1.0, abs(wanted))
+        return found == wanted
+    tolerance = WHOLE_TOLERANCE if wanted.is_integer() else TOLERANCE
+    return abs(found - wanted) <= max(tolerance * abs(wanted), least)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether an encoded value contains neither infinity nor NaN."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    parts = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+    return all(map(is_finite, parts))
 
 
 def match_output(found: str, wanted: str) -> bool:
@@ -98,7 +116,8 @@ def _match_words(found: str, wanted: str) -> bool:
         return True
     if "." not in wanted or not (_is_decimal(found) and _is_decimal(wanted)):
         return False
-    return is_close(float(found), float(wanted))
+    digits = len(wanted.partition(".")[2])
+    return is_close(float(found), float(wanted), min(_PRINTED, 0.5 * 10.0**-digits))
 
 
 def _is_decimal(word: str) -> bool:

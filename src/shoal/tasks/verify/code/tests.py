@@ -7,7 +7,8 @@
 
 `"prompt"`, optional, is source that precedes the completion (a signature, imports); `"language"`, optional, is
 `"python"`. All cases of a task have one type, and all must pass: partial credit would reward guessing. In columns the
-output of a call may be wrapped in a list, as is common in the datasets that use them.
+output of a call may be wrapped in a list, as is common in the datasets that use them. Then there are two readings, and
+all cases must pass in the same one.
 """
 
 from dataclasses import dataclass
@@ -25,10 +26,11 @@ CALL, SCRIPT = "function_call", "stdin_stdout"
 
 @dataclass(frozen=True, slots=True)
 class CallTests:
-    """Calls of one function: encoded arguments, and the accepted return values."""
+    """Calls of one function: encoded arguments, and the return values of all calls in each reading."""
 
     function: str
-    cases: tuple[tuple[Any, tuple[Any, ...]], ...]
+    arguments: tuple[Any, ...]
+    readings: tuple[tuple[Any, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +76,9 @@ def _read_columns(given: list[Any], wanted: list[Any], name: Any) -> Tests:
     tests = _read_cases([{**kind, "input": one, "output": other} for one, other in zip(given, wanted, strict=True)])
     if not isinstance(tests, CallTests):
         return tests
-    # An output may be wrapped in a list: both forms are accepted.
-    cases = (
-        (arguments, (value, *value) if isinstance(value, list) and len(value) == 1 else (value,))
-        for arguments, (value,) in tests.cases
-    )
-    return CallTests(tests.function, tuple(cases))
+    (plain,) = tests.readings
+    opened = tuple(value[0] if isinstance(value, list) and len(value) == 1 else value for value in plain)
+    return CallTests(tests.function, tests.arguments, (plain,) if opened == plain else (plain, opened))
 
 
 def _read_cases(cases: list[Any]) -> Tests:
@@ -89,19 +88,20 @@ def _read_cases(cases: list[Any]) -> Tests:
         name = names.pop()
         if names or not isinstance(name, str) or not name.isidentifier():
             raise ConfigError("test_cases: all need the same fn_name, the name of a function")
-        return CallTests(name, tuple(_read_call(case) for case in cases))
+        arguments, values = zip(*map(_read_call, cases), strict=True)
+        return CallTests(name, arguments, (values,))
     if kinds == {SCRIPT}:
         return ScriptTests(tuple(_read_script(case) for case in cases))
     raise ConfigError(f"test_cases: all must be of type {CALL}, or all of type {SCRIPT}")
 
 
-def _read_call(case: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+def _read_call(case: dict[str, Any]) -> tuple[Any, Any]:
     arguments = case.get("input")
     if not isinstance(arguments, list) or "output" not in case:
         raise ConfigError("test_cases: a call needs input, a list of arguments, and output")
     try:
         pack_frame(encode_value(arguments))  # raises if it does not fit
-        return encode_value(arguments), (encode_value(case["output"]),)
+        return encode_value(arguments), encode_value(case["output"])
     except ChannelError as error:
         raise ConfigError(f"test_cases: {error}") from None
 

@@ -5,23 +5,40 @@
 Invariants:
 - the source runs in a fresh sandbox job that does not know the expected values: what it returns or prints leaves the
   job as plain data and is compared outside, so there is no verdict in the job to forge;
-- tests written as source run in a separate job, and call the candidate's job through this process;
+- tests written as source run in a separate job, and call the candidate's job through this process. Their random
+  numbers follow from a seed of their own. They get no NaN or infinity unless they mention one, because comparisons with
+  those can pass whatever is right, and they must call the function at least once;
 - one failure ends the attempt; hitting a limit, or a fault of this machine, gives a score that is not firm.
 """
 
+import hashlib
+import json
 import os
 import platform
+import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 from shoal.rollout import Score
 from shoal.sandbox.isolate import SandboxLimits
 from shoal.sandbox.pool import JobEndedError, JobReport, SandboxError, SandboxJob, SandboxPool, SandboxProcess
-from shoal.tasks.base import quote_text
-from shoal.tasks.verify.base import MARGIN, Attempt, Info, Verifier, give_up, mark_near, own_fault, score_safely
-from shoal.tasks.verify.code.compare import match_output, match_values
+from shoal.tasks.base import MAX_COMPLETION_CHARS, guard_score, quote_text
+from shoal.tasks.verify.base import (
+    MARGIN,
+    Attempt,
+    Info,
+    Verifier,
+    give_up,
+    is_firm,
+    mark_near,
+    own_fault,
+    score_safely,
+)
+from shoal.tasks.verify.code.compare import is_finite, match_output, match_values
 from shoal.tasks.verify.code.tests import AssertTests, CallTests, ScriptTests, Tests, read_tests
 from shoal.tasks.verify.extract import drop_thoughts, find_block
 
@@ -36,7 +53,16 @@ _ALL_CASES = 3
 _MAX_PROCESSES = 4
 _LANGUAGES = ("python", "python3", "py")
 _TEST_FAILED = "a test failed"
+_PROGRAM_SEED = "0"
+_MENTIONS_INFINITY = re.compile(r"(?<![a-z])(?:is)?(?:nan|inf|infinity|infinite|finite)(?![a-z])", re.IGNORECASE)
 _PASSED = Score(1.0, "all tests passed")
+_SHIFTS = 7
+"""other places for objects. The order of a small set depends on addresses modulo eight blocks"""
+_AGAIN_S = 4.0
+"""a false claim about a slow program must not cost a validator more than this"""
+
+Given = dict[str, Any]
+"""the input of a job"""
 
 
 class _FailureError(Exception):
@@ -47,7 +73,7 @@ class CodeVerifier(Verifier):
     """Unit tests of Python, in a bounded pool of sandboxes."""
 
     name = "code"
-    version = 2
+    version = 3
     expensive = True
 
     def __init__(self, *, size: int | None = None, limits: SandboxLimits = LIMITS, namespaces: bool = True) -> None:
@@ -69,12 +95,26 @@ class CodeVerifier(Verifier):
         read_tests(info)
 
     def score(self, info: Info, prompt: str, completion: str) -> Score:
+        return self._score(info, completion, shift=0)
+
+    def score_again(self, attempt: Attempt, first: Score) -> Iterator[Score]:
+        """Scores with the objects of the program at other addresses (sandbox/chance.py)."""
+        if not is_firm(first) or len(attempt.completion) > MAX_COMPLETION_CHARS:
+            return
+        start = time.monotonic()
+        for shift in range(1, 1 + _SHIFTS):
+            yield guard_score(partial(self._score, attempt.info, attempt.completion, shift=shift))
+            if time.monotonic() - start > _AGAIN_S:
+                return
+
+    def _score(self, info: Info, completion: str, *, shift: int) -> Score:
         tests, source = read_tests(info), find_source(completion, info.get("prompt", ""))
         if not source.strip():
             return Score(0.0, "no code")
+        given = {"source": source, "seed": _PROGRAM_SEED, "shift": shift}
         try:
             with self._pool.borrow(self._wait_s) as process:
-                return self._run_tests(process, tests, source)
+                return self._run_tests(process, tests, given)
         except SandboxError as error:
             return own_fault(str(error))
 
@@ -86,32 +126,31 @@ class CodeVerifier(Verifier):
         self._pool.close()
         self._judges.close()
 
-    def _run_tests(self, process: SandboxProcess, tests: Tests, source: str) -> Score:
+    def _run_tests(self, process: SandboxProcess, tests: Tests, program: Given) -> Score:
         match tests:
             case CallTests():
-                given = {"source": source, "function": tests.function}
-                with process.open_job("calls", given, self.limits) as job:
+                with process.open_job("calls", {**program, "function": tests.function}, self.limits) as job:
                     score, ended = _try(lambda: _check_calls(job, tests))
                     return self._settle(score, job.finish(), ended=ended)
             case ScriptTests():
-                return self._run_scripts(process, tests, source)
+                return self._run_scripts(process, tests, program)
             case AssertTests():
                 with self._judges.borrow(self._wait_s) as judge:
-                    return self._run_judge(process, judge, tests, source)
+                    return self._run_judge(process, judge, tests, program)
 
-    def _run_scripts(self, process: SandboxProcess, tests: ScriptTests, source: str) -> Score:
+    def _run_scripts(self, process: SandboxProcess, tests: ScriptTests, program: Given) -> Score:
         score, started, most_s = _PASSED, time.monotonic(), _ALL_CASES * self.limits.wall_s
         for number, (given, wanted) in enumerate(tests.cases):
             if time.monotonic() - started > most_s:
                 return give_up(f"more than {most_s:g} s for all cases")
-            one = self._run_script(process, source, given, wanted)
+            one = self._run_script(process, {**program, "stdin": given}, wanted)
             if one.value == 0.0:
                 return Score(0.0, f"{one.reason} (case {number})")
             score = one if one is not _PASSED else score  # one case near a limit marks the whole score
         return mark_near(score) if time.monotonic() - started > most_s / MARGIN else score
 
-    def _run_script(self, process: SandboxProcess, source: str, given: str, wanted: str) -> Score:
-        with process.open_job("script", {"source": source, "stdin": given}, self.limits) as job:
+    def _run_script(self, process: SandboxProcess, program: Given, wanted: str) -> Score:
+        with process.open_job("script", program, self.limits) as job:
             try:
                 output = job.read_output(MAX_OUTPUT_BYTES)
             except JobEndedError as error:
@@ -124,13 +163,15 @@ class CodeVerifier(Verifier):
         is_right = match_output(output.decode(errors="replace"), wanted)
         return self._settle(_PASSED if is_right else Score(0.0, "another output"), report, ended=False)
 
-    def _run_judge(self, process: SandboxProcess, judge: SandboxProcess, tests: AssertTests, source: str) -> Score:
+    def _run_judge(self, process: SandboxProcess, judge: SandboxProcess, tests: AssertTests, program: Given) -> Score:
         given = {"tests": tests.source, "function": tests.function, "prefix": tests.prefix}
+        seed = hashlib.sha256(json.dumps([given, program["source"]]).encode()).hexdigest()
+        mentions_infinity = _MENTIONS_INFINITY.search(tests.source + tests.prefix) is not None
         with (
-            process.open_job("calls", {"source": source, "function": tests.function}, self.limits) as job,
-            judge.open_job("judge", given, self.limits) as tests_job,
+            process.open_job("calls", {**program, "function": tests.function}, self.limits) as job,
+            judge.open_job("judge", {**given, "seed": seed, "shift": 0}, self.limits) as tests_job,
         ):
-            score, ended = _try(lambda: _serve_tests(tests_job, job))
+            score, ended = _try(lambda: _serve_tests(tests_job, job, must_be_finite=not mentions_infinity))
             judged = self._settle(score, tests_job.finish(), ended=score.reason == _TEST_FAILED)
             return self._settle(judged, job.finish(), ended=ended)
 
@@ -172,27 +213,35 @@ def _await_ready(job: SandboxJob) -> None:
 
 def _check_calls(job: SandboxJob, tests: CallTests) -> None:
     _await_ready(job)
-    for number, (arguments, right) in enumerate(tests.cases):
+    is_open = [True] * len(tests.readings)
+    for number, arguments in enumerate(tests.arguments):
         answer = _pass_call(job, {"args": arguments, "kwargs": {"d": []}})
         if "error" in answer:
             raise _FailureError(f"it raised {quote_text(str(answer['error']))}")
-        if not any(match_values(answer["value"], wanted) for wanted in right):
+        for place, wanted in enumerate(tests.readings):
+            is_open[place] = is_open[place] and match_values(answer["value"], wanted[number])
+        if not any(is_open):
             raise _FailureError(f"case {number}: another value")
 
 
-def _serve_tests(tests_job: SandboxJob, job: SandboxJob) -> None:
+def _serve_tests(tests_job: SandboxJob, job: SandboxJob, *, must_be_finite: bool) -> None:
     """Forward calls until the tests finish; everything except a reported pass is a failure."""
     _await_ready(job)
-    for _ in range(MAX_CALLS):
+    for number in range(MAX_CALLS):
         try:
             message = tests_job.receive()
         except JobEndedError:
             raise _FailureError(_TEST_FAILED) from None
         match message:
+            case {"passed": True} if number == 0:
+                raise _FailureError("the tests did not call the function")
             case {"passed": True}:
                 return
             case {"call": call}:
-                tests_job.send(_pass_call(job, call))
+                answer = _pass_call(job, call)
+                if must_be_finite and "value" in answer and not is_finite(answer["value"]):
+                    raise _FailureError("a value that is not finite")
+                tests_job.send(answer)
             case _:
                 raise _FailureError("the tests made no sense")
     raise _FailureError(f"more than {MAX_CALLS} calls")

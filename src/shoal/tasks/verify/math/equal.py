@@ -1,9 +1,11 @@
 """Whether an answer equals the right one: exact and cheap if possible, in a sandbox if it must be evaluated.
 
-numbers       as fractions, with percent and units (number.py); a number must be answered by a number
+numbers       as fractions, with percent and units (number.py, units.py); a number must be answered by a number
 collections   sets, lists and unions in any order, points and intervals in order, part by part
-expressions   at fixed points to 50 digits (sandbox/programs/algebra.py), only over the variables of the right answer
+expressions   by value (sandbox/programs/algebra.py), only over the variables of the right answer
 texts         yes, (B), Monday: character by character, ignoring case
+
+Numbers and expressions must also have the form that the question asks for (form.py).
 """
 
 import re
@@ -12,9 +14,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+from shoal.tasks.verify.math.clean import clean_answer
 from shoal.tasks.verify.math.extract import MAX_ANSWER_CHARS
-from shoal.tasks.verify.math.number import Number, equal_numbers, read_number, read_unit
+from shoal.tasks.verify.math.form import Question, has_form, is_wanted_form
+from shoal.tasks.verify.math.number import Number, equal_numbers, read_number
 from shoal.tasks.verify.math.parse import ParseError, Tree, count_nodes, is_scalar, list_symbols, parse_answer
+from shoal.tasks.verify.math.units import is_other_unit, read_unit
 
 MAX_PARTS = 16
 _NAMED = re.compile(
@@ -24,37 +29,6 @@ _MEASURED = re.compile(
     r"(?P<rest>.*?\S) (?P<unit>(?:(?:square|sq|cubic) )?[A-Za-z]{2,24}(?: ?\^ ?\{?[23]\}?)?)", re.DOTALL
 )
 _SPARE_NODES = 32
-_SIGNS = str.maketrans(
-    {
-        sign: meaning
-        for signs, meaning in (
-            *(("\u2212\u2013", "-"), ("\u00d7\u00b7\u22c5", "*"), ("\u00f7\u2044", "/"), ("\u221a", r"\sqrt ")),
-            *(("\u00b2", "^2"), ("\u00b3", "^3"), ("\u03c0", r"\pi "), ("\u221e", r"\infty "), ("\u222a", r"\cup ")),
-            *(("\u00b1", r"\pm "), ("\u00b0", " degrees"), ("\u00a0\u202f\u2009", " ")),
-            *(("\u00a3", r"\pounds "), ("\u20ac", r"\euro ")),
-        )
-        for sign in signs
-    }
-)
-"""signs with several spellings"""
-_GONE = re.compile(
-    r"\\(?:left|right|displaystyle|textstyle|limits|quad|qquad|bigl?|bigr|Bigl?|Bigr)(?![A-Za-z])|\\[,!;: ]|~"
-)
-_SAME = (
-    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
-    (re.compile(r"\\(?:cdot|times|ast)(?![A-Za-z])"), "*"),
-    (re.compile(r"\\div(?![A-Za-z])"), "/"),
-    (re.compile(r"\\(?:lbrace)(?![A-Za-z])"), r"\\{"),
-    (re.compile(r"\\(?:rbrace)(?![A-Za-z])"), r"\\}"),
-    (re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])"), " degrees"),
-    (re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"), r" \1 "),
-    (re.compile(r"\\%"), "%"),
-    (re.compile(r"\\\$"), "$"),
-    (re.compile(r"\{,\}"), ","),
-    (re.compile(r"\s+"), " "),
-)
-_WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
-
 Judge = Callable[[Tree, Tree], bool]
 """whether two expressions are equal"""
 
@@ -73,38 +47,18 @@ class ParsedAnswer:
 
 
 @lru_cache(maxsize=4096)
-def read_answer(raw: str) -> ParsedAnswer:
-    """Parse an answer."""
+def read_answer(raw: str, nouns: frozenset[str] = frozenset()) -> ParsedAnswer:
+    """Parse an answer; `nouns` are those that the question asks for."""
     text = clean_answer(raw[:MAX_ANSWER_CHARS])
     name = ""
     if (match := _NAMED.fullmatch(text)) and "=" not in match["rest"]:
         name, text = match["name"], match["rest"]
-    number, tree = read_number(text), _read_tree(text)
+    number, tree = read_number(text, nouns), _read_tree(text)
     if number is None and tree is None and (measured := _MEASURED.fullmatch(text)):
         unit = read_unit(measured["unit"], "")
         if unit and (tree := _read_tree(measured["rest"])) is not None and is_scalar(tree):
             return ParsedAnswer(text, name, None, tree, unit)
     return ParsedAnswer(text, name, number, tree)
-
-
-def clean_answer(text: str) -> str:
-    """Normalise an answer: remove surrounding dollars and LaTeX spaces, unify spellings of the same sign. ASCII only:
-    digits of other scripts are not digits here."""
-    text = _unwrap(text.translate(_SIGNS).strip())
-    text = _GONE.sub("", text)
-    for pattern, meaning in _SAME:
-        text = pattern.sub(meaning, text)
-    text = text.strip()
-    return text[:-1].rstrip() if text.endswith(".") else text
-
-
-def _unwrap(text: str) -> str:
-    text = text.rstrip(". ") if text.endswith(("$.", "`.", "*.")) else text
-    for left, right in _WRAPPERS:
-        inner = text[len(left) : -len(right)]
-        if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right) and left not in inner:
-            return _unwrap(inner.strip())
-    return text
 
 
 def _read_tree(text: str) -> Tree | None:
@@ -116,24 +70,45 @@ def _read_tree(text: str) -> Tree | None:
         return None
 
 
-def same_text(left: str, right: str) -> bool:
+def same_text(left: str, right: str, nouns: frozenset[str]) -> bool:
     """Whether two spellings of an answer are the same, as far as that is visible without evaluating anything."""
-    mine, theirs = read_answer(left), read_answer(right)
+    mine, theirs = read_answer(left, nouns), read_answer(right, nouns)
     if mine.number is not None and theirs.number is not None:
-        return mine.number == theirs.number
+        return _identify(mine.number) == _identify(theirs.number)
     return mine.text == theirs.text
 
 
-def equal_answers(answer: ParsedAnswer, gold: ParsedAnswer, judge: Judge, *, about_percent: bool) -> bool:
+def _identify(number: Number) -> tuple[Fraction, bool, str]:
+    return number.value, number.percent, number.unit
+
+
+def equal_answers(answer: ParsedAnswer, gold: ParsedAnswer, question: Question, judge: Judge) -> bool:
     """Whether an answer is correct."""
     if answer.name and gold.name and answer.name != gold.name:
         return False
     if gold.number is not None:
-        return answer.number is not None and equal_numbers(answer.number, gold.number, about_percent=about_percent)
+        return answer.number is not None and _is_right_number(answer.number, gold.number, question)
     if gold.tree is None:
         return _fold_text(answer.text) == _fold_text(gold.text) != ""
+
+    def judge_form(left: Tree, right: Tree) -> bool:
+        return is_wanted_form(left, right, question) and (left == right or judge(left, right))
+
     is_same_unit = answer.unit == gold.unit or not (answer.unit and gold.unit)
-    return is_same_unit and answer.tree is not None and _equal_trees(answer.tree, gold.tree, judge)
+    if not is_same_unit or (not gold.unit and _is_other_unit(answer.unit, question)):
+        return False
+    return answer.tree is not None and _equal_trees(answer.tree, gold.tree, judge_form)
+
+
+def _is_right_number(answer: Number, gold: Number, question: Question) -> bool:
+    if not gold.unit and _is_other_unit(answer.unit, question):
+        return False
+    is_equal = equal_numbers(answer, gold, asks_percent=question.asks_percent)
+    return is_equal and has_form(answer, gold, question)
+
+
+def _is_other_unit(unit: str, question: Question) -> bool:
+    return question.is_known and is_other_unit(unit, question.units, is_counted=bool(question.nouns))
 
 
 def _equal_trees(answer: Tree, gold: Tree, judge: Judge) -> bool:
@@ -167,8 +142,6 @@ def _equal_scalars(answer: Tree, gold: Tree, judge: Judge) -> bool:
     if right is not None:  # here too, a number must be answered by a number
         found = _read_rational(answer)
         return found == right and (answer[0] != "div" or right.denominator > 1)
-    if answer == gold:
-        return True
     if not list_symbols(answer) <= list_symbols(gold) or count_nodes(answer) > 2 * count_nodes(gold) + _SPARE_NODES:
         return False
     return judge(answer, gold)

@@ -3,7 +3,8 @@
     thoughts are dropped; then boxes and lines `#### x` are answers; without either, sentences `answer is x`
 
 All answers must agree: a completion with two different answers has none. The last number of a text is not an answer,
-nor is a box that is never closed.
+nor is a box that is never closed. What touches a box belongs to it: `\\boxed{50}\\%` is 50%, and `-\\boxed{5}`,
+`\\boxed{5}^2` or `\\boxed{5}` million are not 5. Sentences around a box do not belong to it.
 """
 
 import re
@@ -20,6 +21,39 @@ _HASHES = re.compile(r"^[ \t]*####[ \t]*(\S.*)$", re.MULTILINE)
 _SENTENCE = re.compile(r"\banswer\b[*_\s]*(?:is|:|=)[*_:\s]*([^\n]+)", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.(?:\s|$)")
 _AROUND_BOX = "$*. \t\r"
+_AROUND_CHARS, _SHOWN_CHARS = 100, 20
+_BEFORE = re.compile(
+    r"(?:^|\s|[=:,.;*$&\"'`>\u2192]|\\[\[(,;:!\\ ]|(?<![A-Za-z])\("
+    r"|\\(?:approx|quad|qquad|implies|Rightarrow|Longrightarrow|rightarrow|to|therefore|displaystyle|textstyle|left|boldsymbol)"
+    r"|\\(?:text|textbf|mathrm|mbox)\{[^{}]*\})\Z"
+)
+"""what may stand before a box: the start, a blank, punctuation, an equals sign, a delimiter, an arrow, or words"""
+_JOINS_BEFORE = re.compile(
+    r"(?:[-+/^_<|!\u2212\u00d7]|(?<![=\-A-Za-z])>|(?<![A-Za-z*])\*|[0-9]|\\(?:pm|mp|times|cdot|div|neq|ne|lt|gt|leq?|geq?|sqrt)"
+    r"|\b(?:not|minus|negative|plus|times|twice|half|double))\s*(?:\$|\\\()?\Z",
+    re.IGNORECASE,
+)
+"""what a box belongs to, also across a blank"""
+_DASH = re.compile(r"(?:^\s*[-+*>|]|[A-Za-z.:)*]\s*[-*\u2212])\s+(?:\$|\\\(|\*\*)?\Z")
+"""the sign of a list, or a dash after a word"""
+_AFTER = re.compile(
+    r"[ \t]*(?:[$*)\]]|\\[)\]])*[ \t]*(?:\\?%|\b(?:per ?cent|hundred|thousand|[a-z]*illion|dozen|hal(?:f|ves)|quarter"
+    r"|thirds?\b|[a-z]+(?:four|fif|six|seven|eigh|nin|ten|leven|twelf|teen|tie|dred|sand|illion)ths?\b"
+    r"|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf)ths?\b|squared|cubed|doubled|tripled|factorial|minus|plus|times"
+    r"|modulo|or less|or more)[a-z]*)",
+    re.IGNORECASE,
+)
+_TOUCHES = re.compile(
+    r"[ \t]*(?:\\?%|\\(?:text|textrm|mathrm|mbox)\b|[-+*/^_!=<>|{][ \t]*[0-9\\({$A-Za-z]|!(?=[$]|\\[)\]])"
+    r"|\\(?:times|cdot|div|pm|mp|circ|frac|sqrt|over|pmod|bmod|mod|le|ge|lt|gt|neq?|approx|ldots|dots)\b)"
+    r"|[0-9A-Za-z(]|\.[0-9]|,[0-9]"
+)
+_PROSE = re.compile(r"[ \t]*(?:[-+*=<>]|\*\*)[ \t]+[A-Za-z]{2}|\*\*|\*[ \t]")
+_END = re.compile(r"\$|\\[)\]]|\n|[.,;:](?![0-9])|\\\\")
+_LINE_BREAK = re.compile(
+    r"\n[ \t]*(?=(?:\\?%|(?:percent|hundred|thousand|[a-z]{1,9}illion|dozen|halves|thirds|quarters|squared|cubed)\b))"
+)
+"""a line break within an answer: 5, and million in the next line"""
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
@@ -29,7 +63,7 @@ class NoAnswerError(Exception):
 
 def find_answer(completion: str, is_same: Callable[[str, str], bool]) -> str:
     """The answer as written, or NoAnswerError; `is_same` decides whether two spellings are the same."""
-    text = drop_thoughts(completion)
+    text = _LINE_BREAK.sub(" ", drop_thoughts(completion))
     found = [*islice(_find_boxes(text), _ENOUGH), *islice(_find_lines(text), _ENOUGH)]
     if not found:
         sentences = (_SENTENCE_END.split(match[1], maxsplit=1)[0] for match in _SENTENCE.finditer(text))
@@ -52,8 +86,22 @@ def _find_boxes(text: str) -> Iterator[str]:
         end = _find_close(text, match.end())
         if end is None:
             return
-        yield text[match.end() : end]
+        yield _read_around(text, match.start(), match.end(), end)
         place = end
+
+
+def _read_around(text: str, start: int, inner: int, end: int) -> str:
+    """The answer in a box, with what touches the box."""
+    line = text.rfind("\n", 0, start) + 1
+    before, after = text[max(line, start - _AROUND_CHARS) : start], text[end + 1 : end + 1 + _AROUND_CHARS]
+    answer = text[inner:end]
+    if (_BEFORE.search(before) is None or _JOINS_BEFORE.search(before)) and not _DASH.search(before):
+        answer = before[-_SHOWN_CHARS:].strip() + " " + answer
+    if match := _AFTER.match(after):
+        return answer + " " + match.group().strip(" \t$*)]")
+    if _TOUCHES.match(after) and not _PROSE.match(after):
+        return answer + _END.split(after, maxsplit=1)[0]
+    return answer
 
 
 def _find_lines(text: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ computation. Expressions that must be evaluated are compared in a sandbox, a fre
 answer of the grammar should hit; if one does, the score is not firm and the next answer gets a new process.
 """
 
-import re
+from functools import partial
 from importlib.metadata import version
 
 from shoal.errors import ConfigError
@@ -16,11 +16,11 @@ from shoal.tasks.base import quote_text
 from shoal.tasks.verify.base import Info, Verifier, give_up, own_fault
 from shoal.tasks.verify.math.equal import equal_answers, read_answer, same_text
 from shoal.tasks.verify.math.extract import MAX_ANSWER_CHARS, NoAnswerError, find_answer
+from shoal.tasks.verify.math.form import read_question
 from shoal.tasks.verify.math.parse import Tree, list_symbols
 
 LIMITS = SandboxLimits(cpu_s=4, wall_s=20.0, memory_bytes=256 << 20)
 _PROGRAMS = "shoal.sandbox.programs.algebra"
-_PERCENT = re.compile(r"%|\bpercent", re.IGNORECASE)
 _KEY = "answer"
 
 
@@ -32,7 +32,7 @@ class MathVerifier(Verifier):
     """Equality of final answers; starts a pool of sandboxes when it first needs one."""
 
     name = "math"
-    version = 2
+    version = 3
 
     def __init__(self, *, size: int = 1, limits: SandboxLimits = LIMITS) -> None:
         self.limits = limits
@@ -56,12 +56,11 @@ class MathVerifier(Verifier):
                 raise ConfigError(f"answers that must be evaluated cannot be compared here: {error}") from error
 
     def score(self, info: Info, prompt: str, completion: str) -> Score:
-        about_percent = _PERCENT.search(prompt) is not None
+        question = read_question(prompt)
         try:
-            answer = find_answer(completion, same_text)
-            is_right = equal_answers(
-                read_answer(answer), read_answer(info[_KEY]), self._compare_trees, about_percent=about_percent
-            )
+            answer = find_answer(completion, partial(same_text, nouns=question.nouns))
+            mine, right = read_answer(answer, question.nouns), read_answer(info[_KEY], question.nouns)
+            is_right = equal_answers(mine, right, question, self._compare_trees)
         except NoAnswerError as error:
             return Score(0.0, str(error))
         except _LimitError as error:
