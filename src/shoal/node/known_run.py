@@ -4,8 +4,10 @@
 
 A descriptor fetched from an address is as trustworthy as the connection (trust on first use). Users that have the
 descriptor file from a trusted source pass that file instead, or the coordinator's public key, which must match the
-descriptor. Afterwards a different run, coordinator, operator or first event in the same folder is refused: it would be
-a different swarm in place of the one that the node's receipts and head belong to.
+descriptor. Its key must also sign the answer that carries it (`fetch_run`), so an intermediary cannot send one of the
+run's earlier descriptors, which may name addresses and stores that the run no longer uses. Afterwards a different run,
+coordinator, operator or first event in the same folder is refused: it would be a different swarm in place of the one
+that the node's receipts and head belong to.
 """
 
 from pathlib import Path
@@ -36,8 +38,13 @@ async def find_run(
     pinned = _read_pinned(folder / _NAME)
     is_url = source.startswith(("http://", "https://"))
     try:
-        data = await _fetch(source, waits, authority) if is_url else _read_file(Path(source))
-        descriptor = _open(data, source)
+        if is_url:
+            descriptor, data = await _fetch(source, waits, authority)
+        else:
+            data = _read_file(Path(source))
+            descriptor = _open(data, source)
+    except DocumentError as error:
+        raise ConfigError(f"{source}: not a valid run descriptor ({error})") from None
     except (RefusedError, UnreachableError, WaitError) as error:
         if pinned is None:
             kind = ConfigError if isinstance(error, RefusedError) else UnavailableError
@@ -54,11 +61,25 @@ async def find_run(
     return descriptor, source if is_url else descriptor.urls[0]
 
 
-async def _fetch(source: str, waits: RoleWaits, authority: Path | None) -> bytes:
+async def fetch_run(client: PublicClient) -> tuple[Descriptor, bytes]:
+    """The current descriptor, and its bytes; from then on the client accepts only what its coordinator signs.
+
+    Asked for twice: the first answer names the key, the second is signed with it for this request.
+    """
+    first = open_descriptor(await client.read_descriptor())
+    client.trust(first.run, first.coordinator)
+    data = await client.read_descriptor()
+    descriptor = open_descriptor(data)
+    if (descriptor.run, descriptor.coordinator) != (first.run, first.coordinator):
+        raise DocumentError("the coordinator answered with the descriptor of another run")
+    return descriptor, data
+
+
+async def _fetch(source: str, waits: RoleWaits, authority: Path | None) -> tuple[Descriptor, bytes]:
     client = PublicClient(parse_endpoint(source, authority), asker=RetryingClient(_RETRY_POLICY))
     try:
         return await waits.with_timeout(
-            "descriptor", client.read_descriptor(), waiting_for="the coordinator", timeout_s=_FETCH_S
+            "descriptor", fetch_run(client), waiting_for="the coordinator", timeout_s=_FETCH_S
         )
     finally:
         client.close()

@@ -319,7 +319,9 @@ async def _offer_upload(context: ApiContext, answer: messages.CommitAnswer, blob
 
 
 class BlobResponse(Response):
-    """A blob, sent while it is read."""
+    """A blob, sent while it is read; its reader checks it by hash."""
+
+    is_complete = False
 
     def __init__(self, reader: BlobReader) -> None:
         super().__init__(b"", BINARY)

@@ -99,12 +99,15 @@ class DiskStore:
         return await self._run(self._find_path(name).is_file)
 
     async def open(self, name: str) -> "DiskReader":
-        """As `BlobStore.open`."""
+        """As `BlobStore.open`. A damaged file counts as missing: its reader could not tell the disk from a forger."""
         path = self._find_path(name)
         try:
             descriptor = await self._run(partial(os.open, path, os.O_RDONLY | os.O_NOFOLLOW))
         except FileNotFoundError:
             raise MissingBlobError("no such blob") from None
+        if await self._run(partial(_hash_descriptor, descriptor)) != name:
+            os.close(descriptor)
+            raise MissingBlobError("the blob is damaged: its bytes do not have the hash that names it")
         return DiskReader(descriptor, self._threads)
 
     async def remove(self, name: str) -> None:
@@ -276,6 +279,13 @@ def _lock_folder(folder: Path) -> int:
         os.close(descriptor)
         raise ConfigError(f"{folder}: another process is using this blob folder")
     return descriptor
+
+
+def _hash_descriptor(descriptor: int) -> str:
+    with os.fdopen(descriptor, "rb", closefd=False) as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(0)
+    return found
 
 
 def _remove_file(path: Path) -> int:

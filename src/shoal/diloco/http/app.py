@@ -40,6 +40,7 @@ from shoal.identity.keys import Key
 from shoal.identity.nonces import NonceStore
 from shoal.identity.proof_of_work import JoinRate, WorkGate
 from shoal.identity.routes import BINARY, Access, Route, RouteApp, RouteContext, RouteRequest, RouteTable, WaitSeconds
+from shoal.identity.signatures import ResponseSigner
 from shoal.net.api_error import ApiError
 from shoal.net.http import HttpError
 from shoal.net.limits import Buckets
@@ -74,6 +75,7 @@ class ReducerContext(RouteContext):
         registry: CollectorRegistry,
     ) -> None:
         self.plan, self.key, self.clock_ms = plan, key, read_clock
+        self.responses = ResponseSigner(key, plan.run, read_clock)
         self.gate = WorkGate(os.urandom(32), plan.run, JoinRate(base_work=config.limits.join_work))
         self.signed_plan = sign_message(key, Tag.PLAN, make_card(plan))
         text = "Requests refused, by code."
