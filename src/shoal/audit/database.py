@@ -60,6 +60,8 @@ def open_reader(url: str) -> Iterator[Engine]:
         raise ConfigError(f"{name}: the ledger is corrupt ({error}); see `shoal ledger verify`") from None
     except SQLAlchemyError as error:
         raise ConfigError(f"{name}: cannot be read ({str(error).splitlines()[0]})") from error
+    except UnicodeDecodeError as error:  # in a name of the schema, or in SQLite's message about it
+        raise ConfigError(f"{name}: cannot be read (text that is not UTF-8)") from error
     finally:
         engine.dispose()
 

@@ -33,7 +33,7 @@ from shoal.ledger.db import WAIT_S, begin_directly, is_sqlite, parse_url, show_u
 MAX_VALUE_BYTES = 1 << 20
 """An event's body has 64 KiB at most, and rows of tables follow from one event each."""
 BASE_STEPS = 10_000_000
-STEPS_PER_BYTE = 64
+STEPS_PER_BYTE = 16
 STATEMENT_S = 300
 MAX_OBJECTS = 4096
 

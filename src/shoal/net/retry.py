@@ -108,13 +108,17 @@ class RetryingClient:
         if not is_authentic:
             text = f"{refusal.text}; the server did not sign this answer to this request"
             return ApiError(refusal.status, "unsigned", text, retry_after_s=refusal.retry_after_s)
-        if is_final(refusal) and (refusal.code != "clock" or signer is None):
+        if signer is None:
+            is_over = refusal.status not in RETRY_STATUSES
+        else:
+            is_over = is_final(refusal) and refusal.code != "clock"
+        if is_over:
             raise RefusedError(refusal)
         return refusal
 
 
 def is_final(refusal: ApiError) -> bool:
-    """Whether the same request would be refused again."""
+    """Whether the same signed request would be refused again."""
     return refusal.status not in RETRY_STATUSES and refusal.code not in TRANSIT_CODES
 
 
@@ -122,7 +126,7 @@ def read_refusal(answer: HttpResponse) -> ApiError:
     """The error in a response with a status other than 200; a generic one for an intermediary's page."""
     refusal = ApiError.from_bytes(answer.status, answer.body)
     if refusal is None:
-        refusal = ApiError(answer.status, "status", f"answered with status {answer.status}")
+        refusal = ApiError(answer.status, "http", f"answered with status {answer.status}")
     if refusal.retry_after_s is None:
         refusal.retry_after_s = answer.retry_after_s
     return refusal
