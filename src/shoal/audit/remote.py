@@ -47,8 +47,7 @@ async def verify_remote(
     finally:
         engine.dispose()
     with open_reader(str(path)) as reader:
-        known = {"coordinator": coordinator, "descriptor": descriptor}
-        return verify_ledger(reader, projections=PROJECTIONS, held=held, **known)
+        return verify_ledger(reader, projections=PROJECTIONS, held=held, coordinator=coordinator, descriptor=descriptor)
 
 
 def _check_copy(path: Path) -> None:

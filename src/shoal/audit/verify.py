@@ -172,7 +172,11 @@ class _Scan:
         if self._coordinator not in (None, report.coordinator):
             report.add("coordinator", f"signed by {report.coordinator}, expected {self._coordinator}")
         if descriptor is not None:
-            stated = {"run": report.run, "coordinator": report.coordinator, "genesis": genesis.hash.hex()}
+            stated: dict[str, Any] = {
+                "run": report.run,
+                "coordinator": report.coordinator,
+                "genesis": genesis.hash.hex(),
+            }
             stated |= {"operator": genesis.content.get("operator"), "tasks": genesis.content.get("recipe")}
             for name, value in stated.items():
                 if (wanted := getattr(descriptor, name)) not in ("", value):
