@@ -375,7 +375,3 @@ def test_kill_minus_nine_in_the_middle_of_an_upload_costs_a_retry_and_nothing_el
         process.wait()
     code, _, data = verify_database(f"sqlite:///{tmp_path}/data/ledger.db")
     assert code == 1 and data["findings"] == [], "killed before it signed its last events, and nothing else is wrong"
-    with process_of(tmp_path / "data", port) as (process, _):
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-    assert verify_database(f"sqlite:///{tmp_path}/data/ledger.db").code == 0

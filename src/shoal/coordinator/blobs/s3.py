@@ -169,7 +169,7 @@ class S3Blobs:
         size = await self._find_size(key)
         if size is None:
             raise base.MissingBlobError("no such blob")
-        return S3Reader(self._store, name, size)
+        return S3Reader(self._store, key, size)
 
     async def remove(self, name: str) -> None:
         """As `BlobStore.remove`."""
@@ -267,9 +267,9 @@ class S3Blobs:
 class S3Reader(base.BlobReader):
     """A blob that is open for reading, as a `BlobReader` and a `DirectReader`."""
 
-    def __init__(self, store: S3Store, name: str, size: int) -> None:
-        self.name, self.size = name, size
-        self._store, self._key = store, _place_blob(name)
+    def __init__(self, store: S3Store, key: str, size: int) -> None:
+        self.name, self.size = key.rpartition("/")[2], size
+        self._store, self._key = store, key
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         got = await _reach(obstore.get_async(self._store, self._key))
