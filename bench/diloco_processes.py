@@ -4,6 +4,7 @@ Each is a fork of a process that has imported everything, so that imports are no
 """
 
 import asyncio
+import hashlib
 import multiprocessing
 import os
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from diloco_link import serve_links
 from shoal.diloco.codecs import find_codec
@@ -119,12 +121,18 @@ def serve_slow(context: Any, port: int, count: int, rate: float, delay_s: float)
 
 def _run_reducer(plan: DilocoPlan, folder: str, port: int, num_peers: int) -> None:
     async def serve() -> None:
-        config = ReducerConfig(port=port, start_peers=num_peers)
+        peers = tuple(derive_key(rank).public for rank in range(num_peers))
+        config = ReducerConfig(port=port, start_peers=num_peers, peers=peers)
         initial = start_state(tuple(np.zeros(size, dtype=np.float32) for size in plan.sizes))
         async with open_reducer(config, Path(folder), plan, initial=initial) as service:
             await service.run()
 
     asyncio.run(serve())
+
+
+def derive_key(rank: int) -> Key:
+    """The key of a peer, which the reducer knows."""
+    return Key(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"peer {rank}".encode()).digest()))
 
 
 def _run_links(port: int, ports: list[int], rate: float, delay_s: float) -> None:
@@ -135,7 +143,7 @@ def sync_http(
     rank: int, count: int, barrier: Any, plan: DilocoPlan, port: int, reducer: str, repeats: int
 ) -> list[float]:
     """Seconds from submitting an update to having the outcome, for every round."""
-    key = Key.generate()
+    key = derive_key(rank)
     averager = HttpAverager(plan, key, [parse_endpoint(f"http://127.0.0.1:{port}")], reducer)
     state = averager.fetch_state(START_S)
     values = np.random.default_rng(rank).standard_normal(plan.sizes[0], dtype=np.float32)
@@ -225,7 +233,7 @@ def train_peer(
     from shoal.diloco.peer import Peer, PeerOptions
 
     torch.set_num_threads(1)
-    key = Key.generate()
+    key = derive_key(rank)
     averager = HttpAverager(plan, key, [parse_endpoint(f"http://127.0.0.1:{ports[rank]}")], reducer)
     model = torch.nn.Linear(plan.sizes[0], 1, bias=False)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -233,6 +233,7 @@ def test_events_that_were_written_anew_do_not_give_the_signed_heads(
             connection.exec_driver_sql(f"DELETE FROM {table}")
     ledger = open_ledger()
     ledger.submit(decide_one(2, key)).result()
+    asyncio.run(ledger.sign_head())
     ledger.close()
     assert verify(url, [leases]).holds
     (finding,) = verify(url, [leases], head).findings

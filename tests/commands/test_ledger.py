@@ -50,7 +50,7 @@ async def audit(service: CoordinatorService, copy: Path | None = None, held: Sig
 async def verify_remote(
     url: str, copy: Path | None = None, held: SignedHead | None = None, expected: str | None = None
 ) -> CommandResult:
-    return await ledger_command._verify_remote(Namespace(where=url, ca=None, copy=copy), held, expected)
+    return await ledger_command._verify_remote(Namespace(where=url, ca=None, copy=copy), held, expected, None)
 
 
 async def show_remote(url: str, event: str | None, first: int | None, count: int) -> CommandResult:

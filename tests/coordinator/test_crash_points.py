@@ -316,7 +316,7 @@ async def run_lives(
 def check_end(url: str, data: Path, nodes: Nodes) -> None:
     engine = open_database(url)
     report = verify_ledger(engine, projections=PROJECTIONS)
-    assert report.holds, report.findings
+    assert not report.findings, report.findings  # killed at the end, so its last events may lack a head
     with read_snapshot(engine) as connection:
         submissions = {row.submission: row for row in connection.execute(SUBMISSIONS)}
         verdicts = {(row[0], row[1]): tuple(row[2:]) for row in connection.execute(VERDICTS)}

@@ -374,7 +374,8 @@ def test_kill_minus_nine_in_the_middle_of_an_upload_costs_a_retry_and_nothing_el
         assert list((tmp_path / "data" / "blobs" / "incoming").iterdir()) == []
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert verify_database(f"sqlite:///{tmp_path}/data/ledger.db").code == 0
+    code, _, data = verify_database(f"sqlite:///{tmp_path}/data/ledger.db")
+    assert code == 1 and data["findings"] == [], "killed before it signed its last events, and nothing else is wrong"
 
 
 def test_a_new_run_promises_no_more_room_than_its_store_has(tmp_path: Path) -> None:

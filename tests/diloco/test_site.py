@@ -16,8 +16,9 @@ from shoal.diloco.http.service import open_reducer, settle_plan
 from shoal.diloco.http.settings import ReducerConfig
 from shoal.diloco.outer import DilocoPlan
 from shoal.diloco.settings import DilocoConfig
-from shoal.diloco.site import ReducerAccess, Site, make_start, run_site
+from shoal.diloco.site import ReducerAccess, Site, make_start, open_site_key, run_site
 from shoal.errors import ConfigError
+from shoal.identity.keys import Key
 from shoal.learner.checkpoint import find_newest
 from shoal.net.client import parse_endpoint
 
@@ -27,13 +28,14 @@ class _StopError(Exception):
 
 
 @contextmanager
-def serve_run(config: DilocoConfig, folder: Path) -> Iterator[tuple[DilocoPlan, str, str]]:
+def serve_run(config: DilocoConfig, folder: Path, key: Key | None = None) -> Iterator[tuple[DilocoPlan, str, str]]:
     """A reducer in a thread: plan, address and key."""
     plan, initial = make_start(config)
     loop, ready, found = asyncio.new_event_loop(), threading.Event(), []
 
     async def serve() -> None:
-        async with open_reducer(ReducerConfig(port=0), folder, plan, initial=initial) as service:
+        peers = ((key or open_site_key(config)).public,)
+        async with open_reducer(ReducerConfig(port=0, peers=peers), folder, plan, initial=initial) as service:
             found.append((service.url, service.public))
             ready.set()
             await service.run()
@@ -82,10 +84,11 @@ def test_a_site_reads_in_the_order_of_the_run_whatever_its_own_seed(tmp_path: Pa
     book = tmp_path / "book.txt"
     book.write_text("the quick brown fox jumps over the lazy dog. " * 400)
     words = [f"data.source={book}", f"out={tmp_path / 'runs'}", *SMALL, "steps=6"]
-    with serve_run(build_config(DilocoConfig, {}, [*words, "seed=7"]), tmp_path / "reducer") as (plan, url, reducer):
+    config, folder = build_config(DilocoConfig, {}, [*words, "seed=7"]), tmp_path / "site"
+    folder.mkdir()
+    with serve_run(config, tmp_path / "reducer", Key.open(folder / "site.key")) as (plan, url, reducer):
         assert settle_plan(plan).seed == 7, "the card has it"
-        way, folder = ReducerAccess([parse_endpoint(url)], reducer), tmp_path / "site"
-        folder.mkdir()
+        way = ReducerAccess([parse_endpoint(url)], reducer)
         site = Site(build_config(DilocoConfig, {}, [*words, "seed=8"]), plan, way, folder)
         site.peer.close()
     assert site.reader.seed == plan.seed == 7

@@ -1,5 +1,6 @@
 """A run that was started under different rules is refused with a clear message, and its database is not changed."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,9 @@ def test_a_run_of_other_rules_is_neither_verified_nor_continued(tmp_path: Path, 
 def test_a_run_of_these_rules_is_both(tmp_path: Path) -> None:
     url, key = f"sqlite:///{tmp_path / 'run.db'}", Key.generate()
     for _ in range(2):
-        continue_run(url, key).close()
+        ledger = continue_run(url, key)
+        asyncio.run(ledger.sign_head())
+        ledger.close()
     assert verify_ledger(open_database(url), projections=PROJECTIONS).holds
 
 

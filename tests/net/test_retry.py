@@ -1,4 +1,4 @@
-"""A refusal is final only if it comes from the coordinator."""
+"""An answer to a signed request counts only if the coordinator signed it for this request."""
 
 import asyncio
 
@@ -8,15 +8,16 @@ from shoal.errors import UnreachableError
 from shoal.identity.keys import Key
 from shoal.identity.signer import RequestSigner
 from shoal.net.client import HttpResponse
-from shoal.net.retry import RefusedError, RetryingClient, RetryPolicy
+from shoal.net.retry import TRANSIT_CODES, RefusedError, RetryingClient, RetryPolicy
 
 PAGE = b"<html>Welcome to our network</html>"
 WORD = b'{"code":"banned","text":"this node is banned"}'
 
 
-def ask(*answers: HttpResponse, signed: bool = True) -> HttpResponse:
+def ask(*answers: HttpResponse, signed: bool = True, slept: list[float] | None = None) -> HttpResponse:
     async def sleep(seconds: float) -> None:
-        pass
+        if slept is not None:
+            slept.append(seconds)
 
     async def attempt() -> HttpResponse:
         return left.pop(0)
@@ -29,14 +30,35 @@ def ask(*answers: HttpResponse, signed: bool = True) -> HttpResponse:
 @pytest.mark.parametrize("status", [302, 403, 404, 511, 522])
 def test_an_error_page_of_an_intermediary_stops_no_node(status: int) -> None:
     page = HttpResponse(status, PAGE, None)
-    assert ask(page, page, HttpResponse(200, b"{}", None)).body == b"{}"
+    assert ask(page, page, HttpResponse(200, b"{}", None, is_signed=True)).body == b"{}"
     with pytest.raises(UnreachableError, match=f"answered with status {status}"):
         ask(page, page)
 
 
 def test_a_refusal_by_the_coordinator_is_final() -> None:
     with pytest.raises(RefusedError, match="banned"):
+        ask(HttpResponse(403, WORD, None, is_signed=True), HttpResponse(200, b"{}", None, is_signed=True))
+
+
+def test_an_unsigned_refusal_or_answer_stops_no_node_and_starts_nothing() -> None:
+    good = HttpResponse(200, b'{"n":1}', None, is_signed=True)
+    assert ask(HttpResponse(403, WORD, None), HttpResponse(200, b'{"n":2}', None), good) == good
+    with pytest.raises(UnreachableError, match="did not sign this answer"):
         ask(HttpResponse(403, WORD, None), HttpResponse(200, b"{}", None))
+
+
+def test_an_unsigned_refusal_moves_no_clock() -> None:
+    late = b'{"code":"clock","server_time_ms":1,"text":"late"}'
+    slept: list[float] = []
+    ask(HttpResponse(401, late, None), HttpResponse(200, b"{}", None, is_signed=True), slept=slept)
+    assert len(slept) == 1  # retried after a pause, like any other failure; a correction is retried at once
+
+
+@pytest.mark.parametrize("code", sorted(TRANSIT_CODES))
+def test_what_may_happen_to_a_request_on_its_way_is_not_final(code: str) -> None:
+    refusal = HttpResponse(400, f'{{"code":"{code}","text":"no"}}'.encode(), None, is_signed=True)
+    good = HttpResponse(200, b"{}", None, is_signed=True)
+    assert ask(refusal, good) == good
 
 
 def test_without_a_key_every_refusal_is_final() -> None:

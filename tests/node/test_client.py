@@ -15,6 +15,7 @@ import pytest
 from shoal.errors import ConfigError, UnreachableError
 from shoal.identity.authenticator import BanNotice
 from shoal.identity.keys import Key
+from shoal.identity.signatures import ResponseSigner
 from shoal.identity.signer import RequestSigner
 from shoal.ledger.event import EventKind
 from shoal.ledger.head import ForkError, Head, SignedHead, sign_head
@@ -309,13 +310,14 @@ def test_a_receipt_for_something_else_is_refused(open_stand: Any, tmp_path: Path
 
 # Servers that are not coordinators
 
+COORDINATOR = Key.generate()
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
 
 
 @asynccontextmanager
 async def scripted(script: Script, tmp_path: Path, **deadlines: Any) -> AsyncIterator[tuple[NodeClient, list[float]]]:
     server = await asyncio.start_server(script, "127.0.0.1", 0)
-    key, pauses = Key.generate(), []
+    key, pauses = COORDINATOR, []
     place = parse_endpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     times = {"answer_s": 0.2, "rest_s": 0.2, "window_s": 0.2, "min_rate": 1000, **deadlines}
     client = NodeClient(
@@ -348,6 +350,23 @@ def answer_with(data: bytes, *, drip_s: float = 0.0, hold: bool = False) -> Scri
             writer.close()
         except (ConnectionError, asyncio.IncompleteReadError):
             writer.close()
+
+    return script
+
+
+def answer_signed(make_body: Callable[[str], bytes]) -> Script:
+    """A coordinator that answers with anything, under its own signature; the function gets the request's target."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first, *lines = (await reader.readuntil(b"\r\n\r\n")).rstrip(b"\r\n").split(b"\r\n")
+        method, target = first.decode().split()[:2]
+        pairs = [line.split(b": ", 1) for line in lines]
+        body = make_body(target)
+        signed = ResponseSigner(COORDINATOR, "demo", read_clock).sign_response(
+            method, target, [(name, value) for name, value in pairs], 200, body
+        )
+        head = b"".join(b"%s: %s\r\n" % pair for pair in signed)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n%s\r\n%s" % (len(body), head, body))
 
     return script
 
@@ -386,6 +405,9 @@ def test_an_answer_of_another_form_is_no_answer(tmp_path: Path, body: bytes) -> 
     async def check() -> None:
         data = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
         async with scripted(answer_with(data), tmp_path) as (client, _):
+            with pytest.raises(UnreachableError, match="did not sign this answer"):
+                await client.send_heartbeat(BEAT)
+        async with scripted(answer_signed(lambda _: body), tmp_path) as (client, _):
             with pytest.raises(UnreachableError, match="not an answer of a coordinator"):
                 await client.send_heartbeat(BEAT)
 
@@ -404,14 +426,12 @@ def test_a_redirect_is_no_answer_and_never_followed(tmp_path: Path) -> None:
 
 def test_work_without_measure_is_not_done(tmp_path: Path) -> None:
     async def check() -> None:
-        async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            target = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+        def make_challenge(target: str) -> bytes:
             node = target.rpartition("/")[2]
             challenge = f"1.{node}.{10**17}.{10**10}.{'0' * 16}.{'0' * 64}"
-            body = json.dumps({"challenge": challenge}).encode()
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            return json.dumps({"challenge": challenge}).encode()
 
-        async with scripted(script, tmp_path) as (client, _):
+        async with scripted(answer_signed(make_challenge), tmp_path) as (client, _):
             with pytest.raises(InvalidDocumentError, match="more than the"):
                 await client.join(b"{}")
 
@@ -432,7 +452,7 @@ def test_a_blob_with_other_bytes_is_not_kept(open_stand: Any, tmp_path: Path) ->
             await stand.blobs.put(name, 1000, chunks())
             stand.coordinator.open_blob = lambda reader, submission: stand.blobs.open(name)
             client = stand.client(key)
-            with pytest.raises(InvalidDocumentError, match="other bytes"):
+            with pytest.raises(UnreachableError, match="other bytes"):
                 await client.fetch_blob("s1", "0" * 64, 1000, tmp_path / "copy")
             with pytest.raises(UnreachableError, match="exceeds the limit of 999"):
                 await client.fetch_blob("s1", name, 999, tmp_path / "copy")

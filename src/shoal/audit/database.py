@@ -19,11 +19,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from shoal.errors import ConfigError
 from shoal.ledger import reader
-from shoal.ledger.db import is_sqlite, open_database, read_snapshot, show_url
+from shoal.ledger.db import read_snapshot, show_url
 from shoal.ledger.event import Event, EventError
 from shoal.ledger.head import InclusionProof
 from shoal.ledger.merkle import prove_inclusion
 from shoal.ledger.schema import check_schema
+from shoal.ledger.untrusted import open_untrusted
 from shoal.node.recipe import read_tasks
 from shoal.protocol.beacon import number_beacon
 from shoal.protocol.events import Genesis, LeaseGrant, StepOpen, SubmissionOutcome, parse_event, read_body
@@ -45,20 +46,23 @@ def find_database(text: str) -> str:
 
 @contextmanager
 def open_reader(url: str) -> Iterator[Engine]:
-    """Open a database to read a ledger from; every database error becomes a one-line ConfigError."""
+    """Open a database that anyone may have written, to read a ledger from it (`ledger/untrusted.py`).
+
+    Every database error becomes a one-line ConfigError.
+    """
     try:
-        engine = open_database(url)
+        engine = open_untrusted(url)
     except ModuleNotFoundError as error:
         raise ConfigError(f"PostgreSQL needs the package {error.name}: pip install shoal[postgres]") from None
     name = show_url(engine)
-    if is_sqlite(engine) and not Path(name).is_file():
-        raise ConfigError(f"{name}: no such file")  # SQLite would create an empty one
     try:
         yield engine
     except reader.RowError as error:
         raise ConfigError(f"{name}: the ledger is corrupt ({error}); see `shoal ledger verify`") from None
     except SQLAlchemyError as error:
         raise ConfigError(f"{name}: cannot be read ({str(error).splitlines()[0]})") from error
+    except UnicodeDecodeError as error:  # in a name of the schema, or in SQLite's message about it
+        raise ConfigError(f"{name}: cannot be read (text that is not UTF-8)") from error
     finally:
         engine.dispose()
 

@@ -14,13 +14,13 @@ from shoal.audit.replay import BROKEN
 from shoal.audit.verify import AuditReport, verify_ledger
 from shoal.coordinator.state import PROJECTIONS
 from shoal.errors import ConfigError, UnreachableError
-from shoal.ledger.db import BALANCES, apply_event, open_database
+from shoal.ledger.db import BALANCES, apply_event, open_database, read_snapshot
 from shoal.ledger.event import GENESIS_PREV, Event, EventError
 from shoal.ledger.head import HeadError, InclusionProof, SignedHead
 from shoal.ledger.ledger import insert_rows
 from shoal.ledger.merkle import Frontier, Subtree, hash_leaf, load_frontier
 from shoal.ledger.reader import TILE_LEVEL, NodeReader, count_events, read_event, read_heads
-from shoal.ledger.schema import prepare_schema
+from shoal.ledger.schema import check_copy, prepare_schema
 from shoal.node.public_client import PublicClient
 from shoal.protocol.descriptor import Descriptor
 
@@ -34,9 +34,11 @@ class RemoteLedgerError(Exception):
 
 
 async def verify_remote(
-    client: PublicClient, descriptor: Descriptor, path: Path, held: SignedHead | None
+    client: PublicClient, descriptor: Descriptor, path: Path, held: SignedHead | None, coordinator: str | None = None
 ) -> AuditReport:
     """Copy a ledger to a database at `path`, build its tables from the events, and verify all of it."""
+    if path.exists():
+        _check_copy(path)
     engine = open_database(str(path))
     try:
         with engine.connect() as connection:
@@ -45,10 +47,13 @@ async def verify_remote(
     finally:
         engine.dispose()
     with open_reader(str(path)) as reader:
-        report = verify_ledger(reader, projections=PROJECTIONS, held=held)
-    if report.coordinator != descriptor.coordinator or report.run != descriptor.run:
-        report.add("descriptor", "the ledger belongs to a different run or coordinator than the descriptor")
-    return report
+        return verify_ledger(reader, projections=PROJECTIONS, held=held, coordinator=coordinator, descriptor=descriptor)
+
+
+def _check_copy(path: Path) -> None:
+    """Refuse to write to a file that is not a copy as this version makes it: someone else's triggers would run."""
+    with open_reader(str(path)) as engine, read_snapshot(engine) as connection:
+        check_copy(connection, (BALANCES, *PROJECTIONS))
 
 
 async def fetch_events(client: PublicClient, first: int | None, count: int) -> tuple[list[Event], int]:

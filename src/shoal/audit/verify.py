@@ -5,9 +5,13 @@ actor's signature; its postings and their sum; the Merkle tree, its stored nodes
 a run, each decision, replayed by the rules (see `replay`); balances and all other projections, rebuilt from the events
 in an empty database and compared row by row.
 
-A ledger whose end was cut off together with its heads is a valid shorter ledger: only a later head reveals that. `held`
-is such a head, from a node's `HeadKeeper`. A ledger that was rewritten completely belongs to a different coordinator:
-compare the public key that the report prints.
+A ledger holds if nothing is wrong with it and the coordinator signed all of it: a valid head, stored or passed as
+`held`, covers its last event. Anyone can append events that follow the rules, and the coordinator's own events carry no
+signature but that of a head. `coordinator` and `descriptor` say whose ledger it has to be; without them the genesis
+does, and the reader compares the key in the report.
+
+A ledger whose end was cut off after an earlier head is a valid shorter ledger: only a later head reveals that. `held`
+is such a head, from a node's `HeadKeeper`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,6 +32,7 @@ from shoal.ledger.head import HeadError, SignedHead
 from shoal.ledger.merkle import Frontier, hash_leaf
 from shoal.ledger.reader import MAX_SEQ, TILE_LEVEL, RowError, read_events, read_heads, read_nodes
 from shoal.ledger.schema import ProjectionError, check_schema, replay_events
+from shoal.protocol.descriptor import Descriptor
 from shoal.util.units import check_run
 
 MAX_FINDINGS = 100
@@ -44,7 +49,7 @@ class AuditFinding:
     """One failed check."""
 
     check: str
-    """rows, form, chain, signature, tree, head, rules, projection"""
+    """coordinator, descriptor, rows, form, chain, signature, tree, head, rules, projection"""
     text: str
 
 
@@ -58,12 +63,29 @@ class AuditReport:
     num_postings: int = 0
     num_heads: int = 0
     num_tables: int = 0
+    num_signed: int = 0
+    """how many of the events the largest valid head covers"""
     root: str = ""
     findings: list[AuditFinding] = field(default_factory=list)
 
     @property
     def holds(self) -> bool:
-        return not self.findings
+        """Whether nothing is wrong, and a head signed by the coordinator covers the last event."""
+        return not self.findings and self.num_signed == self.num_events
+
+    @property
+    def problem(self) -> str:
+        """Why the ledger does not hold, in one sentence; empty if it does."""
+        if self.findings:
+            return "; ".join(f"{finding.check}: {finding.text}" for finding in self.findings[:3])
+        if self.holds:
+            return ""
+        first, last = self.num_signed, self.num_events - 1
+        events = f"event {last}" if first == last else f"events {first} to {last}"
+        return (
+            f"no head signed by the coordinator covers {events}, so anyone may have written them; a coordinator signs "
+            "a head every minute while it runs and when it stops"
+        )
 
     def add(self, check: str, text: str) -> None:
         if len(self.findings) < MAX_FINDINGS:
@@ -71,17 +93,25 @@ class AuditReport:
 
 
 def verify_ledger(
-    engine: Engine, *, projections: Sequence[Projection] = (), held: SignedHead | None = None
+    engine: Engine,
+    *,
+    projections: Sequence[Projection] = (),
+    held: SignedHead | None = None,
+    coordinator: str | None = None,
+    descriptor: Descriptor | None = None,
 ) -> AuditReport:
-    """Check a ledger; ConfigError if the database has none. `projections`: those the ledger keeps besides balances."""
+    """Check a ledger; ConfigError if the database has none. `projections`: those the ledger keeps besides balances.
+
+    `coordinator` is the public key that must have signed it, `descriptor` that of the run it must belong to.
+    """
     report = AuditReport()
     with read_snapshot(engine, lenient=True) as connection:
         check_schema(connection, [BALANCES, *projections])
         try:
-            _Scan(connection, report, held).run()
+            _Scan(connection, report, held, coordinator, descriptor).run()
         except RowError as error:
             report.add("rows", str(error))
-        if report.holds:  # projections of invalid events prove nothing
+        if not report.findings:  # projections of invalid events prove nothing
             _check_projections(connection, report, [BALANCES, *projections])
     return report
 
@@ -89,8 +119,16 @@ def verify_ledger(
 class _Scan:
     """One pass over the events that also checks the hash chain, the Merkle tree and the heads."""
 
-    def __init__(self, connection: Connection, report: AuditReport, held: SignedHead | None) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        report: AuditReport,
+        held: SignedHead | None,
+        coordinator: str | None,
+        descriptor: Descriptor | None,
+    ) -> None:
         self._connection, self._report, self._held = connection, report, held
+        self._coordinator, self._descriptor = coordinator, descriptor
         self._frontier = Frontier()
         self._last_hash, self._last_time = GENESIS_PREV, 0
         self._nodes: dict[tuple[int, int], bytes] = {}
@@ -104,6 +142,8 @@ class _Scan:
             self._check_event(event)
             self._grow_tree(event)
             self._check_heads()
+            if len(self._report.findings) >= MAX_FINDINGS:
+                return
         self._report.root = self._frontier.compute_root().hex()
         self._check_end()
 
@@ -120,9 +160,29 @@ class _Scan:
             report.add("form", f"event {event.seq}: a genesis that contradicts itself")
             return False
         report.run, report.coordinator = run, coordinator
+        if not self._check_origin(event):
+            return False
         self._heads = read_heads(self._connection, run)
         self._next_head = next(self._heads, None)
         return True
+
+    def _check_origin(self, genesis: Event) -> bool:
+        """Compare the genesis with what the caller expects; the rest of a different ledger is not read."""
+        report, descriptor = self._report, self._descriptor
+        if self._coordinator not in (None, report.coordinator):
+            report.add("coordinator", f"signed by {report.coordinator}, expected {self._coordinator}")
+        if descriptor is not None:
+            stated: dict[str, Any] = {
+                "run": report.run,
+                "coordinator": report.coordinator,
+                "genesis": genesis.hash.hex(),
+            }
+            stated |= {"operator": genesis.content.get("operator"), "tasks": genesis.content.get("recipe")}
+            for name, value in stated.items():
+                if (wanted := getattr(descriptor, name)) not in ("", value):
+                    text = f"the genesis has {name} {value!s:.80}, the run's descriptor {wanted}"
+                    report.add("descriptor", text)
+        return not report.findings
 
     def _check_event(self, event: Event) -> None:
         report, place = self._report, f"event {event.seq}"
@@ -178,6 +238,8 @@ class _Scan:
             self._report.add("head", f"{place}: signed over different events")
         elif head.last_hash != self._last_hash.hex():
             self._report.add("head", f"{place}: names a different last event")
+        else:
+            self._report.num_signed = head.size
 
     def _check_end(self) -> None:
         report, size = self._report, self._frontier.size

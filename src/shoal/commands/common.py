@@ -444,13 +444,12 @@ def open_folder(where: str) -> "Iterator[Connection]":
 
 
 async def fetch_descriptor(client: "PublicClient") -> "tuple[Descriptor, bytes]":
-    """Fetch the descriptor from a coordinator; also returns its bytes."""
+    """Fetch the descriptor from a coordinator; also returns its bytes. Later answers must be signed by its key."""
     from shoal.identity.documents import DocumentError
-    from shoal.protocol.descriptor import open_descriptor
+    from shoal.node.known_run import fetch_run
 
-    data = await client.read_descriptor()
     try:
-        return open_descriptor(data), data
+        return await fetch_run(client)
     except DocumentError as error:
         raise UnreachableError(f"the server sent an invalid run descriptor ({error})") from None
 

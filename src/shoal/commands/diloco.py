@@ -1,12 +1,14 @@
 """`shoal diloco`: train on several sites that average their weights periodically.
 
     shoal diloco train      all peers in this process, on a text
+    shoal diloco key        print the key of a site, which the reducer must know
     shoal diloco reduce     run the reducer, which averages for remote peers
     shoal diloco join       train as one of the peers
 
 One run across sites, over HTTP:
 
-    shoal diloco reduce run.toml --start-peers 2
+    shoal diloco key run.toml                                          on each site
+    shoal diloco reduce run.toml --peer KEY1 --peer KEY2 --start-peers 2
     shoal diloco join http://HOST:8710 run.toml --reducer KEY
 """
 
@@ -37,8 +39,10 @@ def _add_reduce(parser: CommandParser) -> None:
     add("--public", action="store_true", help="allow an address that other machines can reach")
     count = "peers that must have joined before the first round"
     add("--start-peers", type=int, default=1, metavar="N", help=f"{count} (default: %(default)s)")
-    whom = "public key of an allowed peer; repeatable (default: any peer that does the proof of work)"
+    whom = "public key of a peer, as `shoal diloco key` prints it on its site; repeatable"
     add("--peer", action="append", default=[], metavar="KEY", help=whom)
+    others = "let others join too, with at most this share of the named peers' weight together (default: none)"
+    add("--open-share", type=float, default=0.0, metavar="SHARE", help=others)
     lost = "the folder was lost: recover the state that most peers hold (copy reducer.key into the new folder first)"
     add("--rebuild", action="store_true", help=lost)
     add("--tls-cert", default="", metavar="FILE", help="certificate, PEM (default: plain HTTP)")
@@ -61,6 +65,14 @@ def run_train(args: argparse.Namespace) -> int:
     from shoal.diloco.train import run_local
 
     print(run_local(config))
+    return 0
+
+
+def run_key(args: argparse.Namespace) -> int:
+    """Print the public key of this site, and create the key if there is none."""
+    from shoal.diloco.site import open_site_key
+
+    print(open_site_key(_load_settings(args.inputs)).public)
     return 0
 
 
@@ -171,6 +183,7 @@ def _build_settings(args: argparse.Namespace) -> "ReducerConfig":
         "port": port,
         "start_peers": args.start_peers,
         "peers": tuple(check_public(text) for text in args.peer),
+        "open_share": args.open_share,
         "tls_certificate": args.tls_cert,
         "tls_key": args.tls_key,
     }
@@ -189,6 +202,7 @@ _ACTIONS = (
         settings="shoal.diloco.settings:DilocoConfig",
         resumes="; the same command resumes from the last checkpoint",
     ),
+    CliCommand("key", run_key, (_INPUTS,)),
     CliCommand("reduce", run_reduce, (_INPUTS, _add_reduce), resumes="; the same command resumes from its folder"),
     CliCommand("join", run_join, (_URL, _INPUTS, _add_join), resumes=_JOINED),
 )

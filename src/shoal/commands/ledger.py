@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shoal.ledger.db import Projection
     from shoal.ledger.event import Event
     from shoal.ledger.head import InclusionProof, SignedHead
+    from shoal.protocol.descriptor import Descriptor
 
 EXIT_BROKEN = 1
 """the ledger is invalid"""
@@ -45,7 +46,10 @@ _LEDGER = (flag("where", type=common.parse_ledger, metavar="LEDGER", help=_PLACE
 def _add_verify(parser: CommandParser) -> None:
     add = parser.add_argument
     add("--head", type=Path, metavar="FILE", help="a head that the ledger must extend, e.g. a node's DIR/head.json")
-    add("--coordinator", metavar="HEX", help="public key of the coordinator that must have signed it (default: any)")
+    whose = "public key of the coordinator that must have signed it (default: the one in its genesis)"
+    add("--coordinator", metavar="HEX", help=whose)
+    known = "the run's descriptor, which its genesis must match (default: that of the folder or address)"
+    add("--descriptor", type=Path, metavar="FILE", help=known)
     add("--copy", type=Path, metavar="FILE", help="with an address: keep the copy, continue from it next time")
 
 
@@ -77,12 +81,21 @@ def run_verify(args: argparse.Namespace) -> int:
 
     expected = common.check_key("--coordinator", args.coordinator)
     held = None if args.head is None else load_head(args.head)
+    path = args.descriptor or find_descriptor(args.where)
+    descriptor = None if path is None else common.read_descriptor(path)[0]
     if common.is_address(args.where):
-        return common.run_query(_verify_remote(args, held, expected), as_json=args.json)
+        return common.run_query(_verify_remote(args, held, expected, descriptor), as_json=args.json)
     if args.copy is not None:
         raise ConfigError("--copy: only for a ledger at an address; this one is local")
-    result = verify_database(find_database(args.where), held=held, expected=expected)
+    url = find_database(args.where)
+    result = verify_database(url, held=held, expected=expected, descriptor=descriptor)
     return common.print_result(result, as_json=args.json)
+
+
+def find_descriptor(where: str) -> Path | None:
+    """The descriptor in a coordinator's folder, if it is one and has one."""
+    path = Path(where) / "descriptor.json"
+    return path if "://" not in where and path.is_file() else None
 
 
 def verify_database(
@@ -90,31 +103,39 @@ def verify_database(
     *,
     held: "SignedHead | None" = None,
     expected: str | None = None,
+    descriptor: "Descriptor | None" = None,
     projections: "Sequence[Projection] | None" = None,
 ) -> CommandResult:
-    """Check everything that can be checked. `held` is a head stored by a node, which the ledger must extend."""
+    """Check everything that can be checked. `held` is a head stored by a node, which the ledger must extend;
+    `expected` the coordinator's public key."""
     from shoal.audit.database import open_reader
     from shoal.audit.verify import verify_ledger
     from shoal.coordinator.state import PROJECTIONS
 
     with open_reader(url) as engine:
-        report = verify_ledger(engine, projections=PROJECTIONS if projections is None else projections, held=held)
-    return describe_report(report, expected)
+        tables = PROJECTIONS if projections is None else projections
+        report = verify_ledger(engine, projections=tables, held=held, coordinator=expected, descriptor=descriptor)
+    return describe_report(report)
 
 
-async def _verify_remote(args: argparse.Namespace, held: "SignedHead | None", expected: str | None) -> CommandResult:
+async def _verify_remote(
+    args: argparse.Namespace, held: "SignedHead | None", expected: str | None, descriptor: "Descriptor | None"
+) -> CommandResult:
     from shoal.audit.remote import RemoteLedgerError, verify_remote
 
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         path = args.copy or Path(folder) / "ledger.db"
         async with common.open_client(args.where, args.ca) as client:
-            descriptor, _ = await common.fetch_descriptor(client)
+            if descriptor is None:
+                descriptor, _ = await common.fetch_descriptor(client)
+            else:
+                client.trust(descriptor.run, descriptor.coordinator)
             try:
-                report = await verify_remote(client, descriptor, path, held)
+                report = await verify_remote(client, descriptor, path, held, expected)
             except RemoteLedgerError as error:
                 text = f"ledger at {args.where}: BROKEN\n  {error}"
                 return CommandResult(EXIT_BROKEN, text, {"holds": False, "text": str(error)})
-    return describe_report(report, expected)
+    return describe_report(report)
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -229,20 +250,25 @@ def run_tasks(args: argparse.Namespace) -> int:
     return common.print_result(_describe_tasks(lines), as_json=args.json)
 
 
-def describe_report(report: "AuditReport", expected: str | None) -> CommandResult:
-    """Describe a verification; `expected` is the public key that the coordinator must have."""
-    if expected not in (None, report.coordinator):
-        report.add("coordinator", f"signed by {report.coordinator or 'no coordinator'}, expected {expected}")
+def describe_report(report: "AuditReport") -> CommandResult:
+    """Describe a verification; code 0 only if the ledger holds."""
     lines = [f"{finding.check}: {finding.text}" for finding in report.findings]
     counts = (
         f"{report.num_events} events, {report.num_postings} postings, {report.num_heads} signed heads, "
         f"{report.num_tables} tables rebuilt"
     )
-    verdict = "holds" if report.holds else f"BROKEN, {count_things(len(lines), 'finding')}"
+    if report.holds:
+        verdict = "holds"
+    elif report.findings:
+        verdict = f"BROKEN, {count_things(len(lines), 'finding')}"
+    else:
+        verdict = "NOT SIGNED TO ITS END"
+        lines.append(f"head: {report.problem}")
     lines += [f"ledger of run {report.run or '?'}: {verdict}", f"  {counts}"]
     lines += [f"  coordinator {report.coordinator or '?'}", f"  root        {report.root or '?'}"]
     sizes = {name: getattr(report, f"num_{name}") for name in ("events", "postings", "heads", "tables")}
     data = {"holds": report.holds, "run": report.run, "coordinator": report.coordinator, **sizes, "root": report.root}
+    data |= {"signed": report.num_signed, "problem": report.problem}
     data["findings"] = [{"check": finding.check, "text": finding.text} for finding in report.findings]
     return CommandResult(0 if report.holds else EXIT_BROKEN, "\n".join(lines), data)
 

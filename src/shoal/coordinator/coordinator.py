@@ -154,7 +154,12 @@ class Coordinator:
     @property
     def public(self) -> str:
         """The coordinator's public key."""
-        return self._context.key.public
+        return self.key.public
+
+    @property
+    def key(self) -> Key:
+        """The key that the coordinator signs leases, receipts, heads and answers with."""
+        return self._context.key
 
     @property
     def params(self) -> RunParams:

@@ -11,6 +11,10 @@
   (Yin et al., arXiv 1803.01498), and weights the rest by tokens.
 - Vectors are decoded piece by piece, twice, so memory does not grow with the number of peers.
 - One bad peer of four can then move a coordinate no further than its honest neighbours lie apart.
+- All of this holds among the peers that a run knows. Others (`OpenPeers`) are averaged by themselves, clipped to the
+  norms and weights of the known ones, and added with at most `share` of their weight, however many they are. With m the
+  mean of the known peers, c the clip and n their lower median norm, open peers move the result by at most
+  share / (1 + share) (|m| + c n), and nothing is averaged without a known peer.
 """
 
 import math
@@ -55,6 +59,18 @@ class Aggregate:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenPeers:
+    """The peers that nobody vouches for, and how much they may weigh together."""
+
+    peers: frozenset[str] = frozenset()
+    share: float = 0.0
+    """of the weight of the other peers"""
+
+
+NO_OPEN_PEERS = OpenPeers()
+
+
+@dataclass(frozen=True, slots=True)
 class _Sound:
     """An update that is complete and finite."""
 
@@ -71,6 +87,7 @@ def aggregate_updates(
     codec_name: str,
     guard: UpdateGuard,
     residual: np.ndarray | None = None,
+    open_peers: OpenPeers = NO_OPEN_PEERS,
 ) -> Aggregate:
     """The encoded mean of these updates of `size` elements, with the refused peers and the reasons."""
     codec = find_codec(codec_name)
@@ -82,14 +99,25 @@ def aggregate_updates(
             sound.append(_open_update(key, update, size, codec, seen))
         except CodecError as error:
             refused.append(RejectionReason(update.peer, str(error)))
-    if not sound:
+    known = [found for found in sound if found.peer not in open_peers.peers]
+    others = [found for found in sound if found.peer in open_peers.peers]
+    if not known:
         return Aggregate(b"", (), tuple(refused), residual=residual)
-    factors = _clip_norms([found.norm for found in sound], guard.clip)
-    weights = _cap_weights([found.tokens for found in sound], guard.clip)
-    readers = [_scale_reader(found.read, factor) for found, factor in zip(sound, factors, strict=True)]
-    payload, residual = _encode_mean(codec, _average_readers(readers, size, weights, guard.mode), residual)
-    clipped = tuple(found.peer for found, factor in zip(sound, factors, strict=True) if factor < 1.0)
-    return Aggregate(payload, tuple(found.peer for found in sound), tuple(refused), clipped, residual)
+    factors = _clip_norms([found.norm for found in known], guard.clip)
+    weights = _cap_weights([found.tokens for found in known], guard.clip)
+    mean = _average_readers(_scale_readers(known, factors), size, weights, guard.mode)
+    clipped = _name_clipped(known, factors)
+    if others:
+        norm = guard.clip * median_low([found.norm for found in known])
+        factors = [norm / found.norm if found.norm > norm else 1.0 for found in others]
+        limit = guard.clip * median_low([found.tokens for found in known])
+        own = [min(float(found.tokens), limit) for found in others]
+        share = min(sum(own) / sum(weights), open_peers.share)
+        added = _average_readers(_scale_readers(others, factors), size, own, guard.mode)
+        mean = ((mean.astype(np.float64) + share * added.astype(np.float64)) / (1.0 + share)).astype(FLOAT)
+        clipped += _name_clipped(others, factors)
+    payload, residual = _encode_mean(codec, mean, residual)
+    return Aggregate(payload, tuple(found.peer for found in sound), tuple(refused), tuple(sorted(clipped)), residual)
 
 
 def measure_payload(codec: Codec, payload: bytes, size: int) -> float:
@@ -126,6 +154,14 @@ def _clip_norms(norms: list[float], clip: float) -> list[float]:
         return [1.0] * len(norms)
     limit = clip * median_low(norms)
     return [limit / norm if norm > limit else 1.0 for norm in norms]
+
+
+def _scale_readers(sound: Sequence[_Sound], factors: Sequence[float]) -> list[ReadPiece]:
+    return [_scale_reader(found.read, factor) for found, factor in zip(sound, factors, strict=True)]
+
+
+def _name_clipped(sound: Sequence[_Sound], factors: Sequence[float]) -> list[str]:
+    return [found.peer for found, factor in zip(sound, factors, strict=True) if factor < 1.0]
 
 
 def _scale_reader(read: ReadPiece, factor: float) -> ReadPiece:

@@ -4,7 +4,8 @@ Invariants:
 - `close_round` is pure: the same state, updates and residual give the same outcome everywhere;
 - `apply_outcome` gives every peer the state that the outcome names, or raises, so a peer with different bits finds out;
 - outcomes of two fragments may be applied in either order and lead to the same state;
-- a peer moves only its own data lanes, and only forwards.
+- a peer moves only its own data lanes, and only forwards; an open peer (`OpenPeers`) moves none, and its claims of
+  speed count for itself only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from statistics import median_high
 
 import numpy as np
 
-from shoal.diloco.aggregate import Aggregate, aggregate_updates
+from shoal.diloco.aggregate import NO_OPEN_PEERS, Aggregate, OpenPeers, aggregate_updates
 from shoal.diloco.codecs import CodecError, find_codec
 from shoal.diloco.outer import DilocoPlan, step_outer
 from shoal.diloco.round import MAX_TOKENS, RoundKey, RoundOutcome, Update
@@ -43,6 +44,7 @@ def close_round(
     *,
     members: Iterable[str] = (),
     residual: np.ndarray | None = None,
+    open_peers: OpenPeers = NO_OPEN_PEERS,
 ) -> FinishedRound | Aggregate:
     """The round's outcome and the state after it; only the aggregate, with the reasons, if no update could be used.
 
@@ -50,11 +52,12 @@ def close_round(
     """
     assert key == plan.name_round(state, key.fragment), "only the open round can be closed"
     rules = plan.rules
-    found = aggregate_updates(key, updates, plan.sizes[key.fragment], rules.codec, rules.guard, residual)
+    found = aggregate_updates(key, updates, plan.sizes[key.fragment], rules.codec, rules.guard, residual, open_peers)
     if not found.peers:
         return found
     part = _step_fragment(plan, state.fragments[key.fragment], found.payload)
     counted = [update for update in updates if update.peer in set(found.peers)]
+    known = [update for update in counted if update.peer not in open_peers.peers]
     outcome = RoundOutcome(
         key=key,
         peers=found.peers,
@@ -62,8 +65,8 @@ def close_round(
         state=part.hash,
         step=max(state.step, plan.find_step(key.round, key.fragment)),
         members=tuple(sorted({*found.peers, *members})),
-        lanes=settle_lanes(state, counted),
-        steps=share_steps(counted, plan.span_steps(key.round, key.fragment)) if rules.dynamic else (),
+        lanes=settle_lanes(state, known),
+        steps=share_steps(counted, plan.span_steps(key.round, key.fragment), known) if rules.dynamic else (),
         number=1 + sum(state.rounds),
     )
     return FinishedRound(outcome, _replace_part(state, part, outcome), found)
@@ -115,20 +118,25 @@ def settle_lanes(state: OuterState, updates: Iterable[Update]) -> tuple[int, ...
     return tuple(lanes)
 
 
-def share_steps(updates: Iterable[Update], span: int) -> tuple[int, ...]:
+def share_steps(updates: Iterable[Update], span: int, known: Sequence[Update]) -> tuple[int, ...]:
     """Inner steps for each peer, in order of id, so that each takes about as long as the median peer takes for `span`.
 
     H_i = H v_i / v with v the median speed, at most H and at least 1 (dynamic local updates, Liu et al., arXiv
     2401.09135, who divide by the fastest): nobody waits for a slow peer, and a peer that lies about its speed changes
-    only its own share. A peer that is nearly as fast as the median, or that measured nothing, takes all H steps.
+    only its own share. A peer that is nearly as fast as the median, or that measured nothing, takes all H steps. The
+    median is that of the `known` updates.
     """
     ordered = sorted(updates, key=lambda update: update.peer)
-    speeds = [update.steps / update.compute_ms if update.compute_ms > 0 else 0.0 for update in ordered]
-    measured = [speed for speed in speeds if speed > 0]
+    speeds = [_find_speed(update) for update in ordered]
+    measured = [speed for update in known if (speed := _find_speed(update)) > 0]
     if not measured:
         return (span,) * len(ordered)
     middle = median_high(measured)
     return tuple(span if not v or v >= NEARLY * middle else max(1, round(span * v / middle)) for v in speeds)
+
+
+def _find_speed(update: Update) -> float:
+    return update.steps / update.compute_ms if update.compute_ms > 0 else 0.0
 
 
 def _step_fragment(plan: DilocoPlan, part: FragmentState, payload: bytes) -> FragmentState:

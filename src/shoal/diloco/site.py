@@ -61,7 +61,7 @@ def run_site(config: DilocoConfig, plan: DilocoPlan, access: ReducerAccess) -> P
     """Train as one site to the end of the run; returns the folder of the trained model."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    folder = Path(config.out).expanduser() / f"{config.name}-site{config.seed}"
+    folder = find_folder(config)
     with open_folder(folder, config):
         site = Site(config, plan, access, folder)
         try:
@@ -73,6 +73,18 @@ def run_site(config: DilocoConfig, plan: DilocoPlan, access: ReducerAccess) -> P
         finally:
             site.peer.close()
     return folder / "policy"
+
+
+def find_folder(config: DilocoConfig) -> Path:
+    """The folder of a site's run."""
+    return Path(config.out).expanduser() / f"{config.name}-site{config.seed}"
+
+
+def open_site_key(config: DilocoConfig) -> Key:
+    """The key of a site, created if there is none: the reducer has to know its public part before the site joins."""
+    folder = find_folder(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    return Key.open(folder / "site.key")
 
 
 class Site:

@@ -11,10 +11,14 @@ Invariants:
 - a body in memory is never longer than `MAX_BODY_BYTES`, and never used before its digest was verified;
 - path parameters are validated by their types, and a path has one spelling: no `%`, no `01`;
 - a response contains nothing that the caller sent, and of an internal error only one sentence: the traceback goes to
-  the server's log.
+  the server's log;
+- every answer to a signed request is signed and bound to it (`signatures`), refusals included. Exempt are files, which
+  their readers check by hash, and answers to callers above `UNVERIFIED_RATE` whose own signature was not verified: a
+  flood of forged requests costs no signatures, and nobody takes an unsigned answer for ours.
 """
 
 import asyncio
+import hashlib
 import inspect
 import json
 import re
@@ -28,9 +32,11 @@ from prometheus_client import CollectorRegistry, Histogram
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from pydantic.json_schema import models_json_schema
 
-from shoal.identity.authenticator import Authenticator, Caller
+from shoal.identity.authenticator import Authenticator, Caller, name_address
+from shoal.identity.signatures import ResponseSigner, parse_digest
 from shoal.net.api_error import ApiError
 from shoal.net.http import HttpError
+from shoal.net.limits import Buckets
 from shoal.net.server import Receive, Scope, Send
 from shoal.util.metrics import Counter
 
@@ -38,6 +44,10 @@ MAX_BODY_BYTES = 64 * 1024
 MAX_STATEMENT_BYTES = 4 * 1024
 """of a body whose sender is not known, except the operator's"""
 MAX_WAIT_S = 20
+UNVERIFIED_RATE, UNVERIFIED_BURST = 50.0, 250.0
+"""signed answers per second to callers at one address whose own signature was not verified"""
+ALL_UNVERIFIED_RATE, ALL_UNVERIFIED_BURST = 1000.0, 2000.0
+_MAX_ADDRESSES = 4096
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0)
 JSON, BINARY = "application/json", "application/octet-stream"
 OPENAPI_PATH = "/openapi.json"
@@ -81,6 +91,9 @@ class ErrorAnswer(BaseModel):
 class Response:
     """A response with a complete body."""
 
+    is_complete = True
+    """whether `body` is all of it; a response that is sent while it is read cannot be signed"""
+
     def __init__(
         self, body: bytes, media_type: str = JSON, *, status: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()
     ) -> None:
@@ -106,6 +119,8 @@ class RouteRequest:
 
     scope: Scope
     receive: Receive
+    is_verified: bool = False
+    """whether the caller's signature was verified"""
 
     @property
     def address(self) -> str:
@@ -133,6 +148,7 @@ class RouteContext:
     """State shared by the routes of one service. A service derives its own context from it."""
 
     authenticator: Authenticator
+    responses: ResponseSigner
     registry: CollectorRegistry
     refusals: Counter
     """by code"""
@@ -288,6 +304,8 @@ class RouteApp:
             "shoal_request_seconds", text, ["route", "status"], registry=context.registry, buckets=LATENCY_BUCKETS_S
         )
         self._latencies: dict[tuple[str, int], Histogram] = {}
+        self._unverified = Buckets(UNVERIFIED_RATE, UNVERIFIED_BURST, _MAX_ADDRESSES)
+        self._all_unverified = Buckets(ALL_UNVERIFIED_RATE, ALL_UNVERIFIED_BURST, 1)
         own = RouteTable()
         for path in openapi_paths:
             own.get(path, Access.PUBLIC, answer=JSON)(self._get_openapi)
@@ -303,14 +321,15 @@ class RouteApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Called for each request."""
         start_s = time.perf_counter()
-        route, bug = None, None
+        route, bug, request = None, None, RouteRequest(scope, receive)
         try:
             route, values = self._find_route(scope)
-            response = await self._answer(route, values, RouteRequest(scope, receive))
+            response = await self._answer(route, values, request)
         except Exception as error:  # noqa: BLE001 - a bug is raised again below
             failure = self._context.explain_error(error)
             bug = error if failure is None else None
             response = self._refuse(failure or ApiError(500, "bug", "internal server error; it was logged"))
+        self._sign_response(request, response)
         try:
             await response.send_to(send)
         finally:
@@ -329,6 +348,22 @@ class RouteApp:
     def _refuse(self, error: ApiError) -> Response:
         self._context.refusals.labels(error.code).inc()
         return build_error(error, self._context.clock_ms(), self._media_type)
+
+    def _sign_response(self, request: RouteRequest, response: Response) -> None:
+        if response.is_complete and (request.is_verified or self._may_sign(request)):
+            head = request.scope["method"], request.read_target(), request.scope["headers"]
+            response.headers += self._context.responses.sign_response(*head, response.status, response.body)
+
+    def _may_sign(self, request: RouteRequest) -> bool:
+        """Whether a caller that proved nothing gets one more signature."""
+        if not (request.scope["raw_path"].isascii() and request.scope["query_string"].isascii()):
+            return False
+        address, now_s = name_address(request.address), self._context.clock_ms() / 1000
+        if self._unverified.find_wait(address, now_s) or self._all_unverified.find_wait("", now_s):
+            return False
+        self._unverified.take_tokens(address, now_s)
+        self._all_unverified.take_tokens("", now_s)
+        return True
 
     def _note_latency(self, route: Route | None, status: int, seconds: float) -> None:
         # Both label values are ours: the declared path and the class of the status.
@@ -361,6 +396,7 @@ class RouteApp:
         if "wait_s" in given:
             values["wait_s"] = _read_wait(request.scope["query_string"])
         caller = context.check_caller(route, request)
+        request.is_verified = caller is not None
         if "chunks" in given:
             assert caller is not None, "only a signed body is read as it arrives"
             values["chunks"] = _read_chunks(context, caller, request)
@@ -412,7 +448,11 @@ async def _read_body(context: RouteContext, caller: Caller | None, request: Rout
         if size > limit:
             raise ApiError(413, "too_large", f"the request body exceeds {limit} bytes")
         pieces.append(piece)
-    return b"".join(pieces)
+    body = b"".join(pieces)
+    claimed = [value for name, value in request.scope["headers"] if name == b"content-digest"]
+    if claimed and parse_digest(claimed[0].decode("latin-1")) != hashlib.sha256(body).digest():
+        raise ApiError(400, "body", "the body does not match its digest")  # the answer is bound to the digest
+    return body
 
 
 async def _read_chunks(context: RouteContext, caller: Caller, request: RouteRequest) -> AsyncIterator[bytes]:

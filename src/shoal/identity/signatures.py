@@ -15,16 +15,41 @@ Invariants:
 - a request without a body covers neither digest nor length: proxies drop `Content-Length: 0` of a GET, and no body can
   be added, because the length is then 0;
 - a body is read after its head was verified, piece by piece, and fails at the first byte past the declared length.
+
+Responses: a server signs its answer together with the request it answers (sections 2.4 and 2.5):
+
+    "@status": 200
+    "content-digest": sha-256=:...:
+    "@method";req: POST
+    "@path";req: /v1/claims
+    "@query";req: ?
+    "shoal-run";req: demo
+    "shoal-audience";req: <the server's public key>
+    "content-digest";req, "content-length";req      if the request has a body
+    "shoal-work";req                                if the request carries a proof of work
+    "signature-input";req, "signature";req          node, time and nonce of the request, and its signature
+    "@signature-params": (...);created=...;keyid="<the server's public key>";alg="ed25519";tag="shoal-response-1"
+
+Invariants:
+- every signed request gets a signed answer, refusals included. A client accepts one only for the request it sent: the
+  nonce in its `Signature-Input` makes the signature a different one each time, so an answer to an earlier request, to
+  another node or to an altered request does not verify;
+- everything in the head of a request that can change the answer is covered, so nobody obtains a genuine refusal for a
+  client by altering its request on the way (for example with the id of a banned node);
+- a public route does not check who asks, so a client without a key signs with a key made for the occasion.
+
+What cannot be covered is when and how often a request is delivered and whether its body arrives intact. Refusals for
+these reasons (`TRANSIT_CODES`) are repeated under a new signature, like no answer at all.
 """
 
 import hashlib
 import re
 from base64 import b64encode
 from binascii import a2b_base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from shoal.identity.keys import SIGNATURE_BYTES
+from shoal.identity.keys import SIGNATURE_BYTES, Key, verify_signature
 from shoal.net.api_error import ApiError
 
 MAX_INPUT_CHARS = 1024
@@ -335,3 +360,92 @@ def _read_body(has_body: bool, fields: dict[str, str]) -> tuple[int, bytes]:
     if length is None or digest is None or _LENGTH.fullmatch(length) is None:
         raise _refuse_format("a body requires Content-Length and Content-Digest")
     return int(length), parse_digest(digest)
+
+
+RESPONSE_TAG = "shoal-response-1"
+_TOKENS = ("signature-input", "signature")
+_ALWAYS = frozenset({"shoal-run", "shoal-audience", *_TOKENS})
+_BOUND = {name.encode(): name for name in (*BODY_COMPONENTS[3:], "shoal-work", *_TOKENS)}
+"""headers of a request that its answer covers"""
+_VISIBLE = re.compile(r"[!-~](?:[ -~]*[!-~])?")
+_CREATED = re.compile(r";created=([1-9][0-9]{0,14});")
+
+
+class ResponseSigner:
+    """Signs the answers of one server."""
+
+    def __init__(self, key: Key, run: str, clock_ms: Callable[[], int]) -> None:
+        self._key, self._run, self._clock_ms = key, run, clock_ms
+
+    def sign_response(
+        self, method: str, target: str, request: RawHeaders, status: int, body: bytes
+    ) -> list[tuple[bytes, bytes]]:
+        """The headers to add to an answer; none for a request that is not signed, or is for another run or server."""
+        values = _pick_values(request)
+        if values is None or (values["shoal-run"], values["shoal-audience"]) != (self._run, self._key.public):
+            return []
+        if _TARGET.fullmatch(target) is None:
+            return []  # no client of ours sends it
+        digest = format_digest(hashlib.sha256(body).digest())
+        names, base = _build_response_base(method, target, values, status, digest)
+        text = _format_response_input(names, self._clock_ms() // 1000, self._key.public)
+        signature = self._key.sign(f'{base}"@signature-params": {text}'.encode("ascii"))
+        return [
+            (b"content-digest", digest.encode()),
+            (b"signature-input", f"{LABEL}={text}".encode()),
+            (b"signature", format_signature(LABEL, signature).encode()),
+        ]
+
+
+def verify_response(
+    server: str, method: str, target: str, request: RawHeaders, status: int, body: bytes, signed: tuple[str, str]
+) -> bool:
+    """Whether this server signed this answer to this request; `signed`: its Signature-Input and Signature."""
+    values = _pick_values(request)
+    created = _CREATED.search(signed[0][:MAX_INPUT_CHARS])
+    if values is None or created is None:
+        return False
+    digest = format_digest(hashlib.sha256(body).digest())
+    names, base = _build_response_base(method, target, values, status, digest)
+    text = _format_response_input(names, int(created[1]), server)
+    if signed[0] != f"{LABEL}={text}":
+        return False
+    try:
+        label, signature = parse_signature(signed[1])
+    except ApiError:
+        return False
+    data = f'{base}"@signature-params": {text}'.encode("ascii")
+    return label == LABEL and verify_signature(server, data, signature)
+
+
+def _pick_values(headers: RawHeaders) -> dict[str, str] | None:
+    """The headers of a request that its answer covers; None without a signature, or if one of them is ambiguous."""
+    values: dict[str, str] = {}
+    for raw_name, raw_value in headers:
+        name = _BOUND.get(raw_name.lower())
+        if name is None:
+            continue
+        value = raw_value.decode("latin-1").strip(" \t")
+        if name in values or len(value) > MAX_VALUE_CHARS or _VISIBLE.fullmatch(value) is None:
+            return None
+        values[name] = value
+    return values if values.keys() >= _ALWAYS else None
+
+
+def _build_response_base(
+    method: str, target: str, values: Mapping[str, str], status: int, digest: str
+) -> tuple[tuple[str, ...], str]:
+    """The covered parts of the request, and all lines to sign but the last."""
+    parts = BODY_COMPONENTS if "content-digest" in values else BARE_COMPONENTS
+    names = (*parts, "shoal-work", *_TOKENS) if "shoal-work" in values else (*parts, *_TOKENS)
+    given = {**values, **derive_components(method, target)}
+    lines = "".join([f'"{name}";req: {given.get(name, "")}\n' for name in names])
+    return names, f'"@status": {status}\n"content-digest": {digest}\n{lines}'
+
+
+def _format_response_input(names: tuple[str, ...], created_s: int, server: str) -> str:
+    covered = " ".join([f'"{name}";req' for name in names])
+    return (
+        f'("@status" "content-digest" {covered});created={created_s};keyid="{server}";alg="{ALGORITHM}"'
+        f';tag="{RESPONSE_TAG}"'
+    )

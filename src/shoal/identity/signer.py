@@ -1,18 +1,20 @@
-"""Signing requests: the headers for any HTTP client, and a limited correction of the clock.
+"""Signing requests and checking their answers, for any HTTP client, and a limited correction of the clock.
 
     headers = signer.sign_request("POST", "/v1/heartbeat", body)
+    answer = signer.check_answer("POST", "/v1/heartbeat", headers, await send(...)); answer.is_signed
     ... status 401: refusal = ApiError.from_bytes(status, data); signer.correct_clock(refusal) -> sign once more
 
 Invariants:
 - every call of `sign_request` draws a new nonce: a retry is a new request, made harmless by its idempotency key;
-- the clock is corrected once; only after a successful request (`note_success`) may it be corrected again. Otherwise
-  anyone that answers in the server's place could make us sign for arbitrary times. The answer is not signed: without
-  TLS it may be forged by someone that then holds back a request and delivers it at the time it names.
+- the clock is corrected once; only after a successful request (`note_success`) may it be corrected again. Callers use
+  only signed refusals, so the time is the server's own. Whoever holds an answer back makes it late by that much at
+  most: a client does not wait longer than its deadline.
 """
 
 import hashlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 from shoal.identity.keys import Key, check_public
 from shoal.identity.signatures import (
@@ -27,8 +29,10 @@ from shoal.identity.signatures import (
     format_digest,
     format_input,
     format_signature,
+    verify_response,
 )
 from shoal.net.api_error import ApiError
+from shoal.net.client import HttpResponse
 from shoal.net.http import Headers
 from shoal.util.clock import read_clock
 from shoal.util.units import check_run
@@ -65,6 +69,13 @@ class RequestSigner:
         """The same for a body that is sent in pieces, of known length and SHA-256."""
         fields = [("Content-Digest", format_digest(digest)), ("Content-Length", str(length))]
         return self._sign_fields(method, target, BODY_COMPONENTS, fields)
+
+    def check_answer(self, method: str, target: str, headers: Headers, answer: HttpResponse) -> HttpResponse:
+        """The answer, marked as signed if the server signed it for the request with these headers."""
+        raw = [(name.encode(), value.encode()) for name, value in headers]
+        signed = answer.signature_input, answer.signature
+        is_signed = verify_response(self._audience, method, target, raw, answer.status, answer.body, signed)
+        return replace(answer, is_signed=is_signed)
 
     def correct_clock(self, refusal: ApiError) -> bool:
         """Take the server's time from its refusal; True if the request should be signed and sent again."""

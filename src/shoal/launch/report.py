@@ -264,11 +264,10 @@ def collect_evidence(ledger: Path) -> RunEvidence:
             leaders = tuple(read_leaders(connection, MAX_OWNERS))
             verdicts = _count_states(connection)
             cases = {owner: _explain_worst(connection, owner, states) for owner, states in verdicts.items()}
-    found = "; ".join(f"{finding.check}: {finding.text}" for finding in report.findings[:3])
     counts = f"{report.num_events} events, {report.num_postings} postings, {report.num_heads} signed heads"
     return RunEvidence(
         holds=report.holds,
-        summary=f"the ledger holds: {counts}" if report.holds else f"THE LEDGER IS BROKEN: {found}",
+        summary=f"the ledger holds: {counts}" if report.holds else f"THE LEDGER DOES NOT HOLD: {report.problem}",
         leaders=leaders,
         verdicts=verdicts,
         cases={owner: case for owner, case in cases.items() if case},

@@ -153,8 +153,13 @@ def open_database(text: str) -> sa.Engine:
         _check_file(url)
         engine = sa.create_engine(url)
         sa.event.listen(engine, "connect", _prepare_sqlite)
-        sa.event.listen(engine, "begin", _begin_sqlite)
+        begin_directly(engine)
     return engine
+
+
+def begin_directly(engine: sa.Engine) -> None:
+    """Let transactions of a SQLite engine begin by `_begin_sqlite`."""
+    sa.event.listen(engine, "begin", _begin_sqlite)
 
 
 def show_url(engine: sa.Engine) -> str:

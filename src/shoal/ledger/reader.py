@@ -1,7 +1,7 @@
 """Reads a ledger: events with their postings, heads, and the nodes of the Merkle tree.
 
-Rows are read as the driver returns them, and their types are checked, because anyone who edits a SQLite file can put
-any value anywhere. `RowError` names the row.
+Rows are read as the driver returns them, and their types and order are checked, because anyone who edits a SQLite file
+can put any value anywhere, and a row as often as they like. `RowError` names the row.
 
 Only subtrees of 256 leaves and more are stored; smaller ones are hashed from the events' hashes on demand. That is one
 row per 128 events, and at most two reads of 256 hashes for a proof.
@@ -77,8 +77,13 @@ def read_events(connection: Connection, start: int, stop: int) -> Iterator[Event
 
 def read_heads(connection: Connection, run: str) -> Iterator[SignedHead]:
     """All signed heads, smallest ledger first."""
+    last = 0
     for row in connection.execute(text(_HEADS)):
-        yield _build_head(row, run)
+        signed = _build_head(row, run)
+        if signed.head.size <= last:
+            raise RowError(f"head: size {signed.head.size} after size {last}")
+        last = signed.head.size
+        yield signed
 
 
 def read_newest_head(connection: Connection, run: str) -> SignedHead | None:
@@ -89,8 +94,13 @@ def read_newest_head(connection: Connection, run: str) -> SignedHead | None:
 
 def read_nodes(connection: Connection) -> Iterator[Subtree]:
     """All stored nodes of the tree."""
+    last = (-1, -1)
     for row in connection.execute(_NODES):
-        yield Subtree(*_check_types("merkle_node", row, (int, int, bytes)))
+        node = Subtree(*_check_types("merkle_node", row, (int, int, bytes)))
+        if (node.level, node.position) <= last:
+            raise RowError(f"merkle_node: level {node.level}, position {node.position} twice or out of order")
+        last = node.level, node.position
+        yield node
 
 
 class NodeReader:

@@ -12,13 +12,14 @@ Tables can be rebuilt, events cannot: what a decision did not record then is not
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 
-from sqlalchemy import Connection, inspect, select, text
+from sqlalchemy import Connection, Table, inspect, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from shoal.errors import ConfigError
 from shoal.ledger.db import APPEND_ONLY, EVENT, Projection, define_table, is_sqlite, open_database, show_url
 from shoal.ledger.event import Event, PostingError
 from shoal.ledger.reader import MAX_SEQ, RowError, count_events, read_event, read_events
+from shoal.ledger.untrusted import check_objects, check_tables
 
 CHAIN = "chain"
 CHAIN_VERSION = 1
@@ -55,7 +56,8 @@ def prepare_schema(connection: Connection, projections: Sequence[Projection]) ->
 
 
 def check_schema(connection: Connection, projections: Sequence[Projection] = ()) -> None:
-    """Reject a database without a ledger, or one whose tables have a different version."""
+    """Reject a database without a ledger, or one whose tables have a different version or are not plain tables."""
+    check_tables(connection, _list_tables(projections))
     versions, name = _read_versions(connection), show_url(connection.engine)
     if CHAIN not in versions:
         raise ConfigError(f"{name}: contains no ledger; start its coordinator first")
@@ -66,6 +68,16 @@ def check_schema(connection: Connection, projections: Sequence[Projection] = ())
                 f"{name}: tables {item.name!r} have version {found}, this shoal needs version {item.version}; start "
                 "the coordinator once to rebuild them from the events, or use the shoal version that created them"
             )
+
+
+def check_copy(connection: Connection, projections: Sequence[Projection]) -> None:
+    """Reject a SQLite file that is not a ledger exactly as `prepare_schema` creates it, before it is written to."""
+    check_schema(connection, projections)
+    check_objects(connection, _list_tables(projections), _guard_sqlite())
+
+
+def _list_tables(projections: Sequence[Projection]) -> list[Table]:
+    return [*APPEND_ONLY, SCHEMA_VERSION, *(table for item in projections for table in item.tables)]
 
 
 def _read_versions(connection: Connection) -> dict[str, int]:

@@ -81,6 +81,11 @@ class HttpResponse:
     status: int
     body: bytes
     retry_after_s: int | None
+    signature_input: str = ""
+    signature: str = ""
+    """headers of a signed response (RFC 9421); empty if there is none, or more than one"""
+    is_signed: bool = False
+    """whether the signature was checked: the server answered this very request"""
 
 
 def parse_endpoint(text: str, authority: Path | None = None) -> Endpoint:
@@ -312,5 +317,12 @@ async def _read_answer(
         size += len(piece)
         if size > max_bytes:
             raise HttpError(f"response exceeds the limit of {max_bytes} bytes")
-    retry = next((value.decode("ascii", "replace") for name, value in response.headers if name == b"retry-after"), "")
-    return HttpResponse(response.status_code, b"".join(pieces), parse_count(retry))
+    body, retry = b"".join(pieces), _read_field(response, b"retry-after")
+    signed = _read_field(response, b"signature-input"), _read_field(response, b"signature")
+    return HttpResponse(response.status_code, body, parse_count(retry), *signed)
+
+
+def _read_field(response: h11.Response, name: bytes) -> str:
+    """The value of a header; empty if it is missing or ambiguous."""
+    values = [value for found, value in response.headers if found == name]
+    return values[0].decode("ascii", "replace") if len(values) == 1 else ""

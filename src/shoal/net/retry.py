@@ -5,8 +5,10 @@ Invariants:
   harmless;
 - the pause doubles with each failure, is never shorter than the server's `Retry-After` (up to `longest_s`), and has
   random jitter, so that a thousand nodes do not come back at the same moment;
-- a refusal of a signed request is final only if the coordinator wrote it. An error page of an intermediary (proxy,
-  captive portal) is retried whatever its status: a node that stopped because of one would not come back;
+- an answer to a signed request counts only if the server signed it for this request. Anything else (the error page of
+  a proxy or captive portal, an answer that was forged, altered or sent before) is retried whatever its status and text:
+  nobody on the way can stop a node or tell it what to do;
+- a signed refusal is final, except for what may happen to a request on its way (`TRANSIT_CODES`);
 - the clock is corrected once, without a pause; a stale connection costs no pause.
 """
 
@@ -22,6 +24,8 @@ from shoal.net.client import HttpClientError, HttpResponse
 from shoal.util.aio import Backoff
 
 RETRY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+TRANSIT_CODES = frozenset({"body", "http", "length_required", "malformed", "replay"})
+"""codes of refusals that anyone on the way can cause, by changing a body or delivering a request twice"""
 
 
 class RefusedError(Exception):
@@ -43,7 +47,7 @@ class RetryPolicy:
 
 
 class ClockCorrection(Protocol):
-    """What a retry needs to know about the signer of its requests."""
+    """What a retry needs to know about the signer of its requests; its attempts return checked answers."""
 
     def correct_clock(self, refusal: ApiError) -> bool:
         """Take the server's time from a refusal; True if signing and sending the request again is worthwhile."""
@@ -81,20 +85,41 @@ class RetryingClient:
                     continue  # the server had already closed it; try a new connection at once
                 failure = str(error)
             else:
-                if answer.status == 200:
-                    if signer is not None:
-                        signer.note_success()
+                refusal = self._take_answer(answer, signer)
+                if refusal is None:
                     return answer
-                refusal = read_refusal(answer)
-                if refusal.code == "clock" and signer is not None and signer.correct_clock(refusal):
+                if refusal.code == "clock" and signer is not None:
+                    if not signer.correct_clock(refusal):
+                        raise RefusedError(refusal)
                     continue
-                is_ours = signer is None or ApiError.from_bytes(answer.status, answer.body) is not None
-                if answer.status not in RETRY_STATUSES and is_ours:
-                    raise RefusedError(refusal)
                 failure, asked_s = refusal.text, refusal.retry_after_s or 0
             if number + 1 < self._policy.tries:
                 await self._sleep(self._backoff.pause_s(number, least_s=asked_s))
         raise UnreachableError(failure or "the server closed every connection")
+
+    def _take_answer(self, answer: HttpResponse, signer: ClockCorrection | None) -> ApiError | None:
+        """None for an answer to return, otherwise the refusal to retry; `RefusedError` if that is final."""
+        is_authentic = signer is None or answer.is_signed
+        if answer.status == 200 and is_authentic:
+            if signer is not None:
+                signer.note_success()
+            return None
+        refusal = read_refusal(answer)
+        if not is_authentic:
+            text = f"{refusal.text}; the server did not sign this answer to this request"
+            return ApiError(refusal.status, "unsigned", text, retry_after_s=refusal.retry_after_s)
+        if signer is None:
+            is_over = refusal.status not in RETRY_STATUSES
+        else:
+            is_over = is_final(refusal) and refusal.code != "clock"
+        if is_over:
+            raise RefusedError(refusal)
+        return refusal
+
+
+def is_final(refusal: ApiError) -> bool:
+    """Whether the same signed request would be refused again."""
+    return refusal.status not in RETRY_STATUSES and refusal.code not in TRANSIT_CODES
 
 
 def read_refusal(answer: HttpResponse) -> ApiError:

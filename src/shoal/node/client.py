@@ -184,7 +184,8 @@ class NodeClient(SignedClient):
 
         async def attempt() -> HttpResponse:
             headers = self._signer.sign_stream("PUT", target, manifest.size, digest)
-            return await self._link.send_file(target, headers, path, MAX_ANSWER_BYTES)
+            answer = await self._link.send_file(target, headers, path, MAX_ANSWER_BYTES)
+            return self._signer.check_answer("PUT", target, headers, answer)
 
         answer = parse_answer(ReceiptAnswer, await self._asker.call_with_retry(attempt, self._signer))
         return self._keep_receipt(committed.submission, manifest, answer)

@@ -4,8 +4,10 @@
 
 A descriptor fetched from an address is as trustworthy as the connection (trust on first use). Users that have the
 descriptor file from a trusted source pass that file instead, or the coordinator's public key, which must match the
-descriptor. Afterwards a different run, coordinator, operator or first event in the same folder is refused: it would be
-a different swarm in place of the one that the node's receipts and head belong to.
+descriptor. Its key must also sign the answer that carries it (`fetch_run`), so an intermediary cannot send one of the
+run's earlier descriptors, which may name addresses and stores that the run no longer uses. Afterwards a different run,
+coordinator, operator or first event in the same folder is refused: it would be a different swarm in place of the one
+that the node's receipts and head belong to.
 """
 
 from contextlib import closing
@@ -40,8 +42,13 @@ async def find_run(
     pinned = _read_pinned(folder / _NAME)
     is_url, is_known = source.startswith(("http://", "https://")), pinned is not None
     try:
-        data = await _fetch(source, waits, authority, is_known=is_known) if is_url else _read_file(Path(source))
-        descriptor = _open(data, source)
+        if is_url:
+            descriptor, data = await _fetch(source, waits, authority, is_known=is_known)
+        else:
+            data = _read_file(Path(source))
+            descriptor = _open(data, source)
+    except DocumentError as error:
+        raise ConfigError(f"{source}: not a valid run descriptor ({error})") from None
     except (RefusedError, UnreachableError, WaitError) as error:
         if pinned is None:
             raise ConfigError(f"{source}: not a valid run descriptor ({error})") from None
@@ -57,14 +64,26 @@ async def find_run(
     return descriptor, source if is_url else descriptor.urls[0]
 
 
-async def _fetch(source: str, waits: RoleWaits, authority: Path | None, *, is_known: bool) -> bytes:
+async def fetch_run(client: PublicClient) -> tuple[Descriptor, bytes]:
+    """The current descriptor, and its bytes; from then on the client accepts only what its coordinator signs.
+
+    Asked for twice: the first answer names the key, the second is signed with it for this request.
+    """
+    first = open_descriptor(await client.read_descriptor())
+    client.trust(first.run, first.coordinator)
+    data = await client.read_descriptor()
+    descriptor = open_descriptor(data)
+    if (descriptor.run, descriptor.coordinator) != (first.run, first.coordinator):
+        raise DocumentError("the coordinator answered with the descriptor of another run")
+    return descriptor, data
+
+
+async def _fetch(source: str, waits: RoleWaits, authority: Path | None, *, is_known: bool) -> tuple[Descriptor, bytes]:
     asker, whom = RetryingClient(_RETRY_POLICY if is_known else _NO_RETRY), "the coordinator"
     with closing(PublicClient(parse_endpoint(source, authority), asker=asker)) as client:
         if is_known:
-            read = client.read_descriptor()
-            return await waits.with_timeout("descriptor", read, waiting_for=whom, timeout_s=_FETCH_S)
-        call = client.read_descriptor
-        return await waits.retry_forever("descriptor", call, waiting_for=whom, timeout_s=_FETCH_S)
+            return await waits.with_timeout("descriptor", fetch_run(client), waiting_for=whom, timeout_s=_FETCH_S)
+        return await waits.retry_forever("descriptor", lambda: fetch_run(client), waiting_for=whom, timeout_s=_FETCH_S)
 
 
 def _read_file(path: Path) -> bytes:

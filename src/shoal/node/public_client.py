@@ -2,12 +2,18 @@
 
 `SignedClient` adds signed requests; the clients of nodes and owners are built on it.
 
-Responses are not trusted here: callers check signatures, proofs and hashes. Methods raise
-`RefusedError`, `UnreachableError` and `InvalidDocumentError`, and nothing else that the other side could cause.
+Invariants:
+- once the coordinator's key is known (`trust`), every answer must be signed by it for the very request it answers
+  (`identity/signatures.py`), refusals included; anything else counts as no answer. Only files whose hash is known in
+  advance are exempt;
+- before that, answers are not trusted: callers check signatures, proofs and hashes.
+
+Methods raise `RefusedError`, `UnreachableError` and `InvalidDocumentError`, and nothing else that the other side could
+cause.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -17,7 +23,7 @@ from shoal.identity.keys import Key
 from shoal.identity.signer import RequestSigner
 from shoal.ledger.event import Event, EventError
 from shoal.ledger.head import HeadError, InclusionProof, SignedHead
-from shoal.net.client import Download, Endpoint, HttpClient, HttpResponse
+from shoal.net.client import Download, Endpoint, HttpClient, HttpClientError, HttpResponse
 from shoal.net.retry import RetryingClient
 from shoal.node.receipts import InvalidDocumentError
 from shoal.protocol.messages import (
@@ -48,6 +54,12 @@ class PublicClient:
         self.url = str(place)
         self._link = link or HttpClient(place)
         self._asker = asker or RetryingClient()
+        self._signer: RequestSigner | None = None
+
+    def trust(self, run: str, coordinator: str) -> None:
+        """From now on accept only what this coordinator signs; requests get a signature that it can bind answers to."""
+        if self._signer is None:
+            self._signer = RequestSigner(Key.generate(), run, coordinator)
 
     async def read_status(self) -> Status:
         """A summary of the run."""
@@ -123,10 +135,8 @@ class PublicClient:
 
     async def bring(self, target: str, message: BaseModel, model: type[Model]) -> Model:
         """Post a statement that carries its own signature: an appeal, a revocation, a command."""
-        body = message.model_dump_json().encode()
-        headers = [("Content-Length", str(len(body))), ("Content-Type", "application/json")]
-        attempt = partial(self._link.ask, "POST", target, headers, body, MAX_ANSWER_BYTES)
-        return parse_answer(model, await self._asker.call_with_retry(attempt))
+        assert self._signer is not None, "whoever signs a statement for a run knows its coordinator"
+        return parse_answer(model, await self._exchange("POST", target, message.model_dump_json().encode()))
 
     def close(self) -> None:
         """Close idle connections."""
@@ -136,7 +146,26 @@ class PublicClient:
         return parse_answer(model, await self._get_answer(target, max_bytes))
 
     async def _get_answer(self, target: str, max_bytes: int = MAX_ANSWER_BYTES) -> HttpResponse:
-        return await self._asker.call_with_retry(partial(self._link.ask, "GET", target, [], b"", max_bytes))
+        return await self._exchange("GET", target, max_bytes=max_bytes)
+
+    async def _exchange(
+        self,
+        method: str,
+        target: str,
+        body: bytes = b"",
+        extra: Sequence[tuple[str, str]] = (),
+        *,
+        max_bytes: int = MAX_ANSWER_BYTES,
+    ) -> HttpResponse:
+        """Send a request until it is answered; with a known coordinator both request and answer are signed."""
+        signer = self._signer
+
+        async def attempt() -> HttpResponse:
+            headers = [] if signer is None else [*signer.sign_request(method, target, body), *extra]
+            answer = await self._link.ask(method, target, headers, body, max_bytes)
+            return answer if signer is None else signer.check_answer(method, target, headers, answer)
+
+        return await self._asker.call_with_retry(attempt, signer)
 
 
 class SignedClient(PublicClient):
@@ -154,7 +183,7 @@ class SignedClient(PublicClient):
     ) -> None:
         super().__init__(place, link=link, asker=asker)
         self._key, self._run, self._coordinator = key, run, coordinator
-        self._signer = RequestSigner(key, run, coordinator)
+        self._signer: RequestSigner = RequestSigner(key, run, coordinator)
 
     async def _call(
         self,
@@ -169,12 +198,7 @@ class SignedClient(PublicClient):
         """Send a message and parse the answer as `model`."""
         self._check_server()
         body = b"" if message is None else message.model_dump_json().encode()
-
-        async def attempt() -> HttpResponse:
-            headers = [*self._signer.sign_request(method, target, body), *extra]
-            return await self._link.ask(method, target, headers, body, max_bytes)
-
-        return parse_answer(model, await self._asker.call_with_retry(attempt, self._signer))
+        return parse_answer(model, await self._exchange(method, target, body, extra, max_bytes=max_bytes))
 
     async def _fetch_file(self, target: str, download: Download) -> None:
         """Read a file from the coordinator; `download` is complete afterwards."""
@@ -183,9 +207,11 @@ class SignedClient(PublicClient):
             download.restart()
             headers = self._signer.sign_request("GET", target)
             answer = await self._link.fetch(target, headers, download, MAX_ANSWER_BYTES)
-            if answer.status == 200 and not download.is_whole:
-                raise InvalidDocumentError("the coordinator sent other bytes than those of the submission")
-            return answer
+            if answer.status != 200:
+                return self._signer.check_answer("GET", target, headers, answer)
+            if not download.is_whole:
+                raise HttpClientError(f"{target}: other bytes than those of the submission")
+            return replace(answer, is_signed=True)  # by the hash, which came in a signed answer
 
         await self._asker.call_with_retry(attempt, self._signer)
 

@@ -104,7 +104,7 @@ def read_ledger_summary(ledger: Path) -> LedgerSummary:
             params = read_run(connection).params
             return LedgerSummary(
                 holds=report.holds,
-                summary="; ".join(f"{finding.check}: {finding.text}" for finding in report.findings[:3])
+                summary=report.problem
                 or f"{report.num_events:,} events, {report.num_postings:,} postings, {report.num_heads:,} signed heads",
                 group_size=params.group_size,
                 price=params.price,

@@ -150,7 +150,7 @@ def _describe_honest(swarm: RedTeamSwarm, matrix: Matrix) -> list[str]:
     lines += [f"{name} ({LIES[lies[name]][0]}) is {standing}." for name, standing in matrix.liars.items()]
     if cost is not None:
         lines.append(f"Checking took {cost:.1%} of the CPU time of all generation, honest or not.")
-    return [*lines, f"The ledger {'holds' if matrix.holds else 'IS BROKEN'}: {matrix.ledger}."]
+    return [*lines, f"The ledger {'holds' if matrix.holds else 'DOES NOT HOLD'}: {matrix.ledger}."]
 
 
 def _show_rate(rate: Proportion) -> str:

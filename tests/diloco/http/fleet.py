@@ -33,6 +33,8 @@ from shoal.identity.signer import RequestSigner
 from shoal.net.client import HttpDeadlines, parse_endpoint
 
 PATIENCE_S = 30.0
+ALLOWED = ("a", "b", "c", "d", "cut", "late", "slow", "stuck")
+"""names of the peers that a reducer knows"""
 SIZE = 64
 QUICK = ReducerTimeouts(grace_s=1.0, grace_share=0.0, presence_s=6.0, longest_s=20.0)
 DEADLINES = HttpDeadlines(connect_s=2.0, answer_s=12.0, rest_s=5.0, window_s=5.0, min_rate=1024)
@@ -74,7 +76,9 @@ class Fleet:
         """Start or restart a reducer; returns its public key."""
         data = self.root / folder
         data.mkdir(exist_ok=True)
-        config = ReducerConfig(port=self.port, start_peers=start_peers, patience=QUICK).model_copy(update=changes)
+        named = {"peers": tuple(self._open_key(name).public for name in ALLOWED)}
+        config = ReducerConfig(port=self.port, start_peers=start_peers, patience=QUICK, **named)
+        config = config.model_copy(update=changes)
         args = (config.model_dump_json(), str(data), self.plan, rebuild)
         self._start(folder, run_reducer, args)
         self.wait_for(lambda: _can_connect(self.port), "the reducer does not listen")
@@ -82,12 +86,20 @@ class Fleet:
 
     def start_peer(self, name: str, reducer: str, *, stuck: bool = False, **changes: Any) -> None:
         """Start or restart a peer, under the same key."""
-        path = self.root / f"{name}.key"
-        if not path.exists():
-            Key.generate().save(path)
-        made = Order(str(path), self.url, reducer, str(self.root / f"{name}.jsonl"), self.plan, seed=len(name + name))
+        assert name in ALLOWED, "the reducer knows its peers"
+        made = Order(
+            str(self.root / f"{name}.key"),
+            self.url,
+            reducer,
+            str(self.root / f"{name}.jsonl"),
+            self.plan,
+            seed=len(name + name),
+        )
         self._orders[name] = replace(made, **changes)
         self._start(name, run_stuck if stuck else run_peer, (self._orders[name],))
+
+    def _open_key(self, name: str) -> Key:
+        return Key.open(self.root / f"{name}.key")
 
     def find_public(self, name: str) -> str:
         """A peer's id."""

@@ -232,7 +232,7 @@ def test_a_last_chunk_that_comes_twice_makes_one_reducer(tmp_path: Path, monkeyp
     monkeypatch.setattr(state_recovery, "WINDOW_S", 0.0)
 
     async def run() -> None:
-        async with open_reducer(ReducerConfig(port=0), tmp_path, PLAN) as service:
+        async with open_reducer(ReducerConfig(port=0, peers=(KEY.public,)), tmp_path, PLAN) as service:
             context, (holding, data) = service.context, hold(make_state())
             assert context.recovery.take_holding(KEY.public, holding).status == "wanted"
             payload = context.recovery.find_payload(KEY.public, holding.hash)

@@ -12,13 +12,14 @@ from fleet import QUICK
 
 from shoal.diloco.codecs import find_codec
 from shoal.diloco.http.averager import HttpAverager
-from shoal.diloco.http.client import ReducerClient, fetch_card
+from shoal.diloco.http.client import ReducerClient, ReducerUnavailableError, fetch_card
 from shoal.diloco.http.messages import JoinAnswer, MessageError, make_offer, sign_message
 from shoal.diloco.http.service import ReducerService, open_reducer
-from shoal.diloco.http.settings import ReducerConfig
+from shoal.diloco.http.settings import ReducerConfig, ReducerLimits
 from shoal.diloco.outer import DilocoPlan, Rules
 from shoal.diloco.round import RoundKey, Update
 from shoal.diloco.state import OuterState, start_state
+from shoal.errors import ConfigError
 from shoal.identity.documents import Tag
 from shoal.identity.keys import Key
 from shoal.identity.routes import MAX_BODY_BYTES
@@ -73,11 +74,12 @@ async def deliver(client: ReducerClient, update: Update) -> None:
 
 @asynccontextmanager
 async def open_cluster(folder: Path, plan: DilocoPlan = PLAN, **changes: object) -> AsyncIterator[Cluster]:
-    config = ReducerConfig(port=0, start_peers=4, patience=QUICK).model_copy(update=changes)
+    keys = sorted((Key.generate() for _ in range(4)), key=lambda key: key.public)
+    peers = tuple(key.public for key in keys)
+    config = ReducerConfig(port=0, start_peers=4, patience=QUICK, peers=peers).model_copy(update=changes)
     initial = start_state((np.zeros(SIZE, dtype=np.float32),))
     async with open_reducer(config, folder, plan, initial=initial) as service:
         running = asyncio.create_task(service.run())
-        keys = sorted((Key.generate() for _ in range(4)), key=lambda key: key.public)
         clients = [ReducerClient(parse_endpoint(service.url), key, plan, service.public) for key in keys]
         try:
             for client in clients:
@@ -275,6 +277,61 @@ def test_a_run_that_lists_its_peers_accepts_no_other(tmp_path) -> None:
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_sybils_move_the_mean_by_no_more_than_the_share_that_the_operator_gives_them(tmp_path, share) -> None:
+    """Sixteen new keys with any claim and any value, all faster than the peers of the run."""
+
+    async def work(cluster: Cluster) -> None:
+        place, public = parse_endpoint(cluster.service.url), cluster.service.public
+        sybils = [ReducerClient(place, Key.generate(), PLAN, public) for _ in range(16)]
+        for sybil in sybils:
+            assert not (await sybil.join()).is_member
+        stranger = ReducerClient(place, Key.generate(), PLAN, public)
+        with pytest.raises(ReducerUnavailableError, match="maximum number"):
+            await stranger.join()
+        with pytest.raises(RefusedError) as error:
+            await deliver(sybils[0], cluster.make_update(sybils[0], -2 * TRUTH))
+        assert_refused(error, "not_member")
+        await cluster.evil.leave()
+        await cluster.close_round()  # they are members from here on
+        for _ in range(3):  # and make themselves a record
+            key, fetched = cluster.round_key, cluster.clients[0].fetch_outcome
+            for sybil in sybils:
+                await deliver(sybil, cluster.make_update(sybil, -1000 * TRUTH, key=key, tokens=10**9))
+            mean, peers = await cluster.close_round(key)
+            assert len(peers) == 19 and (await fetched(key)) is not None
+            distance = np.linalg.norm(mean - TRUTH) / np.linalg.norm(TRUTH)
+            assert distance <= share / (1 + share) * (1 + PLAN.rules.guard.clip) * 1.02
+        assert distance > 0.9 * share / (1 + share) * (1 + PLAN.rules.guard.clip), "the bound is reached"
+        for client in (*sybils, stranger):
+            client.close()
+
+    limits = ReducerLimits(join_work=1, open_work=1, record_rounds=2)
+    run_cluster(tmp_path, work, open_share=share, limits=limits)
+
+
+def test_a_reducer_without_named_peers_does_not_start(tmp_path) -> None:
+    async def work(**changes: object) -> None:
+        async with open_reducer(ReducerConfig(port=0).model_copy(update=changes), tmp_path, PLAN):
+            pass
+
+    for changes in ({}, {"open_share": 0.5}, {"peers": ("ab" * 32,), "start_peers": 2}):
+        with pytest.raises(ConfigError, match="--peer KEY"):
+            asyncio.run(work(**changes))
+
+
+def test_joining_costs_more_for_a_peer_that_is_not_named(tmp_path) -> None:
+    async def work(cluster: Cluster) -> None:
+        place, public = parse_endpoint(cluster.service.url), cluster.service.public
+        clients = [ReducerClient(place, key, PLAN, public) for key in (cluster.keys[0], Key.generate())]
+        named, other = [await client._ask("GET", f"challenges/{client.peer}", b"", 1024) for client in clients]
+        assert int(other.split(b".")[2]) >= 256 * int(named.split(b".")[2])
+        for client in clients:
+            client.close()
+
+    run_cluster(tmp_path, work, open_share=0.1)
+
+
 def test_plans_and_outcomes_of_another_reducer_are_not_accepted(tmp_path) -> None:
     async def work(cluster: Cluster) -> None:
         place = parse_endpoint(cluster.service.url)
@@ -312,7 +369,7 @@ def test_a_challenge_that_expired_meanwhile_is_only_replaced_by_another(tmp_path
 
     async def work(cluster: Cluster) -> None:
         monkeypatch.setattr(ReducerClient, "join", join_late)
-        averager = HttpAverager(PLAN, Key.generate(), [parse_endpoint(cluster.service.url)], cluster.service.public)
+        averager = HttpAverager(PLAN, cluster.keys[0], [parse_endpoint(cluster.service.url)], cluster.service.public)
         try:
             async with asyncio.timeout(10):
                 while averager.rounds != (0,):  # only the presence task receives rounds

@@ -18,7 +18,8 @@ PLAN = DilocoPlan("test", (8,), Rules(interval=5, codec="fp32"))
 def ask_reducer(folder: Path, *requests: tuple[str, str]) -> list[HttpResponse]:
     async def run() -> list[HttpResponse]:
         initial = start_state((np.zeros(8, dtype=np.float32),))
-        async with asyncio.timeout(20), open_reducer(ReducerConfig(port=0), folder, PLAN, initial=initial) as service:
+        config = ReducerConfig(port=0, peers=("ab" * 32,))
+        async with asyncio.timeout(20), open_reducer(config, folder, PLAN, initial=initial) as service:
             client = HttpClient(parse_endpoint(service.url))
             try:
                 return [await client.ask(method, path, [], b"", 1 << 20) for method, path in requests]

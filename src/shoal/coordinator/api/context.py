@@ -29,6 +29,7 @@ from shoal.identity.authenticator import Authenticator, AuthLimits, name_address
 from shoal.identity.nonces import NonceStore
 from shoal.identity.proof_of_work import WorkGate
 from shoal.identity.routes import Access, RouteContext
+from shoal.identity.signatures import ResponseSigner
 from shoal.ledger.ledger import WriterBusyError, WriterStoppedError
 from shoal.net.api_error import ApiError
 from shoal.net.limits import Buckets
@@ -94,6 +95,7 @@ class ApiContext(RouteContext):
         self.descriptor = descriptor
         self.long_poll = LongPoll(coordinator, self.limits.max_waiters)
         self.clock_ms = clock_ms
+        self.responses = ResponseSigner(coordinator.key, coordinator.run, clock_ms)
         self.authenticator = Authenticator(
             run=coordinator.run,
             audience=coordinator.public,

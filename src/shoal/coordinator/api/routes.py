@@ -113,7 +113,7 @@ async def post_claim(context: ApiContext, caller: Caller, message: messages.Clai
 @judges.get("/submissions/{submission}/blob", Access.MEMBER, answer=BINARY)
 async def get_blob(context: ApiContext, caller: Caller, submission: messages.SubmissionId) -> Response:
     """The file of a submission, for nodes that judge it or train on it."""
-    return BlobResponse(await context.coordinator.open_blob(caller.node, submission))
+    return await _send_blob(await context.coordinator.open_blob(caller.node, submission))
 
 
 @judges.get("/submissions/{submission}/link", Access.MEMBER)
@@ -166,7 +166,7 @@ async def get_evidence(
 @accused.get("/submissions/{submission}/file", Access.OWNER, answer=BINARY)
 async def get_file(context: ApiContext, caller: Caller, submission: messages.SubmissionId) -> Response:
     """The file of a decided submission, as long as it is kept."""
-    return BlobResponse(await context.coordinator.open_evidence(caller.node, submission))
+    return await _send_blob(await context.coordinator.open_evidence(caller.node, submission))
 
 
 # Public
@@ -358,7 +358,9 @@ async def _offer_upload(
 
 
 class BlobResponse(Response):
-    """A blob, sent while it is read."""
+    """A blob, sent while it is read; its reader checks it by hash."""
+
+    is_complete = False
 
     def __init__(self, reader: BlobReader) -> None:
         super().__init__(b"", BINARY)
@@ -372,6 +374,15 @@ class BlobResponse(Response):
             async for chunk in reader:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_blob(reader: BlobReader) -> BlobResponse:
+    try:
+        await reader.check_bytes()
+    except BaseException:
+        await reader.__aexit__(None, None, None)
+        raise
+    return BlobResponse(reader)
 
 
 def _explain(coordinator: Coordinator, submission: str) -> messages.Explanation:

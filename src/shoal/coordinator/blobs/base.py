@@ -10,6 +10,7 @@ Invariants:
 Optionally a store lets nodes write and read directly, by URLs that expire.
 """
 
+import hashlib
 import re
 from abc import abstractmethod
 from collections.abc import AsyncIterator
@@ -40,8 +41,21 @@ class MissingBlobError(BlobError):
 class BlobReader(AbstractAsyncContextManager["BlobReader"]):
     """A blob that is open for reading."""
 
+    name: str
     size: int
     """size of the whole blob in bytes"""
+
+    async def check_bytes(self) -> None:
+        """Raise `MissingBlobError` for a blob that the store damaged.
+
+        A node that gets other bytes than it asked for cannot know who changed them, so it asks again; only the
+        coordinator can say that the file is lost.
+        """
+        found = hashlib.sha256()
+        async for piece in self:
+            found.update(piece)
+        if found.hexdigest() != self.name:
+            raise MissingBlobError("the blob is damaged: its bytes do not have the hash that names it")
 
     @abstractmethod
     def __aiter__(self) -> AsyncIterator[bytes]: ...

@@ -105,7 +105,7 @@ class DiskStore:
             descriptor = await self._run(partial(os.open, path, os.O_RDONLY | os.O_NOFOLLOW))
         except FileNotFoundError:
             raise MissingBlobError("no such blob") from None
-        return DiskReader(descriptor, self._threads)
+        return DiskReader(name, descriptor, self._threads)
 
     async def remove(self, name: str) -> None:
         """As `BlobStore.remove`."""
@@ -174,8 +174,8 @@ class DiskStore:
 class DiskReader(BlobReader):
     """A blob that is open for reading."""
 
-    def __init__(self, descriptor: int, threads: ThreadPoolExecutor) -> None:
-        self.size = os.fstat(descriptor).st_size
+    def __init__(self, name: str, descriptor: int, threads: ThreadPoolExecutor) -> None:
+        self.name, self.size = name, os.fstat(descriptor).st_size
         self._descriptor = descriptor
         self._threads = threads
         self._lock = threading.Lock()

@@ -275,7 +275,7 @@ class S3Reader(base.BlobReader):
     """A blob that is open for reading, as a `BlobReader` and a `DirectReader`."""
 
     def __init__(self, store: S3Store, key: str, size: int) -> None:
-        self.size = size
+        self.name, self.size = key.rpartition("/")[2], size
         self._store, self._key = store, key
 
     async def __aiter__(self) -> AsyncIterator[bytes]:

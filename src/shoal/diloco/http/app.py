@@ -40,6 +40,7 @@ from shoal.identity.keys import Key
 from shoal.identity.nonces import NonceStore
 from shoal.identity.proof_of_work import JoinRate, WorkGate
 from shoal.identity.routes import BINARY, Access, Route, RouteApp, RouteContext, RouteRequest, RouteTable, WaitSeconds
+from shoal.identity.signatures import ResponseSigner
 from shoal.net.api_error import ApiError
 from shoal.net.http import HttpError
 from shoal.net.limits import Buckets
@@ -59,6 +60,30 @@ reducer_routes = RouteTable("/v1/diloco", "peers")
 operator_routes = RouteTable(tag="operator")
 
 
+class PeerGate(WorkGate):
+    """The price of joining: for named peers, and a higher one for all others, which rises with their rate alone."""
+
+    def __init__(self, run: str, config: ReducerConfig) -> None:
+        secret, limits = os.urandom(32), config.limits
+        super().__init__(secret, run, JoinRate(base_work=limits.join_work))
+        self._open = WorkGate(secret, run, JoinRate(base_work=limits.open_work))
+        self._named = frozenset(config.peers)
+
+    def find_rate(self, peer: str) -> JoinRate:
+        """The rate that this peer's joins count for."""
+        return self.rate if peer in self._named else self._open.rate
+
+    def make_challenge(self, node: str, now_ms: int, salt: bytes) -> str:
+        """As `WorkGate.make_challenge`."""
+        make = super().make_challenge if node in self._named else self._open.make_challenge
+        return make(node, now_ms, salt)
+
+    def check_stamp(self, stamp: str, node: str, now_ms: int) -> None:
+        """As `WorkGate.check_stamp`."""
+        check = super().check_stamp if node in self._named else self._open.check_stamp
+        check(stamp, node, now_ms)
+
+
 class ReducerContext(RouteContext):
     """Shared state of the handlers. One per process, for one event loop."""
 
@@ -74,12 +99,13 @@ class ReducerContext(RouteContext):
         registry: CollectorRegistry,
     ) -> None:
         self.plan, self.key, self.clock_ms = plan, key, read_clock
-        self.gate = WorkGate(os.urandom(32), plan.run, JoinRate(base_work=config.limits.join_work))
+        self.responses = ResponseSigner(key, plan.run, read_clock)
+        self.gate = PeerGate(plan.run, config)
         self.signed_plan = sign_message(key, Tag.PLAN, make_card(plan))
         text = "Requests refused, by code."
         self.registry = registry
         self.refusals = Counter("shoal_diloco_refused_total", text, ["code"], registry=registry)
-        self._allowed = frozenset(config.peers)
+        self._named, self._is_open = frozenset(config.peers), config.open_share > 0.0
         self._active, self._make_reducer = start, make_reducer
         self._finishing = asyncio.Lock()
         self._joined: set[str] = set()
@@ -142,9 +168,11 @@ class ReducerContext(RouteContext):
 
     def join(self, peer: str) -> JoinAnswer:
         """Admit a peer."""
-        if self._allowed and peer not in self._allowed:
+        if peer not in self._named and not self._is_open:
             raise ApiError(403, "not_invited", "this key is not in the run's list of peers")
-        self.gate.rate.note_join(self.clock_ms() / 1000)
+        if peer not in self._named and self.is_recovering:
+            raise ApiError(503, "rebuilding", "this reducer has no state yet, and asks only its named peers for it")
+        self.gate.find_rate(peer).note_join(self.clock_ms() / 1000)
         if self.is_recovering:
             self._joined.add(peer)
             return JoinAnswer(rounds=(), is_member=False)

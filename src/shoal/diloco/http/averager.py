@@ -44,7 +44,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0
 CLOSE_S = 2.0
 HOLD_PAUSE_S = 0.3
 _STALE = frozenset({"stale", "wrong_base", "not_found"})
-_AGAIN = frozenset({"unknown_node", "replay", "no_offer", "digest", "work"})
+_AGAIN = frozenset({"unknown_node", "no_offer", "digest", "work"})
 """refusals after which the same request may succeed: the reducer was restarted, or something was lost"""
 
 T = TypeVar("T")

@@ -2,7 +2,8 @@
 
 Invariants:
 - each attempt is signed separately, and every route tolerates repeated requests;
-- outcomes and states are authenticated by the reducer's signature and verified by their hashes. Their lengths follow
+- every answer is signed by the reducer for the request it answers; anything else counts as no answer. Outcomes and
+  states also carry a signature that outlives the connection, and are verified by their hashes. Their lengths follow
   from the plan, so a response never decides how much is read;
 - every wait has a deadline. A final refusal raises `RefusedError`; no response raises `ReducerUnavailableError`, and
   the caller decides whether to retry.
@@ -39,7 +40,7 @@ from shoal.identity.keys import Key
 from shoal.identity.proof_of_work import make_stamp
 from shoal.identity.signer import RequestSigner
 from shoal.net.client import Endpoint, HttpClient, HttpClientError, HttpDeadlines
-from shoal.net.retry import RETRY_STATUSES, RefusedError, read_refusal
+from shoal.net.retry import RefusedError, is_final, read_refusal
 
 IN_FLIGHT = 4
 """chunks in flight at a time, to hide the round-trip time"""
@@ -193,13 +194,15 @@ class ReducerClient:
                 if error.is_stale:
                     continue
                 raise ReducerUnavailableError(str(error)) from error
+            if not self._signer.check_answer(method, target, headers, answer).is_signed:
+                raise ReducerUnavailableError("the reducer did not sign this answer to this request")
             if answer.status == 200:
                 self._signer.note_success()
                 return answer.body
             refusal = read_refusal(answer)
             if refusal.code == "clock" and self._signer.correct_clock(refusal):
                 continue
-            if answer.status in RETRY_STATUSES:
+            if not is_final(refusal):
                 raise ReducerUnavailableError(refusal.text, refusal.code)
             raise RefusedError(refusal)
         raise ReducerUnavailableError("the reducer closed every connection")

@@ -7,7 +7,8 @@ Invariants:
 - presence depends only on when a peer was last heard from, never on what it claims;
 - a broken connection counts at once, except for `reset_s` in which the peer may come back;
 - rounds do not wait for an evicted peer, but it may still deliver: that brings it back;
-- the table has at most `max_peers` entries: a new peer replaces the one that has been away longest.
+- the table has at most `max_peers` named peers and `max_open_peers` others: a new peer replaces the one of its kind
+  that has been away longest, so others never take the place of a named peer.
 
 Times are seconds of any monotonic clock.
 """
@@ -35,8 +36,9 @@ class PeerRecord:
 class PeerRegistry:
     """The peers of one reducer."""
 
-    def __init__(self, timeouts: ReducerTimeouts, limits: ReducerLimits) -> None:
+    def __init__(self, timeouts: ReducerTimeouts, limits: ReducerLimits, named: frozenset[str]) -> None:
         self._timeouts, self._limits = timeouts, limits
+        self.named = named
         self._peers: dict[str, PeerRecord] = {}
 
     def __contains__(self, peer: str) -> bool:
@@ -49,7 +51,7 @@ class PeerRegistry:
         """Add a peer, or add it back."""
         record = self._peers.get(peer)
         if record is None:
-            self._make_room(now_s)
+            self._make_room(peer in self.named, now_s)
             self._peers[peer] = PeerRecord(now_s, weights=deque(maxlen=self._limits.record_rounds))
             return
         record.has_left = False
@@ -79,10 +81,13 @@ class PeerRegistry:
 
     def list_here(self, now_s: float) -> tuple[str, ...]:
         """Peers that are present and not evicted, in order of id."""
-        return tuple(sorted(peer for peer in self._peers if self.is_awaited(peer, now_s)))
+        return tuple(sorted(peer for peer in self._peers if self._is_active(peer, now_s)))
 
     def is_awaited(self, peer: str, now_s: float) -> bool:
         """Whether a round should wait for this peer, if it is a member."""
+        return peer in self.named and self._is_active(peer, now_s)
+
+    def _is_active(self, peer: str, now_s: float) -> bool:
         return self.is_here(peer, now_s) and not self.is_evicted(peer)
 
     def is_evicted(self, peer: str) -> bool:
@@ -109,10 +114,11 @@ class PeerRegistry:
         """The record of a peer; a temporary one if the peer was replaced by another."""
         return self._peers.get(peer) or PeerRecord(-math.inf)
 
-    def _make_room(self, now_s: float) -> None:
-        if len(self._peers) < self._limits.max_peers:
+    def _make_room(self, is_named: bool, now_s: float) -> None:
+        same = {peer: record for peer, record in self._peers.items() if (peer in self.named) == is_named}
+        if len(same) < (self._limits.max_peers if is_named else self._limits.max_open_peers):
             return
-        gone = [(record.seen_s, peer) for peer, record in self._peers.items() if not self.is_here(peer, now_s)]
+        gone = [(record.seen_s, peer) for peer, record in same.items() if not self.is_here(peer, now_s)]
         if not gone:
             raise ApiError(503, "full", "the reducer's maximum number of peers is reached; try later", retry_after_s=30)
         del self._peers[min(gone)[1]]

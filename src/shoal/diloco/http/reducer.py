@@ -6,7 +6,9 @@ Invariants:
 - the sender is the signer; an update counts only for its signer, once in a round;
 - one task closes rounds, one after the other; a result is on disk and in the round log before it is sent;
 - an update for a different round, base or run, of wrong length or not finite is refused and has no effect;
-- a peer's claims never decide how much memory is allocated: payloads have the plan's length.
+- a peer's claims never decide how much memory is allocated: payloads have the plan's length;
+- named peers decide: rounds wait for them, close with their quorum, and take the measures of norms, weights and speeds
+  from them. All others together have at most `open_share` of their weight.
 
 A round closes with the updates that are complete at that moment. An update that then lacks a chunk is stale: its peer
 is informed, takes the outcome, and continues from the new state.
@@ -22,7 +24,7 @@ from statistics import median_low
 
 import numpy as np
 
-from shoal.diloco.aggregate import measure_payload
+from shoal.diloco.aggregate import OpenPeers, measure_payload
 from shoal.diloco.codecs import CodecError, find_codec
 from shoal.diloco.http.membership import PeerRegistry
 from shoal.diloco.http.messages import (
@@ -65,13 +67,13 @@ class Reducer:
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.plan, self.state, self.snapshots, self.round_log = plan, state, snapshots, round_log
-        self.peers = PeerRegistry(config.patience, config.limits)
+        self.peers = PeerRegistry(config.patience, config.limits, frozenset(config.peers))
         self.changed = Notifier()
         self._key, self._config, self._clock_s = key, config, clock_s
         self._residuals: dict[int, np.ndarray | None] = {}
         self._times: deque[float] = deque(maxlen=_NUM_TIMES)
         self.rounds = [self._open_round(index) for index in range(len(plan.sizes))]
-        for peer in state.members[: config.limits.max_peers]:
+        for peer in [peer for peer in state.members if peer in self.peers.named][: config.limits.max_peers]:
             # They were present when this state was made and may come back; without this the first peer would close a
             # round alone.
             self.peers.join(peer, clock_s())
@@ -93,6 +95,8 @@ class Reducer:
     def take_offer(self, peer: str, offer: UpdateOffer, document: bytes) -> WantedChunks:
         """Accept an announced update; returns which chunks are missing."""
         round_ = self._find_round(offer.key)
+        if peer not in self.peers.named and peer not in self.state.members:
+            raise ApiError(409, "not_member", "a peer that is not named may deliver once it is a member")
         if (held := round_.delivered.get(peer)) is not None:
             if held.digest != offer.digest:
                 raise ApiError(409, "second", "this peer has already delivered a different update in this round")
@@ -132,7 +136,8 @@ class Reducer:
             raise ApiError(422, "refused", reason)
         if round_.is_closing or self.rounds[fragment] is not round_:
             raise refuse_stale()
-        round_.deliver(peer, ReceivedUpdate(update, incoming.document, payload.digest), self._clock_s())
+        received = ReceivedUpdate(update, incoming.document, payload.digest)
+        round_.deliver(peer, received, self._clock_s(), is_named=peer in self.peers.named)
         self.peers.note_delivery(peer)
         self.changed.notify()
 
@@ -231,10 +236,10 @@ class Reducer:
         That is at the start, once there are enough peers, and when no member is present and nothing is in flight.
         """
         now_s = self._clock_s()
-        here = self.peers.list_here(now_s)
-        is_busy = any(round_.delivered or round_.incoming for round_ in self.rounds)
+        here, named = self.peers.list_here(now_s), self.peers.named
+        is_busy = any(named & (round_.delivered.keys() | round_.incoming.keys()) for round_ in self.rounds)
         enough = 1 if self.state.members else self._config.start_peers
-        if len(here) >= enough and not is_busy and not self._list_awaited(now_s):
+        if len(named.intersection(here)) >= enough and not is_busy and not self._list_awaited(now_s):
             self.state = replace(self.state, members=here, number=0)
             self.changed.notify()
 
@@ -248,11 +253,20 @@ class Reducer:
         late = round_.list_late(self._list_awaited(now_s))
         deliveries = dict(round_.delivered)
         claims = {peer: held.update.tokens for peer, held in deliveries.items()}
-        weights = cap_claims(claims, self.peers.read_records(), self._config.limits.record_factor)
+        named, limits = self.peers.named, self._config.limits
+        records = self.peers.read_records()
+        weights = cap_claims(claims, records, limits.record_factor, named=named, full_rounds=limits.record_rounds)
         updates = [replace(held.update, tokens=weights[peer]) for peer, held in deliveries.items()]
         members, residual = self.peers.list_here(now_s), self._residuals.get(index)
         closed = await asyncio.to_thread(
-            close_round, self.plan, self.state, round_.key, updates, members=members, residual=residual
+            close_round,
+            self.plan,
+            self.state,
+            round_.key,
+            updates,
+            members=members,
+            residual=residual,
+            open_peers=OpenPeers(frozenset(claims.keys() - named), self._config.open_share),
         )
         if not isinstance(closed, FinishedRound):
             for refusal in closed.refused:

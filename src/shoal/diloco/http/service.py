@@ -78,6 +78,7 @@ async def open_reducer(
     config: ReducerConfig, data: Path, plan: DilocoPlan, *, initial: OuterState | None = None
 ) -> AsyncIterator[ReducerService]:
     """Start a reducer. Without a state on disk or an initial one, it asks its peers for theirs."""
+    _check_peers(config)
     data.mkdir(parents=True, exist_ok=True)
     plan = settle_plan(plan)
     _keep_plan(data, plan)
@@ -157,6 +158,18 @@ def load_key(data: Path) -> Key:
     if not path.exists() and (data / "rounds.jsonl").exists():
         raise ConfigError(f"{path}: key file missing, but its round log exists; restore the key")
     return Key.open(path)
+
+
+def _check_peers(config: ReducerConfig) -> None:
+    """A mean has no defence against a majority, and anyone can make keys: somebody has to say who counts."""
+    named = len(set(config.peers))
+    if named < config.start_peers:
+        raise ConfigError(
+            f"peers: {named} named, but {config.start_peers} must join before the first round; name every peer with "
+            "--peer KEY (`shoal diloco key` prints the key of a site)"
+        )
+    if named > config.limits.max_peers:
+        raise ConfigError(f"peers: {named} named, but limits.max_peers is {config.limits.max_peers}")
 
 
 def _keep_plan(data: Path, plan: DilocoPlan) -> None:

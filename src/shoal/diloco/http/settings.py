@@ -48,6 +48,10 @@ class ReducerLimits(Settings):
     """accepted rounds that make up a peer's record"""
     record_factor: Annotated[float, Field(ge=1.0, le=100.0)] = 2.0
     """how far above its record, or above the others' claims, a peer's token weight may be"""
+    max_open_peers: Annotated[int, Field(ge=1, le=MAX_PEERS)] = 16
+    """peers that are not named, if there may be any"""
+    open_work: Annotated[int, Field(ge=1, le=1 << 40)] = 1 << 22
+    """hashes needed to join without being named; more while many join"""
 
 
 class ReducerConfig(Settings):
@@ -60,7 +64,9 @@ class ReducerConfig(Settings):
     start_peers: Annotated[int, Field(ge=1, le=128)] = 1
     """peers that must have joined before the first round"""
     peers: Annotated[tuple[PublicKey, ...], Field(max_length=128)] = ()
-    """peers that may take part; empty: every peer that does the proof of work"""
+    """the named peers, one key for each owner that takes part; rounds wait for them, and they decide the mean"""
+    open_share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.0
+    """weight of all other peers together, as a share of the weight of the named ones; 0: no other peer may join"""
     tls_certificate: str = ""
     """PEM file; empty: plain HTTP, for this machine or behind a proxy"""
     tls_key: str = ""

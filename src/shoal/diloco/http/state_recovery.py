@@ -11,8 +11,8 @@ A state that none of its holders could deliver is not chosen again, and a state 
 waited for.
 
 Two states that honest peers of one run hold differ by at most one round: some peers had the last outcome when the
-reducer died, others did not. A peer that holds a different state than the chosen one fetches the latter. Anyone who
-controls a majority of the peers decides what is chosen: list the peers of a run (`peers`) if that matters.
+reducer died, others did not. A peer that holds a different state than the chosen one fetches the latter. Only named
+peers join a reducer without a state, so a majority of them decides.
 """
 
 import math

@@ -156,11 +156,11 @@ async def commit_twice(session: AttackSession) -> None:
     """Further manifests after the first: immediately, after the commitment, after the upload; and a different file."""
     attacker = await session.join()
     pending, committed = await commit_first(session, attacker)
-    first, forged = pending.manifest, pending.path.with_name("other")
+    first = pending.manifest
     await asyncio.gather(*(commit_other(session, attacker, first, "at once") for _ in range(NUM_PARALLEL)))
-    forged.write_bytes(os.urandom(first.size))
-    with session.refused("body", "blob", what="a different file than the committed one", moot=OVERTAKEN):
-        await attacker.client.upload(committed, first, forged)
+    target = f"/v1/submissions/{committed.submission}/blob"
+    lines, wanted = session.sign(attacker, "PUT", target, pending.path.read_bytes()), ("body", "blob", *OVERTAKEN)
+    await session.try_raw("a different file than the committed one", wanted, lines, os.urandom(first.size))
     session.evidence.count("same_again_same_answer", await attacker.client.commit(first) == committed)
     await session.upload(attacker, committed, pending)
     await commit_other(session, attacker, first, "after the upload")
