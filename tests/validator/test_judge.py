@@ -91,7 +91,7 @@ def test_a_claimed_reward_is_recomputed(hand_in) -> None:
         return (replace(first, scores=scores), *rest)
 
     opinion = hand_in(edit=praise).opinion()
-    assert opinion.verdict is Verdict.SOFT and failed(opinion) == {"reward"}
+    assert opinion.verdict is Verdict.HARD and failed(opinion) == {"reward"}
 
 
 def test_a_rollout_cut_short_breaks_the_stop_rule(hand_in) -> None:

@@ -14,10 +14,13 @@ of a completion:
 So short and certain answers may be equal as often as they like: only the seed distinguishes them from copies, which the
 proof checks. The nats of a completion are the worker's claim, which the proof checks as well.
 
-Rewards are compared exactly: a verifier computes the same bits on every machine (tasks/base.py). All rewards are
-computed again; if the verifier is expensive, only a share of each group, drawn by the job's seed. If our verifier hit a
-limit or came close to one, a different reward proves nothing (tasks/verify/base.py): the finding is then `LIMIT_CHECK`,
-a doubt, and not a violation.
+Rewards are compared exactly: a verifier computes the same bits on every machine (tasks/base.py), and its version is
+part of the recipe, so that no other version scores for a run. All rewards are computed again; of a task whose verifier
+is expensive, only a share of each group, drawn by the job's seed.
+
+    reward       proven false: no machine computes the claim. It is decided like a failed proof, as fraud
+    reward_low   less than found, by a verifier with a time limit: a machine that is too slow may have given up
+    limit        our verifier hit a limit or came close to one: a doubt, and not a violation (tasks/verify/base.py)
 """
 
 import math
@@ -41,6 +44,9 @@ from shoal.validator.proof import draw_positions
 
 COPY_CHECK = "copy"
 """the one violation that does not decide: the proof distinguishes a copy from a coincidence"""
+REWARD_CHECK = "reward"
+"""the one violation that is fraud, whatever else is found"""
+LOW_REWARD_CHECK = "reward_low"
 LIMIT_CHECK = "limit"
 """the one finding that is not a violation: a reward that this machine cannot decide with certainty"""
 CHANCE_NATS = 40.0
@@ -92,7 +98,9 @@ class ConsistencyCheck:
             return
         pairs = list(zip(plan.requests, group.rollouts, strict=True))
         differences = [_compare(request, rollout, job.version) for request, rollout in pairs]
-        asked = [sample for sample in self._draw_scored(job, group) if not differences[sample]]
+        is_timed = is_expensive(self._family, plan.task)
+        drawn = _draw_scored(job, group) if is_timed else range(len(group.rollouts))
+        asked = [sample for sample in drawn if not differences[sample]]
         found = dict(zip(asked, self._score(plan, [group.rollouts[sample] for sample in asked]), strict=True))
         for sample, (request, rollout) in enumerate(pairs):
             if differences[sample]:
@@ -100,7 +108,7 @@ class ConsistencyCheck:
                 continue
             yield from self._check_rollout(request, rollout)
             if sample in found:
-                yield from _check_reward(rollout, group.scores[sample].value, found[sample])
+                yield from _check_reward(rollout, group.scores[sample].value, found[sample], is_timed=is_timed)
 
     def _score(self, plan: GroupPlan, rollouts: Sequence[Rollout]) -> list[Score]:
         """Our scores for rollouts of one group; concurrently if the verifier supports it."""
@@ -116,17 +124,18 @@ class ConsistencyCheck:
             wrong = most if most > ROUNDING else least
             yield violation("bounds", f"{rollout.id}: a log-prob of {wrong:.6g}, which no token that was drawn has")
 
-    def _draw_scored(self, job: Job, group: Group) -> Sequence[int]:
-        """Samples of a group whose reward is computed again, in order. If scoring is expensive: the job's share, drawn
-        independently of the proof's rollouts, so that rollouts that the proof skips may still be scored."""
-        size = len(group.rollouts)
-        return draw_positions(job, size, f"reward {group.index} ") if is_expensive(self._family) else range(size)
+
+def _draw_scored(job: Job, group: Group) -> Sequence[int]:
+    """Samples of a group whose expensive reward is computed again, in order: the job's share, drawn independently of
+    the proof's rollouts, so that rollouts that the proof skips may still be scored."""
+    return draw_positions(job, len(group.rollouts), f"reward {group.index} ")
 
 
-def _check_reward(rollout: Rollout, claimed: float, found: Score) -> Iterator[Finding]:
+def _check_reward(rollout: Rollout, claimed: float, found: Score, *, is_timed: bool) -> Iterator[Finding]:
     match compare_claim(claimed, found):
         case Agreement.DIFFERS:
-            yield violation("reward", f"{rollout.id}: {claimed!r} claimed, {found.value!r} found")
+            check = LOW_REWARD_CHECK if is_timed and claimed < found.value else REWARD_CHECK
+            yield violation(check, f"{rollout.id}: {claimed!r} claimed, {found.value!r} found")
         case Agreement.UNSURE:
             yield violation(LIMIT_CHECK, f"{rollout.id}: {claimed!r} claimed, {found.reason}")
 

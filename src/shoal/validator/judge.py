@@ -4,6 +4,7 @@
                  it crashes its parser each time                  -> inconclusive; rejected_form if another validator
                                                                      finds the same
     consistency  it is not the work that was leased               -> rejected_soft (rejected_form for its manifest)
+                 it claims a reward that no verifier gives        -> rejected_hard, which takes two validators
                  it is a copy                                     -> the proof decides: rejected_hard or rejected_soft
     proof        it was not sampled with the weights it states    -> rejected_hard, which takes two validators
     doubt        no weights, no working parser, a reward that our
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from shoal.learner.filter import has_signal
 from shoal.policy.model import Policy
-from shoal.protocol.messages import Job, Verdict
+from shoal.protocol.messages import Finding, Job, Verdict
 from shoal.protocol.outcome import CRASH_CHECK
 from shoal.protocol.params import MILLION
 from shoal.recipe import Recipe
@@ -31,7 +32,7 @@ from shoal.submission.limits import FormError, ParserCrashError, SubmissionLimit
 from shoal.submission.read import ParserPool, ParserPoolError, SubmissionContents, read_submission
 from shoal.tasks.base import Family
 from shoal.toploc.calibration import Calibration
-from shoal.validator.consistency import COPY_CHECK, LIMIT_CHECK, ConsistencyCheck
+from shoal.validator.consistency import COPY_CHECK, LIMIT_CHECK, REWARD_CHECK, ConsistencyCheck
 from shoal.validator.finding import Assessment, Replayed, count_drift, describe_group, measurement, rejected, violation
 from shoal.validator.proof import ProofCase, ProofResult, check_proofs
 
@@ -112,8 +113,7 @@ class Judge:
         violations = tuple(consistency.find_violations(job, plans, contents))
         doubts = tuple(finding for finding in violations if finding.check == LIMIT_CHECK)
         if any(finding.check not in (COPY_CHECK, LIMIT_CHECK) for finding in violations):
-            formal = any(finding.check in _FORMAL for finding in violations)
-            return rejected(Verdict.FORM if formal else Verdict.SOFT, violations)
+            return rejected(_weigh_violations(violations), violations)
         if doubts:
             return rejected(Verdict.INCONCLUSIVE, doubts)
         if violations:
@@ -140,3 +140,11 @@ class Judge:
             drift=count_drift(proof.reports, self._calibration),
             replayed=replayed,
         )
+
+
+def _weigh_violations(violations: Sequence[Finding]) -> Verdict:
+    """The verdict on work that is not what was leased."""
+    checks = {finding.check for finding in violations}
+    if checks & _FORMAL:
+        return Verdict.FORM
+    return Verdict.HARD if REWARD_CHECK in checks else Verdict.SOFT
