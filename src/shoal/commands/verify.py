@@ -67,7 +67,8 @@ async def _verify(args: argparse.Namespace) -> CommandResult:
             save_evidence(args.save, answer)
         calibration = _read_calibration(calibration_bytes, recipe, folder)
         policy = await _find_policy(args, descriptor, answer.evidence, recipe, folder)
-        reviews = await _judge_again(answer, path, policy, recipe, calibration)
+        previous = await _find_previous(descriptor, answer.evidence, recipe, calibration, folder)
+        reviews = await _judge_again(answer, path, policy, recipe, calibration, previous)
     return conclude_review(args.where, answer.evidence, reviews)
 
 
@@ -145,6 +146,20 @@ async def _find_policy(
     return await asyncio.to_thread(open_version, version, place, recipe)
 
 
+async def _find_previous(
+    descriptor: "Descriptor", evidence: "Evidence", recipe: "Recipe", calibration: "Calibration", folder: Path
+) -> "Policy | None":
+    """The version before the claimed one, which work is compared with in bfloat16; None if that is not needed."""
+    from shoal.node.weights import open_version
+    from shoal.toploc.rivals import Rival
+
+    version = evidence.job.version - 1
+    if version < 0 or Rival.PREVIOUS not in calibration.rivals:
+        return None
+    place = await _pull_weights(descriptor, version, folder / "previous")
+    return await asyncio.to_thread(open_version, version, place, recipe)
+
+
 async def _pull_weights(descriptor: "Descriptor", version: int, folder: Path) -> Path:
     from shoal.shardcast.client import ShardcastClient
     from shoal.shardcast.fetch.upstreams import GoneError
@@ -162,7 +177,12 @@ async def _pull_weights(descriptor: "Descriptor", version: int, folder: Path) ->
 
 
 async def _judge_again(
-    answer: "EvidenceAnswer", path: Path, policy: "Policy", recipe: "Recipe", calibration: "Calibration"
+    answer: "EvidenceAnswer",
+    path: Path,
+    policy: "Policy",
+    recipe: "Recipe",
+    calibration: "Calibration",
+    previous: "Policy | None",
 ) -> "list[Review]":
     """Each verdict, compared with the result of the same job here."""
     from shoal.submission.read import ParserPool
@@ -171,6 +191,7 @@ async def _judge_again(
 
     async with ParserPool() as parsers:
         judge = Judge(recipe, calibration, parsers)
+        judge.previous = previous
         reviews = []
         for job, signed in zip(answer.evidence.list_jobs(), answer.verdicts, strict=True):
             opinion = await judge.judge(job, path, policy)

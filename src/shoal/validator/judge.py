@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from shoal.learner.filter import has_signal
 from shoal.policy.model import Policy
 from shoal.protocol.messages import Finding, Job, Verdict
@@ -32,8 +34,18 @@ from shoal.submission.limits import FormError, ParserCrashError, SubmissionLimit
 from shoal.submission.read import ParserPool, ParserPoolError, SubmissionContents, read_submission
 from shoal.tasks.base import Family
 from shoal.toploc.calibration import Calibration
+from shoal.toploc.rivals import Rival, make_rivals, measure_change
 from shoal.validator.consistency import COPY_CHECK, LIMIT_CHECK, REWARD_CHECK, ConsistencyCheck
-from shoal.validator.finding import Assessment, Replayed, count_drift, describe_group, measurement, rejected, violation
+from shoal.validator.finding import (
+    Assessment,
+    Replayed,
+    count_drift,
+    describe_group,
+    measurement,
+    rejected,
+    state_odds,
+    violation,
+)
 from shoal.validator.proof import ProofCase, ProofResult, check_proofs
 
 _FORMAL = frozenset({"manifest", "groups"})
@@ -47,6 +59,15 @@ class Judge:
         self._recipe, self._calibration, self._parsers = recipe, calibration, parsers
         self._work: asyncio.Task[list[Assessment]] | None = None
         """the current computation; it continues after its caller gave up, because a thread cannot be stopped"""
+        self.previous: Policy | None = None
+        """the version before the one that is judged next, if `needs_previous`; None if nobody has it"""
+        self._rivals: tuple[Policy, Policy | None, dict[Rival, PreTrainedModel]] | None = None
+        """those of the version judged last"""
+
+    @property
+    def needs_previous(self) -> bool:
+        """Whether work is compared with the version before its own."""
+        return Rival.PREVIOUS in self._calibration.rivals
 
     @cached_property
     def _family(self) -> Family:
@@ -103,8 +124,20 @@ class Judge:
         ]
         cases = [case for case in found if isinstance(case, ProofCase)]
         seeded, eos_id = self._recipe.seeded, policy.eos_id
-        proofs = iter(check_proofs(cases, policy.model, self._calibration, eos_id=eos_id, seeded=seeded))
+        rivals = self._find_rivals(policy) if cases else {}
+        proofs = iter(check_proofs(cases, policy.model, self._calibration, eos_id=eos_id, seeded=seeded, rivals=rivals))
         return [self._assess_proof(item, next(proofs)) if isinstance(item, ProofCase) else item for item in found]
+
+    def _find_rivals(self, policy: Policy) -> dict[Rival, PreTrainedModel]:
+        """The weights that work is compared with; none in float32."""
+        bets, previous = self._calibration.rivals, self.previous
+        if not bets:
+            return {}
+        if self._rivals is None or self._rivals[0] is not policy or self._rivals[1] is not previous:
+            made = make_rivals(policy.model, None if previous is None else previous.model)
+            near = [rival for rival in made if measure_change(policy.model, made[rival]) < bets[rival].least_change]
+            self._rivals = policy, previous, {rival: model for rival, model in made.items() if rival not in near}
+        return self._rivals[2]
 
     def _check_consistency(
         self, consistency: ConsistencyCheck, job: Job, contents: SubmissionContents
@@ -138,6 +171,7 @@ class Judge:
             tokens=sum(group.num_tokens for group in groups),
             groups=tuple(describe_group(group, signal=self._is_wanted(group)) for group in groups),
             drift=count_drift(proof.reports, self._calibration),
+            odds=state_odds(proof.reports),
             replayed=replayed,
         )
 
