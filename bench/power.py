@@ -76,7 +76,7 @@ class Size:
 
 FULL = {
     "sort": Size(task="sort", tokens=13, step=1e-4, rollouts=256, samples=2800, attacks=384, owners=200, honest=2000),
-    "smollm2": Size(task="", tokens=40, step=3e-5, rollouts=32, samples=1000, attacks=48, owners=200, honest=2000),
+    "smollm2": Size(task="", tokens=40, step=3e-5, rollouts=32, samples=120, attacks=20, owners=200, honest=2000),
 }
 QUICK = {"sort": replace(FULL["sort"], samples=1000, attacks=128, owners=50, honest=200)}
 
@@ -119,8 +119,10 @@ def measure_model(name: str, size: Size, flags: argparse.Namespace) -> tuple[str
     subject = load_subject(name, torch.bfloat16)
     subject.policy.model.eval()
     setups = list_setups("bfloat16", threads=1, mixed=False)
-    if name == "smollm2" or flags.quick:  # one at a time takes most of the time and is as noisy as seven
-        setups = [setup for setup in setups if "1" not in setup.name.split() and setup.name != "transformers, batch 1"]
+    if name == "smollm2":  # the two extremes of what this machine offers
+        setups = [setup for setup in setups if setup.name in ("64 slots", "transformers, batch 7")]
+    elif flags.quick:  # one at a time takes most of the time and is as noisy as seven
+        setups = [setup for setup in setups if setup.name not in ("1 slot", "transformers, batch 1")]
     calibration = calibrate(subject, setups, size)
     powers = read_power(calibration.model_dump_json().encode())
     dial = Dial(ValidationConfig(), powers, rollouts=size.rollouts, validators=VALIDATORS)

@@ -6,12 +6,15 @@ from tests.fixtures.toploc_work import make_policy
 
 from shoal.calibrate.calibrate import CalibrationPlan, calibrate_policy
 from shoal.calibrate.power import format_power, measure_work
-from shoal.calibrate.prompts import PromptSource
-from shoal.calibrate.variants import VariantSetup, probe_dtype
+from shoal.calibrate.prompts import PromptSource, draw_requests
+from shoal.calibrate.variants import VariantSetup, probe_dtype, run_variant
 from shoal.policy.altered import map_linears, round_channels, shift_weights
 from shoal.policy.model import Policy
 from shoal.toploc.calibration import Calibration
+from shoal.toploc.check import CheckBatch, check_batches, judge_rivals
 from shoal.toploc.rivals import Rival, make_rivals
+from shoal.toploc.stream import ProofBuilder
+from shoal.validator.finding import state_odds
 
 SOURCE = PromptSource(tokens=64, temperature=1.0, seed=0)
 SETUPS = [VariantSetup(name="engine"), VariantSetup(name="plain", source="plain", batch=7)]
@@ -74,3 +77,21 @@ def test_altered_copies_leave_the_true_weights_as_they_are(narrow: Policy) -> No
     for other in (map_linears(narrow.model, round_channels), shift_weights(narrow.model, STEP)):
         assert any(not torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
     assert all(torch.equal(tensor, before[name]) for name, tensor in narrow.model.state_dict().items())
+
+
+@pytest.mark.parametrize("is_honest", [True, False])
+def test_a_submission_of_rounded_weights_is_rejected_by_its_odds_and_an_honest_one_is_not(
+    narrow: Policy, measured: Calibration, is_honest: bool
+) -> None:
+    """No rollout of it is found alone: 24 together are."""
+    requests = [request for request, _ in zip(draw_requests(narrow, SOURCE, "odds"), range(48), strict=False)][::2]
+    worker = narrow.model if is_honest else map_linears(narrow.model, round_channels).eval()
+    builder = ProofBuilder()
+    rollouts = run_variant(VariantSetup(name="x"), worker, requests, eos_id=narrow.eos_id, sink=builder)
+    batch = CheckBatch(requests=requests, rollouts=rollouts, proofs={own.id: builder.take(own.id) for own in rollouts})
+    rivals = make_rivals(narrow.model, None)
+    (reports,) = check_batches({0: narrow.model}, [batch], measured, eos_id=narrow.eos_id, rivals=rivals)
+    assert all(set(report.rivals) == {Rival.INT8, Rival.INT8_GROUPS} for report in reports)
+    finding = judge_rivals(reports, measured)
+    assert finding.failed is not is_honest
+    assert {own.rival for own in state_odds(reports)} == {"int8", "int8_groups"}

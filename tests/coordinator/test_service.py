@@ -363,7 +363,7 @@ def test_kill_minus_nine_in_the_middle_of_an_upload_costs_a_retry_and_nothing_el
         url, public = started["url"], started["coordinator"]
         manifest = asyncio.run(prepare(url, public))
         first_lease = Lease.model_validate(
-            json.loads((tmp_path / "worker" / "leases" / f"{manifest.lease}.json").read_text())["body"]
+            json.loads((tmp_path / "worker" / "grants" / f"{manifest.lease}.json").read_text())["body"]
         )
         asyncio.run(upload_half(url, public, manifest, process))
     port = int(url.rpartition(":")[2])

@@ -80,6 +80,9 @@ def test_power_is_read_from_the_calibration_file() -> None:
     first, second = read_power(json.dumps(data).encode())
     assert first == AttackPower("int8", 0.1, (1.0, 2.0), (-1.0,)) and second == AttackPower("int4", 0.9)
     assert read_power(b"{}") == []
+    for other in (b"no json", b"[]", b'{"power": [{}]}'):
+        with pytest.raises(ConfigError, match="not a calibration file"):
+            read_power(other)
 
 
 @pytest.mark.parametrize("checked", [8, 16, 40])

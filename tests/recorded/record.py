@@ -195,7 +195,7 @@ def record_run(root: Path, out: Path) -> None:
 def is_first(root: Path, part: str, receipt: Path) -> bool:
     """Whether the work is of the first step, which is that of v0."""
     lease = json.loads(receipt.read_text())["body"]["lease"]
-    step: int = json.loads((root / part / "leases" / f"{lease}.json").read_text())["body"]["step"]
+    step: int = json.loads((root / part / "grants" / f"{lease}.json").read_text())["body"]["step"]
     return step == 1
 
 
@@ -205,7 +205,7 @@ def record_submission(root: Path, part: str, receipt: dict[str, Any], out: Path,
     path = out / f"{name}.parquet"
     shutil.copy(root / "coordinator" / "blobs" / blob[:2] / blob, path)
     path.chmod(0o644)
-    shutil.copy(root / part / "leases" / f"{lease_name}.json", out / f"{name}_lease.json")
+    shutil.copy(root / part / "grants" / f"{lease_name}.json", out / f"{name}_lease.json")
     shutil.copy(root / part / "receipts" / f"{receipt['submission']}.json", out / f"{name}_receipt.json")
     lease = json.loads((out / f"{name}_lease.json").read_text())["body"]
     size = lease["group_size"]

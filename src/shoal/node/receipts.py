@@ -17,7 +17,7 @@ from shoal.util.files import sweep_leftovers, write_atomic
 MAX_KEPT = 10_000
 _NAME = re.compile(r"[a-z0-9-]{1,64}")
 _FOLDERS: dict[type, tuple[str, Tag]] = {
-    Lease: ("leases", Tag.LEASE),
+    Lease: ("grants", Tag.LEASE),
     Receipt: ("receipts", Tag.RECEIPT),
     VerdictRecord: ("verdicts", Tag.VERDICT),
 }

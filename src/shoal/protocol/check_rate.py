@@ -46,6 +46,7 @@ from shoal.errors import ConfigError
 Part = Annotated[float, Field(ge=1e-6, le=1.0)]
 Chance = Annotated[float, Field(ge=1e-6, le=1.0 - 1e-6)]
 """integer millionths, because a ledger holds no floats"""
+AttackNames = Annotated[list[str], Field(max_length=16, json_schema_extra={"allowed": "a list of attacks"})]
 MAX_SUBMISSIONS = 100_000
 GOOD_SHARE = 2
 """An owner in good standing must be caught within n / GOOD_SHARE submissions: it can have cheated that much less than
@@ -69,7 +70,7 @@ class ValidationConfig(Settings):
     guarantee: Guarantee = Guarantee()
     power: Part = 0.75
     """d: most that is assumed of the chance that replaying a cheated rollout detects it; less if less was measured"""
-    promised: list[str] = Field(default=["int8", "int8 in groups", "int4"])
+    promised: AttackNames = Field(default=["int8", "int8 in groups", "int4"])
     """attacks of the calibration that the guarantee must cover: a run with which it does not is refused"""
 
 

@@ -74,13 +74,16 @@ class AttackPower:
 
 
 def read_power(calibration: bytes) -> list[AttackPower]:
-    """The measured power of a calibration file; empty if it was not measured."""
-    data = json.loads(calibration)
-    honest = data.get("honest_odds", {})
-    return [
-        AttackPower(row["attack"], row["found"], tuple(row["odds"]), tuple(honest.get(row["rival"] or "", ())))
-        for row in data.get("power", [])
-    ]
+    """The measured power of a calibration file; empty if it was not measured, `ConfigError` if it is no such file."""
+    try:
+        data = json.loads(calibration)
+        honest = data.get("honest_odds", {})
+        return [
+            AttackPower(row["attack"], row["found"], tuple(row["odds"]), tuple(honest.get(row["rival"] or "", ())))
+            for row in data.get("power", [])
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"not a calibration file: {error!a:.200}") from None
 
 
 class Coverage(NamedTuple):
@@ -138,7 +141,7 @@ class Dial:
         lines = []
         for cover in self.covers:
             within = self._count_within(cover, checked)
-            seen = f"{cover.attack}: {show_share(cover.power)} of its rollouts are found alone"
+            seen = f"{cover.attack}: at least {show_share(cover.power)} of its rollouts are found alone"
             if cover.evidence.gain:
                 seen += f", each adds {cover.evidence.gain:.2g} nats"
             if within is None:
