@@ -76,7 +76,7 @@ def test_a_node_goes_through_the_whole_cycle(open_stand: Any, tmp_path: Path) ->
             client.close()
             folder = stand.folder / "nodes" / key.public[:8]
             for name, tag in [
-                ("leases/l1", Tag.LEASE),
+                ("grants/l1", Tag.LEASE),
                 ("receipts/s1", Tag.RECEIPT),
                 ("verdicts/s1-1", Tag.VERDICT),
             ]:
