@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from altered import step_back
 from models import load_subject
 from shoal.engine.sampling import choose_tokens
+from shoal.policy.altered import add_adapter, map_linears, round_channels, round_groups
 from shoal.redteam.attacks.sampling import NUM_TRIES, draw_places, list_tries
 from shoal.redteam.attacks.sampling import edit_prompt as bend_prompt
 from shoal.redteam.behaviours.forged_work import ForgedRollouts, fit_proofs
@@ -32,7 +33,7 @@ from shoal.redteam.behaviours.sampling import (
     claim_tokens,
     plan_uniforms,
 )
-from shoal.redteam.behaviours.weights import add_adapter, drop_layers, map_linears, round_channels, round_groups
+from shoal.redteam.behaviours.weights import drop_layers
 from shoal.rollout import Rollout
 from shoal.seeds import token_uniforms
 from stage import GROUP, Stage

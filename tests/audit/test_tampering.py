@@ -11,7 +11,7 @@ from shoal.ledger.db import open_database
 from shoal.protocol.messages import Verdict
 from shoal.protocol.params import MILLION
 
-TOLD = {"drift": [(0, 100_000, 60, 1)], "numbers": (500_000, 700_000)}
+TOLD = {"drift": [(0, 100_000, 60, 1)], "numbers": (500_000, 700_000), "odds": {"int8": (900_000, 500_000, 1000)}}
 """what a validator reports about the work besides its verdict"""
 
 

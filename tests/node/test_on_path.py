@@ -32,7 +32,7 @@ from shoal.protocol.messages import (
     sign_message,
 )
 
-BEAT = Heartbeat(role="validator", wait=None, version=-1, leases=(), metrics={})
+BEAT = Heartbeat(role="validator", wait=None, version=-1, leases=())
 BANNED = b'{"code":"banned","server_time_ms":1,"text":"this node or its owner is banned from this run"}'
 
 

@@ -58,13 +58,13 @@ def bench(recipe: Recipe, calibration: Calibration) -> Iterator[Bench]:
 @pytest.fixture
 def cases(honest, recipe: Recipe, open_lease_workers, tmp_path: Path) -> dict[str, Any]:
     """Good work, and work with a bad proof, bad content and a bad form."""
-    (greedy,), (claims,) = (open_lease_workers(make_behaviours(name, recipe)) for name in ("greedy", "claimed_reward"))
+    (greedy,), (pads,) = (open_lease_workers(make_behaviours(name, recipe)) for name in ("greedy", "padding"))
     rubbish = tmp_path / "rubbish.parquet"
     rubbish.write_bytes(b"PAR1 nothing PAR1")
     return {
         "good": honest,
         "proof": greedy.hand_in(),
-        "meaning": claims.hand_in(),
+        "meaning": pads.hand_in(),
         "form": replace(honest, path=rubbish),
     }
 

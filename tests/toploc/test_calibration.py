@@ -20,7 +20,7 @@ def test_a_file_is_read_as_it_was_written(calibration: Calibration, speaker: Pol
     calibration.save(path)
     assert load_calibration(path) == load_calibration(path, speaker.model) == calibration
     data = json.loads(path.read_text())
-    assert data["format"] == 1 and data["dtype"] == "float32" and data["backend"] == "torch cpu"
+    assert data["format"] == 2 and data["dtype"] == "float32" and data["backend"] == "torch cpu"
     assert data["full"]["limits"]["toploc_mantissa"]["method"] in ("floor", "margin", "tail")
     assert [variant["name"] for variant in data["variants"]] == ["engine", "transformers", "float64"]
 
@@ -77,7 +77,7 @@ def edit(data: dict[str, Any], *keys: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("keys", "value", "where"),
     [
-        (("format",), 2, "format"),
+        (("format",), 1, "format"),
         (("rate",), 0.0, "rate"),
         (("rate",), "1e-4", "rate"),
         (("extra",), 1, "extra"),

@@ -78,14 +78,14 @@ def test_honest_rollouts_pass_with_a_wide_margin(check, honest) -> None:
     statistical = [f for report in reports for f in report.findings if f.check not in (Check.EOS, Check.OUTSIDE)]
     assert max(rank_finding(finding)[1] for finding in statistical) < 0.5
     checks = {finding.check for finding in reports[0].findings}
-    assert checks == set(Check) - {Check.SHAPE, Check.FORM}
+    assert checks == set(Check) - {Check.SHAPE, Check.FORM, Check.RIVAL}
 
 
 def test_honest_rollouts_pass_without_seeds(check, honest) -> None:
     reports = check(honest, seeded=False)
     assert failures(reports) == {}
     checks = {finding.check for finding in reports[0].findings}
-    assert checks == set(Check) - {Check.SAMPLING, Check.FORM}
+    assert checks == set(Check) - {Check.SAMPLING, Check.FORM, Check.RIVAL}
 
 
 def test_honest_submissions_leave_no_evidence(check, honest, calibration: Calibration) -> None:

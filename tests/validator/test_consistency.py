@@ -102,12 +102,13 @@ def test_a_reward_is_equal_to_the_last_bit(honest) -> None:
 
 
 class ExpensiveFamily:
-    """A family whose verifier is expensive, and counts its calls."""
+    """A family whose verifier is expensive for some tasks, all unless they are named, and counts its calls."""
 
-    expensive = True
+    def __init__(self, family: object, expensive: Sequence[str] | None = None) -> None:
+        self._family, self.num_asked, self._expensive = family, 0, expensive
 
-    def __init__(self, family: object) -> None:
-        self._family, self.num_asked = family, 0
+    def is_expensive(self, task: Task) -> bool:
+        return self._expensive is None or task.id in self._expensive
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._family, name)
@@ -124,8 +125,31 @@ def test_expensive_rewards_are_recomputed_for_the_jobs_share_and_at_least_one_pe
     size = len(honest.groups[0].rollouts)
     family = ExpensiveFamily(honest.meaning._family)
     honest.meaning._family = family
-    assert is_expensive(family) and honest.look(check_ppm=share) == []
+    assert is_expensive(family, honest.meaning.plan(honest.job)[0].task) and honest.look(check_ppm=share) == []
     assert family.num_asked == len(honest.groups) * min(per_group, size)
+
+
+def test_one_expensive_task_leaves_no_reward_of_the_others_unchecked(honest) -> None:
+    """On a set with one code task, all rewards of the other tasks are computed again."""
+    plans = honest.meaning.plan(honest.job)
+    assert len({plan.task.id for plan in plans}) == len(plans) > 1
+    family = honest.meaning._family = ExpensiveFamily(honest.meaning._family, [plans[0].task.id])
+    size = len(honest.groups[0].rollouts)
+    assert honest.look(check_ppm=1) == []
+    assert family.num_asked == 1 + size * (len(plans) - 1)
+
+
+@pytest.mark.parametrize(
+    ("is_expensive", "claim", "check"),
+    [(False, 1, "reward"), (False, -1, "reward"), (True, 1, "reward"), (True, -1, "reward_low")],
+)
+def test_less_than_a_verifier_with_a_time_limit_finds_is_not_called_a_lie(honest, is_expensive, claim, check) -> None:
+    """A slow machine may have given up honestly; none finds more than there is."""
+    first, *rest = honest.groups
+    honest.meaning._family = ExpensiveFamily(honest.meaning._family, None if is_expensive else [])
+    lies = [Score(own.value + claim, own.reason) for own in first.scores]
+    findings = honest.look([replace(first, scores=tuple(lies)), *rest], check_ppm=MILLION)
+    assert checks(findings) == {check}
 
 
 class WideFamily(ExpensiveFamily):

@@ -110,7 +110,25 @@ def test_a_claimed_reward_is_recomputed(hand_in) -> None:
         return (replace(first, scores=scores), *rest)
 
     opinion = hand_in(edit=praise).opinion()
-    assert opinion.verdict is Verdict.SOFT and failed(opinion) == {"reward"}
+    assert opinion.verdict is Verdict.HARD and failed(opinion) == {"reward"}
+
+
+@pytest.mark.parametrize(("claimed", "verdict"), [(1.0, Verdict.HARD), (0.0, Verdict.SOFT)])
+def test_a_lie_about_an_expensive_reward_is_fraud_but_giving_up_too_soon_is_not(
+    hand_in, monkeypatch, claimed: float, verdict: Verdict
+) -> None:
+    """Every owner that is drawn lying is convicted: 72 % of such lies were paid while they were only soft."""
+    monkeypatch.setattr(consistency, "is_expensive", lambda family, task: True)
+    monkeypatch.setattr(
+        consistency, "score_texts", lambda family, task, texts: [Score(1.0 - claimed, "firm") for _ in texts]
+    )
+
+    def claim(groups: Sequence[Group]) -> Sequence[Group]:
+        return [replace(group, scores=tuple(Score(claimed, "") for _ in group.scores)) for group in groups]
+
+    opinion = hand_in(edit=claim).opinion()
+    assert opinion.verdict is verdict
+    assert failed(opinion) == {"reward" if verdict is Verdict.HARD else "reward_low"}
 
 
 def test_a_rollout_cut_short_breaks_the_stop_rule(hand_in) -> None:

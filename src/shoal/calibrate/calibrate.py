@@ -12,13 +12,14 @@ bet's chance is that of the group with the largest.
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from shoal.calibrate.power import is_found, measure_power
 from shoal.calibrate.prompts import PromptSource, draw_requests
 from shoal.calibrate.variants import VariantSetup, cast_models, list_setups, probe_dtype, replay_variant, run_variant
 from shoal.engine.base import CHUNK
@@ -160,6 +161,12 @@ class CalibrationPlan:
     """whether workers may use the other dtype"""
     device: str = "auto"
     """where both compute"""
+    attacks: int = 0
+    """rollouts of each attack whose power is measured; 0 to measure none"""
+    answer_tokens: int = 0
+    """longest answer of the run, for which power is measured; 0: as long as the rollouts"""
+    step: float = 1e-5
+    """how far one training step moves the weights: the run's learning rate"""
 
 
 def run_calibration(path: str, dtype: str, plan: CalibrationPlan) -> Calibration:
@@ -179,7 +186,7 @@ def run_recheck(path: str, dtype: str, plan: CalibrationPlan, file: Path) -> lis
 def find_complaints(calibration: Calibration, samples: Samples) -> Iterator[str]:
     """Honest rollouts that would be accused, and variants whose nodes would be accused sooner or later."""
     for name, rollouts in samples.items():
-        alarms = sum(_raises_alarm(chunks, calibration) for chunks in rollouts)
+        alarms = sum(is_found(chunks, calibration) for chunks in rollouts)
         if alarms:
             yield f"{name}: {alarms} of {len(rollouts)} honest rollouts would be accused"
         evidence = SequentialEvidence()
@@ -224,7 +231,12 @@ def calibrate_policy(
         heldout_rollouts=0,
         heldout_alarms=0,
     )
-    return cross_check(calibration, samples)
+    checked = cross_check(calibration, samples)
+    if not plan.attacks:
+        return checked
+    able = [setup for setup in setups if setup.name in samples]
+    source = replace(plan.source, tokens=plan.answer_tokens or plan.source.tokens)
+    return measure_power(policy, able, source, checked, step=plan.step, rollouts=plan.attacks)
 
 
 def measure_variant(
@@ -256,7 +268,7 @@ def cross_check(calibration: Calibration, samples: Samples) -> Calibration:
             known, rate=calibration.rate, confidence=calibration.confidence, max_tokens=calibration.max_tokens
         )
         fitted = calibration.model_copy(update={"full": full, "short": short})
-        alarms += sum(_raises_alarm(chunks, fitted) for rollouts in unseen.values() for chunks in rollouts)
+        alarms += sum(is_found(chunks, fitted) for rollouts in unseen.values() for chunks in rollouts)
     total = sum(len(rollouts) for rollouts in samples.values())
     return calibration.model_copy(update={"heldout_rollouts": total, "heldout_alarms": alarms})
 
@@ -320,12 +332,3 @@ def _measure_batch(
     results = verify_batch([replays[rollout.id].hidden for rollout in rollouts], proofs)
     pairs = zip(rollouts, results, strict=True)
     return [measure_chunks(rollout, replays[rollout.id], own) for rollout, own in pairs]
-
-
-def _raises_alarm(chunks: Sequence[ChunkStats], calibration: Calibration) -> bool:
-    over = any(
-        not getattr(chunk, name) <= calibration.limit_chunk(check, chunk)
-        for chunk in chunks
-        for check, name in LIMITED.items()
-    )
-    return over or SequentialEvidence().extend(chunks, calibration.bets).judge(calibration.share).failed

@@ -50,6 +50,11 @@ def _add_calibrate(parser: CommandParser) -> None:
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--task", default="", metavar="NAME", help="prompts of a task family (default: random tokens)")
     prompts.add_argument("--prompts", type=Path, metavar="FILE", help="prompts from a text file, one per line")
+    add("--attacks", type=int, default=256, metavar="N", help="rollouts of each attack, to measure power (%(default)s)")
+    text = "longest answer of the run, for which power is measured (default: --tokens)"
+    add("--answer-tokens", type=int, default=0, metavar="N", help=text)
+    text = "learning rate of the run: how far a previous version is from the present one (%(default)s)"
+    add("--step", type=float, default=1e-5, metavar="LR", help=text)
     add("--seed", type=int, default=0, metavar="N", help="seed of prompts and rollouts (%(default)s)")
     add("--out", type=Path, default=Path("calibration.json"), metavar="FILE", help="file to write (%(default)s)")
     add("--check", type=Path, metavar="FILE", help="write nothing; check whether FILE holds for the current weights")
@@ -149,10 +154,13 @@ def run_calibrate(args: argparse.Namespace) -> int:
     """Measure honest rollouts of a model and set its check thresholds."""
     check_output(args.out)
     from shoal.calibrate.calibrate import CalibrationPlan, format_table, run_calibration, run_recheck
+    from shoal.calibrate.power import format_power
     from shoal.calibrate.prompts import PromptSource
 
     source = PromptSource(file=args.prompts, **common.pick_flags(args, "tokens", "temperature", "seed", "task"))
-    own = common.pick_flags(args, "samples", "rate", "confidence", "threads", "mixed", "device")
+    own = common.pick_flags(
+        args, "samples", "rate", "confidence", "threads", "mixed", "device", "attacks", "step", "answer_tokens"
+    )
     plan = CalibrationPlan(source=source, **own)
     if args.check is not None:
         complaints = run_recheck(args.model, args.dtype, plan, args.check)
@@ -160,7 +168,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
         return EXIT_STALE if complaints else 0
     calibration = run_calibration(args.model, args.dtype, plan)
     calibration.save(args.out)
-    print(format_table(calibration), end="")
+    print(format_table(calibration) + format_power(calibration), end="")
     print(f"written to {args.out}")
     return 0
 

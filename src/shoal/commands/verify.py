@@ -68,7 +68,8 @@ async def _verify(args: argparse.Namespace) -> CommandResult:
             _save_case(args.save, answer, path)
         calibration = _read_calibration(calibration_bytes, recipe, folder)
         policy = await _find_policy(args, descriptor, answer.evidence, recipe, folder)
-        reviews = await _judge_again(answer, path, policy, recipe, calibration)
+        previous = await _find_previous(descriptor, answer.evidence, recipe, calibration, folder)
+        reviews = await _judge_again(answer, path, policy, recipe, calibration, previous)
     return conclude_review(args.where, answer.evidence, reviews, in_full=bool(args.verbose))
 
 
@@ -178,6 +179,20 @@ def _find_held(node: Path, evidence: "Evidence") -> Path | None:
         return None
 
 
+async def _find_previous(
+    descriptor: "Descriptor", evidence: "Evidence", recipe: "Recipe", calibration: "Calibration", folder: Path
+) -> "Policy | None":
+    """The version before the claimed one, which work is compared with in bfloat16; None if that is not needed."""
+    from shoal.node.weights import open_version
+    from shoal.toploc.rivals import Rival
+
+    version = evidence.job.version - 1
+    if version < 0 or Rival.PREVIOUS not in calibration.rivals:
+        return None
+    place = await _pull_weights(descriptor, version, folder / "previous")
+    return await asyncio.to_thread(open_version, version, place, recipe)
+
+
 async def _pull_weights(descriptor: "Descriptor", version: int, folder: Path) -> Path:
     from shoal.shardcast.client import ShardcastClient
     from shoal.shardcast.fetch.upstreams import GoneError
@@ -201,7 +216,12 @@ async def _pull_weights(descriptor: "Descriptor", version: int, folder: Path) ->
 
 
 async def _judge_again(
-    answer: "EvidenceAnswer", path: Path, policy: "Policy", recipe: "Recipe", calibration: "Calibration"
+    answer: "EvidenceAnswer",
+    path: Path,
+    policy: "Policy",
+    recipe: "Recipe",
+    calibration: "Calibration",
+    previous: "Policy | None",
 ) -> "list[Review]":
     """Each verdict, compared with the result of the same job here."""
     from shoal.submission.read import ParserPool
@@ -210,6 +230,7 @@ async def _judge_again(
 
     async with ParserPool() as parsers:
         judge = Judge(recipe, calibration, parsers)
+        judge.previous = previous
         reviews = []
         for job, signed in zip(answer.evidence.list_jobs(), answer.verdicts, strict=True):
             opinion = await judge.judge(job, path, policy)

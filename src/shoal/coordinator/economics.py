@@ -65,7 +65,7 @@ def expect_gain(params: RunParams, standing: Standing, *, join_work: int = JOIN_
     lost = count_burned(params, standing) + price_identity(params, join_work)
     sizes = params.group_size, params.groups_per_lease * params.group_size
     drawn = [count_drawn(params.check_share(standing, rollouts), rollouts) for rollouts in sizes]
-    found = [detect_cheat(checked, params.power) for checked in drawn]
+    found = [detect_cheat(checked, params.power, params.evidence) for checked in drawn]
     return max((1.0 - chance) - chance * lost for chance in found)
 
 

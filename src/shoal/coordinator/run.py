@@ -31,6 +31,7 @@ from shoal.net.server import HttpServer, Receive, Scope, Send
 from shoal.net.sockets import is_loopback, load_server_tls
 from shoal.protocol.check_rate import ValidationConfig
 from shoal.protocol.params import RunParams, set_check_rate
+from shoal.protocol.power import Dial, read_power
 from shoal.util.clock import read_clock
 from shoal.util.disk import has_room, spare_words
 from shoal.util.units import check_run
@@ -102,12 +103,26 @@ def _apply_guarantee(data: dict[str, Any]) -> None:
     """Copy the table `[validation]` into the parameters, where the ledger stores it."""
     if "validation" not in data:
         return
-    dial = set_check_rate(_validate(_ValidationTable, {"validation": data.pop("validation")}).validation)
+    validation = _validate(_ValidationTable, {"validation": data.pop("validation")}).validation
     params = data.setdefault("params", {})
     if isinstance(params, dict):  # otherwise validation rejects it later
+        dial = _weigh_power(validation, params, data.get("calibration"))
         if said := sorted(dial.keys() & params.keys()):
             raise ConfigError(f"params.{said[0]}: conflicts with the table [validation]; keep one of the two")
         params.update(dial)
+
+
+def _weigh_power(validation: ValidationConfig, params: dict[str, Any], calibration: object) -> dict[str, int]:
+    """The parameters that follow from a guarantee and from the power that the calibration measured, if there is one."""
+    if not isinstance(calibration, str) or not calibration:
+        return set_check_rate(validation)
+    try:
+        powers = read_power(Path(calibration).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{calibration}: cannot be read ({error.strerror})") from None
+    sizes = build_params(params)
+    rollouts = sizes.groups_per_lease * sizes.group_size
+    return Dial(validation, powers, rollouts=rollouts, validators=len(sizes.validators)).set_params()
 
 
 def _validate(model: type[Any], data: dict[str, Any]) -> Any:

@@ -15,8 +15,10 @@ from shoal.util.files import atomic_dir
 from shoal.util.process import tune_process
 
 _SKIPPED = {"1 slot", "replayed alone", "transformers, batch 1", "transformers, batch 7"}
-"""Ways that take most of the time. In float32 thresholds are floors above the noise of all ways; `shoal calibrate`
-measures every one, for a run whose strangers bring other machines."""
+"""Ways that take most of the time. In float32 thresholds are floors above the noise of all ways, and these are skipped;
+`shoal calibrate` measures every one, for a run whose strangers bring other machines."""
+CHUNKS_PER_ATTACK, LEAST_ATTACKS = 8, 16
+"""Honest chunks for each rollout of an attack whose power is measured, and the least number of these."""
 
 
 def write_start(config: RunConfig, folder: Path) -> Policy:
@@ -38,6 +40,15 @@ def calibrate_start(policy: Policy, config: RunConfig, *, chunks: int, tokens: i
         task=config.tasks.name,
         family=open_tasks(config) if config.tasks.set or config.length.mode != "none" else None,
     )
-    plan = CalibrationPlan(source=source, samples=chunks, threads=1)
-    ways = [way for way in list_setups(config.policy.dtype, threads=1, mixed=False) if way.name not in _SKIPPED]
+    plan = CalibrationPlan(
+        source=source,
+        samples=chunks,
+        threads=1,
+        attacks=max(LEAST_ATTACKS, chunks // CHUNKS_PER_ATTACK),
+        answer_tokens=min(config.engine.max_tokens, longest),
+        step=config.learner.lr,
+    )
+    ways = list_setups(config.policy.dtype, threads=1, mixed=False)
+    if config.policy.dtype == "float32":
+        ways = [way for way in ways if way.name not in _SKIPPED]
     return calibrate_policy(policy, ways, plan, name=config.name)

@@ -22,14 +22,15 @@ from typing import Any
 
 from shoal.config.run import RunConfig, build_config, dump_config, flatten_config
 from shoal.config.toml import dump_toml, read_toml
-from shoal.coordinator.economics import describe_check_rate, list_warnings
+from shoal.coordinator.economics import describe_check_rate, list_rates, list_warnings
 from shoal.errors import ConfigError
 from shoal.identity.keys import Key
 from shoal.launch.layout import SwarmPaths, name_cheats, name_relays, name_validators, name_workers
 from shoal.launch.settings import HostsConfig, LaunchConfig
 from shoal.node.identity import Identity, load_identity
 from shoal.node.session import Role
-from shoal.protocol.params import MAX_TASKS_BYTES, RunParams, dump_params, set_check_rate
+from shoal.protocol.params import MAX_TASKS_BYTES, RunParams, dump_params
+from shoal.protocol.power import Dial, read_power
 from shoal.recipe import Recipe, SetTerms, dump_recipe
 from shoal.shardcast.format.hashing import hash_root, hash_shards
 from shoal.shardcast.format.layout import File, ShardLayout
@@ -170,7 +171,18 @@ def build_params(prepared: PreparedSwarm) -> RunParams:
         claim_s=swarm.claim_s,
         trainers=(prepared.identities["trainer"].key.public,),
         validators=prepared.validators,
-        **set_check_rate(config.validation),
+        **open_dial(prepared).set_params(),
+    )
+
+
+def open_dial(prepared: PreparedSwarm) -> Dial:
+    """The check rate that follows from the guarantee and from the power that calibration measured."""
+    config = prepared.config
+    return Dial(
+        config.validation,
+        read_power(prepared.layout.calibration.read_bytes()),
+        rollouts=config.swarm.groups_per_lease * config.batch.group_size,
+        validators=len(prepared.validators),
     )
 
 
@@ -213,6 +225,9 @@ def log_checks(prepared: PreparedSwarm) -> None:
     params = build_params(prepared)
     for line in describe_check_rate(params):
         logger.info(f"checks: {line}")
+    rate = list_rates(params)[-1]
+    for is_caught, line in open_dial(prepared).describe(rate.checked):
+        logger.log(logging.INFO if is_caught else logging.WARNING, f"power: {line}")
     for line in list_warnings(params, join_work=prepared.config.swarm.join_work):
         logger.warning(line)
 

@@ -40,7 +40,7 @@ MAX_OBJECTS = 4096
 _STEPS = 1000
 """between two calls of the progress handler"""
 _BESIDE = ("-wal", "-shm", "-journal")
-_FUNCTIONS = frozenset({"min", "max", "count", "sum", "length", "sqlite_version"})
+_FUNCTIONS = frozenset({"coalesce", "count", "length", "max", "min", "sqlite_version", "sum"})
 _PRAGMAS = frozenset({"table_info", "table_xinfo", "read_uncommitted"})
 _PLAIN = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_TRANSACTION})
 

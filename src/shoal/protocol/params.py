@@ -41,6 +41,8 @@ Share = Annotated[int, Field(ge=0, le=MILLION)]
 """in millionths"""
 Part = Annotated[int, Field(ge=1, le=MILLION)]
 """in millionths, above zero"""
+Nats = Annotated[int, Field(ge=0, le=10**9)]
+"""in millionths"""
 MAX_CALIBRATION_BYTES = 4 << 20
 MAX_TASKS_BYTES = 64 << 20
 """of the files that a coordinator serves; a larger task set must reach nodes in another way"""
@@ -64,6 +66,7 @@ PARAM_GROUPS = {
         *("validators", "claim_s", "opinion_s", "max_rounds", "max_claims", "limit_lapses", "second_share"),
         *("reject_share", "check_probation", "check_good", "check_trusted", "guarantee_fraction"),
         *("guarantee_submissions", "guarantee_probability", "check_power", "watch_rate", "watch_submissions"),
+        *("evidence_gain", "evidence_spread", "evidence_mixed", "evidence_mixed_spread"),
         *("canary_every_s", "train_s"),
     ),
     "standing": ("good_after", "trusted_after", "limit_after", "limited_s"),
@@ -191,6 +194,14 @@ class RunParams(Settings):
     """... with this probability"""
     check_power: Part = 750_000
     """chance that replaying a cheated rollout detects it"""
+    evidence_gain: Nats = 0
+    """what a cheated rollout adds to the evidence against its owner when it is replayed, as measured by calibration;
+    0 where nothing is carried over, as in float32"""
+    evidence_spread: Nats = 0
+    """standard deviation of that"""
+    evidence_mixed: Nats = 0
+    """what any rollout of an owner adds that cheats in the guarantee's fraction of them"""
+    evidence_mixed_spread: Nats = 0
     second_share: Share = 50_000
     """share of submissions accepted by one validator that a second validator of another owner judges too"""
     reject_share: Share = MILLION
@@ -225,7 +236,8 @@ class RunParams(Settings):
             raise ValueError("heartbeat_s, stale_s and gone_s must be increasing")
         if self.hold_max_s < self.challenge_s or self.unbond_s <= self.challenge_s:
             raise ValueError("hold_max_s must be at least challenge_s, and unbond_s more")
-        check_rate.check_guarantee(self.guarantee, self.power, self.group_size)
+        if not self.evidence_gain:  # else the launch has checked it for the usual submission, see `weigh_power`
+            check_rate.check_guarantee(self.guarantee, self.power, self.group_size)
         return self
 
     @property
@@ -242,6 +254,17 @@ class RunParams(Settings):
         """`check_power` as a probability."""
         return self.check_power / MILLION
 
+    @property
+    def evidence(self) -> check_rate.EvidencePower:
+        """What carried evidence adds."""
+        return check_rate.EvidencePower(
+            gain=self.evidence_gain / MILLION,
+            spread=self.evidence_spread / MILLION,
+            mixed=self.evidence_mixed / MILLION,
+            mixed_spread=self.evidence_mixed_spread / MILLION,
+            validators=max(1, len(self.validators)),
+        )
+
     def check_share(self, standing: Standing, rollouts: int) -> int:
         """Share of a submission's rollouts to replay, in millionths: what the guarantee requires, or the minimum."""
         if standing is Standing.TRUSTED:
@@ -250,7 +273,7 @@ class RunParams(Settings):
             floor, promise = self.check_good, check_rate.hasten(self.guarantee)
         else:
             return self.check_probation
-        least = check_rate.count_checked(promise, self.power, rollouts) or rollouts
+        least = check_rate.count_checked(promise, self.power, rollouts, self.evidence) or rollouts
         return max(floor, least * MILLION // rollouts)
 
 

@@ -121,9 +121,14 @@ def stamp_family(family: Family) -> dict[str, str]:
     return stamps
 
 
-def is_expensive(family: Family) -> bool:
-    """Whether scoring all submitted work again would cost too much: the family declares `expensive = True`."""
-    return bool(getattr(family, "expensive", False))
+def is_expensive(family: Family, task: Task) -> bool:
+    """Whether scoring all submitted completions of a task again would cost too much.
+
+    A property of the task: one task with an expensive verifier does not leave the others unchecked. A family that has
+    such tasks names them by a method `is_expensive`.
+    """
+    declare = getattr(family, "is_expensive", None)
+    return declare is not None and bool(declare(task))
 
 
 def build_task(verifier: str, prompt: str, info: Mapping[str, Any], *, kin: str | None = None) -> Task:

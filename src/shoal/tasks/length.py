@@ -57,9 +57,9 @@ class TargetFamily:
         extra = self.config.template.replace("{prompt}", "").replace("{target}", "0123456789")
         return self.inner.alphabet + "".join(sorted(set(extra)))
 
-    @property
-    def expensive(self) -> bool:
-        return is_expensive(self.inner)
+    def is_expensive(self, task: Task) -> bool:
+        """Whether the verifier of a task is expensive; its target length costs nothing."""
+        return is_expensive(self.inner, _find_plain(task))
 
     def at_step(self, step: int) -> "TargetFamily":
         """The tasks of a step, with target lengths."""

@@ -16,6 +16,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 import torch
 from pydantic import Field, ValidationError, model_validator
 from transformers import PreTrainedModel
@@ -24,6 +25,7 @@ from shoal.config.run import Settings
 from shoal.errors import ConfigError
 from shoal.toploc.chunks import ChunkStats
 from shoal.toploc.finding import Check
+from shoal.toploc.rivals import Rival, RivalBets
 from shoal.toploc.sequential_test import CALIBRATED, Bet, BetTable, EvidenceStream
 from shoal.toploc.threshold import Method
 from shoal.util.files import write_output
@@ -37,8 +39,8 @@ LIMITED = {
     Check.LOGPROB: "logprob",
 }
 """Checks with a threshold per chunk, and the statistic of each."""
-SHARES = len(LIMITED) + 6
-"""Checks that share the rate: those above, places outside, end probability, hazard, shape, tail and sequence."""
+SHARES = len(LIMITED) + 7
+"""Checks that share the rate: those above, places outside, end probability, hazard, shape, tail, sequence, rivals."""
 PUBLISHED = {Check.EXPONENT: 38.0, Check.MANTISSA: 10.0, Check.MEDIAN: 8.0}
 """The paper's thresholds for bfloat16, one set for all models, for comparison."""
 _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"}
@@ -84,10 +86,31 @@ class Variant(Settings):
     skipped: str = ""
 
 
+class Power(Settings):
+    """How surely one way of using other weights is found."""
+
+    attack: str
+    rollouts: int
+    """that were measured"""
+    tokens: float
+    """mean length of these"""
+    found: float = Field(ge=0.0, le=1.0)
+    """lower confidence limit of the share of rollouts that one check alone rejects"""
+    rival: Rival | None = None
+    """that the work leans to most; None in float32, where nothing is compared with rivals"""
+    odds: tuple[float, ...] = ()
+    """logarithm of the odds of each measured rollout against that rival"""
+
+    @property
+    def gain(self) -> float:
+        """Nats that one replayed rollout adds on average."""
+        return float(np.mean(self.odds)) if self.odds else 0.0
+
+
 class Calibration(Settings):
     """Everything that a verifier needs to know about honest noise."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     model: str
     """folder or hub id that was calibrated"""
     model_hash: str
@@ -113,6 +136,12 @@ class Calibration(Settings):
     heldout_rollouts: int
     """honest rollouts judged by thresholds that were computed without them"""
     heldout_alarms: int
+    rivals: dict[Rival, RivalBets] = Field(default={})
+    """bets that work was made with other weights; empty in float32, where no such bet is needed"""
+    honest_odds: dict[Rival, tuple[float, ...]] = Field(default={})
+    """logarithm of the odds of each measured honest rollout"""
+    power: tuple[Power, ...] = ()
+    """empty if it was not measured"""
 
     @property
     def share(self) -> float:

@@ -8,6 +8,7 @@
   thresholds are proven or extrapolated (toploc/threshold.py); those by `margin` and `floor` carry no rate.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,6 +23,7 @@ from shoal.toploc.chunks import ChunkStats, measure_chunks
 from shoal.toploc.field import P
 from shoal.toploc.finding import Check, CheckResult, rank_finding
 from shoal.toploc.replay import Replay, RolloutError, admit_rollout, join_replays, replay_batches
+from shoal.toploc.rivals import Rival, RivalBets, compare_replays, judge_odds
 from shoal.toploc.sequential_test import EvidenceStream, SequentialEvidence
 from shoal.toploc.shape_test import check_odds, trace_choices, trace_tails
 from shoal.toploc.threshold import bound_hits
@@ -41,6 +43,8 @@ class RolloutReport:
     findings: tuple[CheckResult, ...]
     chunks: tuple[ChunkStats, ...] = ()
     odds: Mapping[EvidenceStream, np.ndarray] = field(default_factory=dict)
+    rivals: Mapping[Rival, float] = field(default_factory=dict)
+    """logarithm of the odds that it was made with each rival"""
     unchecked: str = ""
     """why nothing could be checked; there are no findings then"""
 
@@ -94,8 +98,11 @@ def check_batches(
     *,
     eos_id: int,
     seeded: bool = True,
+    rivals: Mapping[Rival, PreTrainedModel] | None = None,
 ) -> list[list[RolloutReport]]:
     """The reports of several submissions; cheaper together than one by one, with bitwise equal numbers.
+
+    `rivals` are compared with rollouts of one version; each costs one more replay.
 
     No pack holds rollouts of two submissions: the order of summation in a matrix product depends on its number of rows.
     """
@@ -108,7 +115,24 @@ def check_batches(
             most = case.asked[rollout.id].max_tokens
             judge = RolloutChecker(calibration=calibration, eos_id=eos_id, max_tokens=most, seeded=seeded)
             case.reports[rollout.id] = judge.judge_rollout(rollout, replay, next(results))
+    for rival, model in (rivals or {}).items():
+        _compare_rival(cases, rival, model, calibration.rivals[rival], eos_id=eos_id)
     return [case.list_reports() for case in cases]
+
+
+def _compare_rival(
+    cases: "Sequence[_OpenCheck]", rival: Rival, model: PreTrainedModel, bets: RivalBets, *, eos_id: int
+) -> None:
+    """Add the odds of a rival to the reports; its states are not kept."""
+    batches = [case.admitted for case in cases]
+    replays = replay_batches(model, batches, eos_id=eos_id, shape=False)
+    claimed = [_take_proofs(case.batch.proofs, rollout.id) for case in cases for rollout in case.admitted]
+    results = iter(verify_batch([replay.hidden for own in replays for replay in own], claimed))
+    for case, own in zip(cases, replays, strict=True):
+        for rollout, replay in zip(case.admitted, own, strict=True):
+            found, report = next(results), case.reports[rollout.id]
+            leans = compare_replays(report.chunks, measure_chunks(rollout, replay, found))
+            case.reports[rollout.id] = replace(report, rivals={**report.rivals, rival: bets.weigh(leans)})
 
 
 def weigh_reports(reports: Sequence[RolloutReport], calibration: Calibration) -> SequentialEvidence:
@@ -118,6 +142,21 @@ def weigh_reports(reports: Sequence[RolloutReport], calibration: Calibration) ->
         if report.chunks:  # a rollout that could not be replayed adds nothing
             total = total.extend(report.chunks, calibration.bets, report.odds)
     return total
+
+
+def list_odds(reports: Sequence[RolloutReport]) -> dict[Rival, list[float]]:
+    """The logarithms of the odds of all replayed rollouts of a submission, by rival."""
+    found: dict[Rival, list[float]] = {}
+    for report in reports:
+        for rival, odds in report.rivals.items():
+            found.setdefault(rival, []).append(odds)
+    return found
+
+
+def judge_rivals(reports: Sequence[RolloutReport], calibration: Calibration) -> CheckResult:
+    """Whether the odds that a submission was made with other weights are beyond what honest work ever reaches."""
+    found, rival = judge_odds(list_odds(reports))
+    return CheckResult(Check.RIVAL, found, -math.log(calibration.share), f"{rival}, {len(reports)} rollouts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ class Check(StrEnum):
     SAMPLING = "sampling", "probability between the seed's draw and the token"
     LOGPROB = "logprob", "difference of the log-prob from the recomputed one"
     SEQUENCE = "sequence", "log evidence of all chunks together"
+    RIVAL = "rival", "log odds that it was made with other weights"
     OUTSIDE = "toploc_outside", "other places where the proof shows a top value"
     EOS = "eos_probability", "-log10 of the end token's probability"
     HAZARD = "hazard", "log evidence that the end came too early or too late"

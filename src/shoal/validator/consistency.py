@@ -14,15 +14,20 @@ of a completion:
 So short and certain answers may be equal as often as they like: only the seed distinguishes them from copies, which the
 proof checks. The nats of a completion are the worker's claim, which the proof checks as well.
 
-Rewards are compared exactly: a verifier computes the same bits on every machine (tasks/base.py). All rewards are
-computed again; if the verifier is expensive, only a share of each group, drawn by the job's seed. If our verifier hit a
-limit or came close to one, or scores otherwise under other conditions, a different reward proves nothing
-(tasks/verify/base.py): the finding is then `LIMIT_CHECK`, a doubt, and not a violation.
+Rewards are compared exactly: a verifier computes the same bits on every machine (tasks/base.py), and its version is
+part of the recipe, so that no other version scores for a run. All rewards are computed again; of a task whose verifier
+is expensive, only a share of each group, drawn by the job's seed.
+
+    reward       proven false: no machine computes the claim. It is decided like a failed proof, as fraud
+    reward_low   less than found, by a verifier with a time limit: a machine that is too slow may have given up
+    limit        our verifier hit a limit, came close to one, or scores otherwise under other conditions: a doubt, and
+                 not a violation (tasks/verify/base.py)
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -42,6 +47,9 @@ from shoal.validator.proof import draw_positions
 
 COPY_CHECK = "copy"
 """the one violation that does not decide: the proof distinguishes a copy from a coincidence"""
+REWARD_CHECK = "reward"
+"""the one violation that is fraud, whatever else is found"""
+LOW_REWARD_CHECK = "reward_low"
 LIMIT_CHECK = "limit"
 """the one finding that is not a violation: a reward that this machine cannot decide with certainty"""
 CHANCE_NATS = 40.0
@@ -94,7 +102,9 @@ class ConsistencyCheck:
             return
         pairs = list(zip(plan.requests, group.rollouts, strict=True))
         differences = [_compare(request, rollout, job.version) for request, rollout in pairs]
-        asked = [sample for sample in self._draw_scored(job, group) if not differences[sample]]
+        is_timed = is_expensive(self._family, plan.task)
+        drawn = _draw_scored(job, group) if is_timed else range(len(group.rollouts))
+        asked = [sample for sample in drawn if not differences[sample]]
         found = dict(zip(asked, self._score(plan, [group.rollouts[sample] for sample in asked]), strict=True))
         for sample, (request, rollout) in enumerate(pairs):
             if differences[sample]:
@@ -102,26 +112,28 @@ class ConsistencyCheck:
                 continue
             yield from self._check_rollout(request, rollout)
             if sample in found:
-                yield from self._check_reward(plan, rollout, group.scores[sample].value, found[sample], doubts)
+                claim = _Claim(plan, rollout, group.scores[sample].value, is_timed)
+                yield from self._check_reward(claim, found[sample], doubts)
 
     def _score(self, plan: GroupPlan, rollouts: Sequence[Rollout]) -> list[Score]:
         """Our scores for rollouts of one group; concurrently if the verifier supports it."""
         texts = [decode_completion(self._tokenizer, rollout.token_ids) for rollout in rollouts]
         return score_texts(self._family, plan.task, texts)
 
-    def _check_reward(
-        self, plan: GroupPlan, rollout: Rollout, claimed: float, found: Score, doubts: "_Doubts"
-    ) -> Iterator[Finding]:
+    def _check_reward(self, claim: "_Claim", found: Score, doubts: "_Doubts") -> Iterator[Finding]:
         def score_more() -> Iterator[Score]:
-            text = decode_completion(self._tokenizer, rollout.token_ids)
-            return doubts.limit(score_again(self._family, plan.task, text, found))
+            text = decode_completion(self._tokenizer, claim.rollout.token_ids)
+            return doubts.limit(score_again(self._family, claim.plan.task, text, found))
 
-        match compare_claim(claimed, found, score_more):
+        where = f"{claim.rollout.id}: {claim.reward!r} claimed"
+        match compare_claim(claim.reward, found, score_more):
+            case Agreement.DIFFERS if claim.is_timed and claim.reward < found.value:
+                yield violation(LOW_REWARD_CHECK, f"{where}, {found.value!r} found")
             case Agreement.DIFFERS:
                 doubts.is_proven = True
-                yield violation("reward", f"{rollout.id}: {claimed!r} claimed, {found.value!r} found")
+                yield violation(REWARD_CHECK, f"{where}, {found.value!r} found")
             case Agreement.UNSURE:
-                yield violation(LIMIT_CHECK, f"{rollout.id}: {claimed!r} claimed, {found.reason}")
+                yield violation(LIMIT_CHECK, f"{where}, {found.reason}")
 
     def _check_rollout(self, request: Request, rollout: Rollout) -> Iterator[Finding]:
         ending = check_ending(rollout, eos_id=self._eos_id, max_tokens=request.max_tokens)
@@ -132,11 +144,21 @@ class ConsistencyCheck:
             wrong = most if most > ROUNDING else least
             yield violation("bounds", f"{rollout.id}: a log-prob of {wrong:.6g}, which no token that was drawn has")
 
-    def _draw_scored(self, job: Job, group: Group) -> Sequence[int]:
-        """Samples of a group whose reward is computed again, in order. If scoring is expensive: the job's share, drawn
-        independently of the proof's rollouts, so that rollouts that the proof skips may still be scored."""
-        size = len(group.rollouts)
-        return draw_positions(job, size, f"reward {group.index} ") if is_expensive(self._family) else range(size)
+
+def _draw_scored(job: Job, group: Group) -> Sequence[int]:
+    """Samples of a group whose expensive reward is computed again, in order: the job's share, drawn independently of
+    the proof's rollouts, so that rollouts that the proof skips may still be scored."""
+    return draw_positions(job, len(group.rollouts), f"reward {group.index} ")
+
+
+class _Claim(NamedTuple):
+    """A reward that a worker claims."""
+
+    plan: GroupPlan
+    rollout: Rollout
+    reward: float
+    is_timed: bool
+    """whether its verifier has a time limit"""
 
 
 @dataclass(slots=True)

@@ -11,12 +11,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.protocol.messages import DriftCount, Finding, GroupFinding, GroupNumbers, Job, Verdict, VerdictStatement
+from shoal.protocol.messages import (
+    DriftCount,
+    Finding,
+    GroupFinding,
+    GroupNumbers,
+    Job,
+    RivalOdds,
+    Verdict,
+    VerdictStatement,
+)
 from shoal.protocol.params import MILLION
 from shoal.rollout import Group
 from shoal.toploc.calibration import Calibration
-from shoal.toploc.check import RolloutReport
+from shoal.toploc.check import RolloutReport, list_odds
 from shoal.toploc.chunks import ChunkStats
+from shoal.toploc.odds import SHARES, spell_odds, sum_odds
 from shoal.toploc.sequential_test import EvidenceStream, Level
 
 MAX_FINDINGS = 64
@@ -46,6 +56,7 @@ class Assessment:
     tokens: int = 0
     groups: tuple[GroupFinding, ...] = ()
     drift: tuple[DriftCount, ...] = ()
+    odds: tuple[RivalOdds, ...] = ()
     replayed: Replayed = NOTHING
     """not sent"""
 
@@ -59,6 +70,7 @@ class Assessment:
             tokens=self.tokens,
             groups=self.groups,
             drift=self.drift,
+            odds=self.odds,
         )
 
 
@@ -116,6 +128,14 @@ def count_drift(reports: Iterable[RolloutReport], calibration: Calibration) -> t
         levels = bets[EvidenceStream.LOGPROB].levels if own else ()
         counts += [_count_above(place, level, own) for place, level in enumerate(levels)]
     return tuple(counts)
+
+
+def state_odds(reports: Sequence[RolloutReport]) -> tuple[RivalOdds, ...]:
+    """The odds that checked rollouts were made with each rival, for each share of cheated ones."""
+    return tuple(
+        RivalOdds(rival=rival.value, odds=tuple(spell_odds(sum_odds(logs, share)) for share in SHARES))
+        for rival, logs in list_odds(reports).items()
+    )
 
 
 def _count_above(place: int, level: Level, chunks: Sequence[ChunkStats]) -> DriftCount:

@@ -4,6 +4,7 @@
                  it crashes its parser each time                  -> inconclusive; rejected_form if another validator
                                                                      finds the same
     consistency  it is not the work that was leased               -> rejected_soft (rejected_form for its manifest)
+                 it claims a reward that no verifier gives        -> rejected_hard, which takes two validators
                  it is a copy                                     -> the proof decides: rejected_hard or rejected_soft
     proof        it was not sampled with the weights it states    -> rejected_hard, which takes two validators
     doubt        no weights, no working parser, a reward that our
@@ -20,9 +21,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from shoal.learner.filter import has_signal
 from shoal.policy.model import Policy
-from shoal.protocol.messages import Job, Verdict
+from shoal.protocol.messages import Finding, Job, Verdict
 from shoal.protocol.outcome import CRASH_CHECK
 from shoal.protocol.params import MILLION
 from shoal.recipe import Recipe
@@ -31,8 +34,18 @@ from shoal.submission.limits import FormError, ParserCrashError, SubmissionLimit
 from shoal.submission.read import ParserPool, ParserPoolError, SubmissionContents, read_submission
 from shoal.tasks.base import Family
 from shoal.toploc.calibration import Calibration
-from shoal.validator.consistency import COPY_CHECK, LIMIT_CHECK, ConsistencyCheck
-from shoal.validator.finding import Assessment, Replayed, count_drift, describe_group, measurement, rejected, violation
+from shoal.toploc.rivals import Rival, make_rivals, measure_change
+from shoal.validator.consistency import COPY_CHECK, LIMIT_CHECK, REWARD_CHECK, ConsistencyCheck
+from shoal.validator.finding import (
+    Assessment,
+    Replayed,
+    count_drift,
+    describe_group,
+    measurement,
+    rejected,
+    state_odds,
+    violation,
+)
 from shoal.validator.proof import ProofCase, ProofResult, check_proofs
 
 _FORMAL = frozenset({"manifest", "groups"})
@@ -46,6 +59,15 @@ class Judge:
         self._recipe, self._calibration, self._parsers = recipe, calibration, parsers
         self._work: asyncio.Task[list[Assessment]] | None = None
         """the current computation; it continues after its caller gave up, because a thread cannot be stopped"""
+        self.previous: Policy | None = None
+        """the version before the one that is judged next, if `needs_previous`; None if nobody has it"""
+        self._rivals: tuple[Policy, Policy | None, dict[Rival, PreTrainedModel]] | None = None
+        """those of the version judged last"""
+
+    @property
+    def needs_previous(self) -> bool:
+        """Whether work is compared with the version before its own."""
+        return Rival.PREVIOUS in self._calibration.rivals
 
     @cached_property
     def _family(self) -> Family:
@@ -102,8 +124,20 @@ class Judge:
         ]
         cases = [case for case in found if isinstance(case, ProofCase)]
         seeded, eos_id = self._recipe.seeded, policy.eos_id
-        proofs = iter(check_proofs(cases, policy.model, self._calibration, eos_id=eos_id, seeded=seeded))
+        rivals = self._find_rivals(policy) if cases else {}
+        proofs = iter(check_proofs(cases, policy.model, self._calibration, eos_id=eos_id, seeded=seeded, rivals=rivals))
         return [self._assess_proof(item, next(proofs)) if isinstance(item, ProofCase) else item for item in found]
+
+    def _find_rivals(self, policy: Policy) -> dict[Rival, PreTrainedModel]:
+        """The weights that work is compared with; none in float32."""
+        bets, previous = self._calibration.rivals, self.previous
+        if not bets:
+            return {}
+        if self._rivals is None or self._rivals[0] is not policy or self._rivals[1] is not previous:
+            made = make_rivals(policy.model, None if previous is None else previous.model)
+            near = [rival for rival in made if measure_change(policy.model, made[rival]) < bets[rival].least_change]
+            self._rivals = policy, previous, {rival: model for rival, model in made.items() if rival not in near}
+        return self._rivals[2]
 
     def _check_consistency(
         self, consistency: ConsistencyCheck, job: Job, contents: SubmissionContents
@@ -112,8 +146,7 @@ class Judge:
         violations = tuple(consistency.find_violations(job, plans, contents))
         doubts = tuple(finding for finding in violations if finding.check == LIMIT_CHECK)
         if any(finding.check not in (COPY_CHECK, LIMIT_CHECK) for finding in violations):
-            formal = any(finding.check in _FORMAL for finding in violations)
-            return rejected(Verdict.FORM if formal else Verdict.SOFT, violations)
+            return rejected(_weigh_violations(violations), violations)
         if doubts:
             return rejected(Verdict.INCONCLUSIVE, doubts)
         if violations:
@@ -138,5 +171,14 @@ class Judge:
             tokens=sum(group.num_tokens for group in groups),
             groups=tuple(describe_group(group, signal=self._is_wanted(group)) for group in groups),
             drift=count_drift(proof.reports, self._calibration),
+            odds=state_odds(proof.reports),
             replayed=replayed,
         )
+
+
+def _weigh_violations(violations: Sequence[Finding]) -> Verdict:
+    """The verdict on work that is not what was leased."""
+    checks = {finding.check for finding in violations}
+    if checks & _FORMAL:
+        return Verdict.FORM
+    return Verdict.HARD if REWARD_CHECK in checks else Verdict.SOFT

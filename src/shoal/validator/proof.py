@@ -5,7 +5,7 @@ checked. Several submissions of one version are checked together, with the same 
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -15,8 +15,9 @@ from shoal.protocol.messages import Finding, Job
 from shoal.protocol.params import count_drawn
 from shoal.submission.read import SubmissionContents
 from shoal.toploc.calibration import Calibration
-from shoal.toploc.check import CheckBatch, RolloutReport, check_batches, weigh_reports
+from shoal.toploc.check import CheckBatch, RolloutReport, check_batches, judge_rivals, weigh_reports
 from shoal.toploc.finding import CheckResult, rank_finding
+from shoal.toploc.rivals import Rival
 from shoal.validator.finding import measurement
 
 MAX_TOKENS = 1 << 16
@@ -71,13 +72,19 @@ class ProofResult:
 
 
 def check_proofs(
-    cases: Sequence[ProofCase], model: PreTrainedModel, calibration: Calibration, *, eos_id: int, seeded: bool
+    cases: Sequence[ProofCase],
+    model: PreTrainedModel,
+    calibration: Calibration,
+    *,
+    eos_id: int,
+    seeded: bool,
+    rivals: Mapping[Rival, PreTrainedModel] | None = None,
 ) -> list[ProofResult]:
     """Check the proofs of several submissions of one version, each as if it were alone. Blocking."""
     proofs: list[ProofResult] = []
     for batches in _split_batches([case.draw() for case in cases]):
         version = cases[len(proofs)].job.version
-        found = check_batches({version: model}, batches, calibration, eos_id=eos_id, seeded=seeded)
+        found = check_batches({version: model}, batches, calibration, eos_id=eos_id, seeded=seeded, rivals=rivals)
         proofs += [_weigh(batch, reports, calibration) for batch, reports in zip(batches, found, strict=True)]
     return proofs
 
@@ -100,9 +107,11 @@ def _count_tokens(batch: CheckBatch) -> int:
 
 def _weigh(batch: CheckBatch, reports: list[RolloutReport], calibration: Calibration) -> ProofResult:
     named = [(report.rollout_id, result) for report in reports for result in report.findings]
-    together = weigh_reports(reports, calibration).judge(calibration.share)
+    named.append(("all of it", weigh_reports(reports, calibration).judge(calibration.share)))
+    if any(report.rivals for report in reports):
+        named.append(("all of it", judge_rivals(reports, calibration)))
     return ProofResult(
-        findings=_order_findings([*named, ("all of it", together)]),
+        findings=_order_findings(named),
         reports=reports,
         num_rollouts=len(batch.rollouts),
         num_tokens=_count_tokens(batch),

@@ -224,6 +224,8 @@ class Validator:
             for job in jobs:
                 await self._send(job, rejected(Verdict.INCONCLUSIVE, [violation("weights", f"v{version} is gone")]))
             return
+        wants_previous = version > 0 and self._judge.needs_previous
+        self._judge.previous = await self._policies.find(version - 1) if wants_previous else None
         self._version = max(self._version, version)
         problems = await asyncio.gather(*(self._fetch(job) for job in jobs))
         files = [(job, self._locate(job)) for job, problem in zip(jobs, problems, strict=True) if not problem]

@@ -32,6 +32,10 @@ def recorded(tmp_path: Path) -> Iterator[sa.Engine]:
     path = tmp_path / "ledger.db"
     path.write_bytes(gzip.decompress(RECORDED.read_bytes()))
     engine = open_database(str(path))
+    with engine.begin() as connection:
+        connection.exec_driver_sql("DROP TABLE schema_version")
+        connection.exec_driver_sql("CREATE TABLE alembic_version (version_num TEXT)")
+        connection.exec_driver_sql(f"INSERT INTO alembic_version VALUES ('{VERSION:04d}')")
     yield engine
     engine.dispose()
 

@@ -12,8 +12,6 @@ from shoal.worker.behaviour import WorkerBehaviour
 COPIES = {"copy_all": 8, "copy_one": 1, "copy_encoded": 8, "own_old": 8}
 """number of rollouts, of eight, that are copied"""
 BREACHES = {
-    "claimed_reward": {"reward"},
-    "flipped_reward": {"reward"},
     "padding": {"termination"},
     "early_stop": {"termination"},
     "stated_prompt": {"request"},

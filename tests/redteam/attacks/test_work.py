@@ -38,10 +38,11 @@ SETTINGS = (
 )
 COPIES = {"copy_all", "copy_one", "copy_encoded", "own_old"}
 """attacks that need other workers to copy from: see test_copies.py"""
-WEIGHTS = dict.fromkeys(("small", "int8", "int4", "stale", "previous", "adapter"), "logprob")
+WEIGHTS = dict.fromkeys(("small", "int8", "int8_groups", "int4", "stale", "previous", "adapter"), "logprob")
 PROOFS = dict.fromkeys(("constant_proof", "null_proof"), "toploc_fault")
 PROOFS |= dict.fromkeys(("average_proof", "replayed_proof"), "toploc_exponent")
-SEEN_BY = WEIGHTS | PROOFS
+REWARDS = dict.fromkeys(("claimed_reward", "flipped_reward", "rare_lie"), "reward")
+SEEN_BY = WEIGHTS | PROOFS | REWARDS
 """the check that must detect it; for all others the sampling check"""
 HARD = [name for name, attack in list_attacks().items() if attack.expect is Expected.HARD and not attack.scripted]
 LATE = {"stale", "previous"}

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from shoal.redteam.behaviours.weights import add_adapter, drop_layers, map_linears, round_channels, round_groups
+from shoal.policy.altered import add_adapter, map_linears, round_channels, round_groups
+from shoal.redteam.behaviours.weights import drop_layers
 
 
 def draw_weight(rows: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ import pytest
 
 from shoal.config.tasks import FilterConfig
 from shoal.seeds import derive_seed
+from shoal.tasks.base import is_expensive
 from shoal.tasks.sets.family import SetFamily
 from shoal.tasks.sets.record import TaskRecord
 from shoal.tasks.sets.taskset import SetError, TaskSet
@@ -91,7 +92,15 @@ def test_a_set_scores_with_the_verifiers_of_its_types_and_names_their_versions()
     assert all(family.score(task, family.demonstrate(task)).value == 1.0 for task in family.list_tasks())
     assert family.score(family.list_tasks()[3], "4").value == 0.0
     assert family.stamp_verifiers() == {"family": "family/1"}
-    assert not family.expensive and set(family.alphabet) >= set("left=0")
+    assert set(family.alphabet) >= set("left=0")
+
+
+def test_one_code_task_makes_no_other_task_of_its_set_expensive() -> None:
+    """A validator scores all cheap completions again, whatever else the set contains."""
+    program = TaskRecord(id="code", source="s", task_type="code", prompt="write", info={})
+    family = SetFamily(TaskSet([*make_set(left=3).records, program]), FilterConfig(), {})
+    dear = {task.id for task in family.list_tasks() if is_expensive(family, task)}
+    assert dear == {"code"}
 
 
 def test_a_task_that_nobody_could_solve_is_named() -> None:

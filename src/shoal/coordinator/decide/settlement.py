@@ -16,10 +16,12 @@ from shoal.coordinator.decide.leases import drop_upload, end_lease
 from shoal.coordinator.rules.leases import LeaseLimit, halve_limit, raise_limit
 from shoal.coordinator.rules.pay import Payment, burn_accounts, count_loss, pay_tokens, pay_verdicts, post_payments
 from shoal.coordinator.rules.standing import count_soft, next_standing
+from shoal.coordinator.rules.suspicion import CONVICTIONS
 from shoal.coordinator.state.credit import find_appeal, find_loss, list_bonds
 from shoal.coordinator.state.leases import LeaseRow, find_lease, list_of_owner
 from shoal.coordinator.state.members import OwnerRow, find_ban, find_node, find_owner
 from shoal.coordinator.state.submissions import SubmissionRow, list_open
+from shoal.coordinator.state.suspicion import list_proven
 from shoal.coordinator.state.validators import VerdictRow
 from shoal.ledger.db import read_accounts
 from shoal.ledger.event import MINT, TREASURY, Posting, name_account
@@ -96,6 +98,18 @@ def convict_owner(decision: Decision, submission: SubmissionRow) -> None:
     burn_credit(decision, submission, owner, ("pending", "stake", "unbond"))
     decision.append(owner, Ban(reason=name_conviction(submission.submission), target=owner))
     void_work(decision, owner)
+
+
+def convict_by_odds(decision: Decision, submission: SubmissionRow) -> None:
+    """Convict an owner if the odds of its submissions, the last one this one, prove it to two owners of validators."""
+    proven = list_proven(decision.connection, submission.owner)
+    if len(proven) < CONVICTIONS or find_ban(decision.connection, submission.owner, submission.owner) is not None:
+        return
+    burn_credit(decision, submission, submission.owner, ("pending", "stake", "unbond"))
+    number, rival = sum(row.submissions for row in proven), proven[0].leader
+    reason = f"{number} submissions up to {submission.submission} are closer to {rival} weights than to the stated ones"
+    decision.append(submission.owner, Ban(reason=reason, target=submission.owner))
+    void_work(decision, submission.owner)
 
 
 def burn_credit(decision: Decision, submission: SubmissionRow, owner: str, accounts: Sequence[str]) -> None:

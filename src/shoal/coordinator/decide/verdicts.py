@@ -7,7 +7,7 @@ from shoal.coordinator.decide import validators
 from shoal.coordinator.decide.claims import holds_claim
 from shoal.coordinator.decide.context import Decision, build_from, require_member, require_row, require_validator
 from shoal.coordinator.decide.drift_watch import check_numbers, list_work
-from shoal.coordinator.decide.settlement import Settlement, settle_appeal, settle_submission
+from shoal.coordinator.decide.settlement import Settlement, convict_by_odds, settle_appeal, settle_submission
 from shoal.coordinator.decide.validators import is_clear, read_votes
 from shoal.coordinator.rules.room import appeal_time
 from shoal.coordinator.state.canaries import is_revealed
@@ -70,6 +70,8 @@ def post_verdict(decision: Decision, node: str, signed: SignedVerdict) -> Verdic
     ):  # no other validator is available, so there is nothing to wait for
         finding = _end_votes(submission, job, votes, "no other validator could be asked")
         _settle(decision, submission, job, replace(finding, round=said.round))
+    if said.odds:
+        convict_by_odds(decision, submission)
     return _answer_verdict(decision, list_verdicts(decision.connection, said.submission)[-1])
 
 
@@ -148,7 +150,11 @@ def _find_job(decision: Decision, name: str) -> tuple[SubmissionRow, JobRow]:
 
 def _check_verdict(submission: SubmissionRow, said: VerdictStatement) -> None:
     """Reject a verdict that does not match its submission."""
+    if len({own.rival for own in said.odds}) < len(said.odds):
+        raise ApiError(400, "odds", "the odds of a rival must be stated once")
     if said.verdict is not Verdict.ACCEPTED:
+        if said.odds:
+            raise ApiError(400, "odds", "only an accepting verdict states odds: a rejection decides by itself")
         return
     indices = [group.index for group in said.groups]
     if indices != list(range(submission.first, submission.first + submission.count)):

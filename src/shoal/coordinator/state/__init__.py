@@ -9,7 +9,19 @@ the past.
 
 from sqlalchemy import Table
 
-from shoal.coordinator.state import canaries, credit, drift, leases, members, queue, room, run, submissions, validators
+from shoal.coordinator.state import (
+    canaries,
+    credit,
+    drift,
+    leases,
+    members,
+    queue,
+    room,
+    run,
+    submissions,
+    suspicion,
+    validators,
+)
 from shoal.ledger.db import Handler, Projection
 from shoal.ledger.event import EventKind
 
@@ -24,7 +36,7 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     EventKind.NODE_LEAVE: (members.drop_node,),
     EventKind.NODE_STANDING: (members.set_standing, validators.ease_silence),
     EventKind.NODE_WATCH: (drift.set_watch,),
-    EventKind.BAN: (run.note_command, members.add_ban, credit.freeze_credit),
+    EventKind.BAN: (run.note_command, members.add_ban, credit.freeze_credit, suspicion.drop_suspicion),
     EventKind.UNBAN: (run.note_command, members.lift_ban, credit.thaw_credit, validators.forgive_validator),
     EventKind.STEP_OPEN: (run.open_step,),
     EventKind.LEASE_GRANT: (run.take_indices, leases.lease_range, leases.add_lease, room.reserve_file),
@@ -40,7 +52,7 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     EventKind.SUB_COMMIT: (room.retake_room, submissions.add_submission),
     EventKind.SUB_RECEIPT: (submissions.receive_submission, leases.deliver_range, run.note_delivery, queue.queue_job),
     EventKind.VAL_CLAIM: (queue.claim_job,),
-    EventKind.VAL_VERDICT: (queue.add_verdict, members.end_lapses, validators.note_verdict_time),
+    EventKind.VAL_VERDICT: (suspicion.weigh_odds, queue.add_verdict, members.end_lapses, validators.note_verdict_time),
     EventKind.VAL_LAPSE: (members.count_lapse, queue.lapse_claim),
     EventKind.VAL_DOUBT: (validators.add_opinion_need,),
     EventKind.VAL_GRADE: (validators.add_grades,),
@@ -73,7 +85,7 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     EventKind.REDEEM_FAILED: (run.note_command, credit.end_redeem),
 }
 
-_MODULES = (run, members, leases, submissions, room, queue, validators, drift, credit, canaries)
+_MODULES = (run, members, leases, submissions, room, queue, validators, drift, suspicion, credit, canaries)
 TABLES = tuple(value for module in _MODULES for value in vars(module).values() if isinstance(value, Table))
 VERSION = 6
 """Increase it when a table or a handler changes: `ledger.schema` then rebuilds the tables at start."""

@@ -1,6 +1,6 @@
 """Jobs, verdicts, appeals, and the evidence that the accused owner may see."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -116,6 +116,21 @@ class DriftCount(Message):
         return self
 
 
+MAX_ODDS = 10**15
+NUM_ODDS = 3
+"""shares of cheated rollouts for which odds are stated"""
+
+
+class RivalOdds(Message):
+    """Odds that the checked rollouts were made with other weights than stated (toploc/rivals.py)."""
+
+    rival: Literal["int8", "int8_groups", "previous"]
+    odds: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=MAX_ODDS)], ...], Field(min_length=NUM_ODDS, max_length=NUM_ODDS)
+    ]
+    """for each share of cheated rollouts, in millionths, rounded down"""
+
+
 class VerdictStatement(Message):
     """What a validator found."""
 
@@ -129,6 +144,8 @@ class VerdictStatement(Message):
     """all groups of the submission, if it is accepted"""
     drift: Annotated[tuple[DriftCount, ...], Field(max_length=8)] = ()
     """of full chunks and of short ones, at each level"""
+    odds: Annotated[tuple[RivalOdds, ...], Field(max_length=3)] = ()
+    """of accepted work, by rival; none in float32"""
 
 
 class SignedVerdict(Message):

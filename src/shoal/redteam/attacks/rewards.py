@@ -102,7 +102,7 @@ class LongPoisonBehaviour(PoisonBehaviour):
     write_answer = staticmethod(fill_length)
 
 
-@attack("claimed_reward", expect=Expected.SOFT, text="every rollout claims the full reward")
+@attack("claimed_reward", expect=Expected.HARD, text="every rollout claims the full reward")
 class ClaimingBehaviour(WorkerBehaviour):
     """Submits honest tokens and claims that each solved its task."""
 
@@ -112,13 +112,28 @@ class ClaimingBehaviour(WorkerBehaviour):
         return replace(work, groups=tuple(groups))
 
 
-@attack("flipped_reward", expect=Expected.SOFT, text="correct answers claim no reward, wrong ones the full reward")
+@attack("flipped_reward", expect=Expected.HARD, text="correct answers claim no reward, wrong ones the full reward")
 class FlippingBehaviour(WorkerBehaviour):
     """Submits honest tokens with inverted rewards, which harms learning most if it is not checked."""
 
     def finish(self, work: FinishedWork) -> FinishedWork:
         """The same rollouts with inverted rewards."""
         return replace(work, groups=tuple(flip_rewards(group) for group in work.groups))
+
+
+@attack("rare_lie", expect=Expected.HARD, text="one rollout of each submission claims a reward that it did not earn")
+class RareLieBehaviour(WorkerBehaviour):
+    """Changes a single reward of each submission: the most that a worker hopes to get away with."""
+
+    def finish(self, work: FinishedWork) -> FinishedWork:
+        """The first rollout that can claim more does; where all have the full reward, one claims none."""
+        groups = list(work.groups)
+        lies = [(at, place) for at, own in enumerate(groups) for place, s in enumerate(own.scores) if s.value < 1.0]
+        at, place = lies[0] if lies else (0, 0)
+        scores = list(groups[at].scores)
+        scores[place] = _CORRECT if lies else _WRONG
+        groups[at] = replace(groups[at], scores=tuple(scores))
+        return replace(work, groups=tuple(groups))
 
 
 def flip_rewards(group: Group) -> Group:

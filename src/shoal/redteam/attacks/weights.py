@@ -4,6 +4,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from shoal.policy import altered
 from shoal.policy.model import Policy
 from shoal.redteam.behaviours import weights
 from shoal.redteam.behaviours.weights import AlteredBehaviour
@@ -25,14 +26,21 @@ class SmallBehaviour(AlteredBehaviour):
 class Int8Behaviour(AlteredBehaviour):
     """Rounds the matrices of all layers to 255 levels per row, as low-cost inference servers do."""
 
-    change = staticmethod(weights.round_channels)
+    change = staticmethod(altered.round_channels)
+
+
+@attack("int8_groups", expect=Expected.HARD, text="weights rounded to 255 levels per 32 values")
+class Int8GroupsBehaviour(AlteredBehaviour):
+    """Rounds the matrices of all layers to 255 levels per 32 values, which is closer to the true weights."""
+
+    change = staticmethod(altered.round_bytes)
 
 
 @attack("int4", expect=Expected.HARD, text="weights rounded to 15 levels per 32 values")
 class Int4Behaviour(AlteredBehaviour):
     """Rounds the matrices of all layers to 15 levels per 32 values, as inference on small machines does."""
 
-    change = staticmethod(weights.round_groups)
+    change = staticmethod(altered.round_groups)
 
 
 @attack("stale", expect=Expected.HARD, text="the first version it fetched generates for all later ones")
@@ -69,4 +77,4 @@ class PreviousBehaviour(WorkerBehaviour):
 class AdapterBehaviour(AlteredBehaviour):
     """Adds a rank-8 update with a thousandth of their norm to the matrices of all layers."""
 
-    change = staticmethod(weights.add_adapter)
+    change = staticmethod(altered.add_adapter)

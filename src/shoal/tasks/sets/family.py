@@ -64,10 +64,9 @@ class SetFamily:
             letters.update(record.text, str(record.metadata.get("solution", "")))
         return "".join(sorted(letters))
 
-    @cached_property
-    def expensive(self) -> bool:
-        """Whether any of its verifiers is expensive."""
-        return any(find_verifier(task_type).expensive for task_type in self.tasks.task_types)
+    def is_expensive(self, task: Task) -> bool:
+        """Whether the verifier of a task is expensive."""
+        return find_verifier(task.verifier).expensive
 
     @property
     def num_kept(self) -> int:
