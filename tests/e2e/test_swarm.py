@@ -157,7 +157,7 @@ def make_version(number: int, batch: str = "") -> VersionStatement:
 
 
 def ask_first(town: Town, request_key: str) -> Lease:
-    lease = town.act("ann", lambda client: client.ask_lease(request_key)).lease
+    lease = town.act("ann", lambda client: client.ask_lease(request_key, version=0)).lease
     assert lease is not None
     return lease
 
@@ -306,7 +306,7 @@ def test_who_may_not_work_is_told_so_and_the_operator_decides(town: Town) -> Non
 
     town.type("admin", "stop", town.url, "--key", key)
     assert "stopped by the operator" in town.type("status", town.url)
-    assert town.act("ann", lambda client: client.ask_lease()).code == "stopped"
+    assert town.act("ann", lambda client: client.ask_lease(version=0)).code == "stopped"
     town.type("admin", "params", town.url, "price=7", "--key", key)
     assert json.loads(town.type("admin", "params", town.url, "--json"))["price"] == 7
     town.type("owner", "revoke", town.url, node, "--owner", town.folder / "ann.key")
@@ -328,7 +328,7 @@ def test_a_validator_that_accepts_a_canary_is_found_by_the_operators_command(
     async def cheat(args: Any, make_author: object) -> None:
         """Replaces the engine: submits bad work, and bob accepts it without checking."""
         async with open_session(args.where, args.folder, role=Role.WORKER) as session:
-            lease = (await session.client.ask_lease()).lease
+            lease = (await session.client.ask_lease(version=0)).lease
             assert lease is not None
             CanaryWork(args.folder).add(lease.lease)
             (args.folder / "file").write_bytes(DATA)

@@ -70,7 +70,7 @@ class Worker:
             ) as puller,
         ):
             while True:
-                answer = await worker.client.ask_lease()
+                answer = await worker.client.ask_lease(version=0)
                 if answer.lease is None:
                     if answer.code == "finished":
                         return

@@ -4,11 +4,10 @@ Invariants:
 - it reflects what is on disk: events reach it after their commit, each once, in order, from whichever thread;
 - its size depends on joined nodes and current leases, and on nothing that a stranger sends.
 
-Decisions do not rely on it, except for parameters and lease durations.
+Decisions do not rely on it, except for parameters and the progress of leases that nodes report.
 """
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,7 @@ from sqlalchemy import Connection
 
 from shoal.coordinator.state.canaries import CANARY_STATES, count_graded
 from shoal.coordinator.state.drift import count_watched, list_watched
-from shoal.coordinator.state.leases import list_active, list_times
+from shoal.coordinator.state.leases import list_active
 from shoal.coordinator.state.members import list_bans, list_nodes, list_owners
 from shoal.coordinator.state.run import RunRow, newest_version
 from shoal.identity.authenticator import Member, refuse_left
@@ -32,8 +31,6 @@ MAX_REPORTED = 16
 """waits of nodes that are reported"""
 MAX_SILENCE_MS = 3_600_000
 """time after which a silent node counts as gone and is no longer waited for"""
-MAX_TIMES, MAX_OWN_TIMES = 64, 8
-"""leases whose durations are remembered, in total and per owner"""
 
 
 @dataclass(slots=True)
@@ -68,9 +65,8 @@ class RunCache:
             self._members[row.node] = _make_member(row.owner, scopes, *term, revoked=row.gone == "revoked")
         self.leases = {row.lease: row.node for row in list_active(connection)}
         """current leases, with the node that holds each"""
-        self._times: deque[tuple[str, int]] = deque(maxlen=MAX_TIMES)
-        for owner, time_ms in list_times(connection, MAX_TIMES, MAX_OWN_TIMES):
-            self._note_time(owner, time_ms)
+        self._progress: dict[str, int] = {}
+        """finished rollouts of current leases, as their nodes report them"""
         self.canaries = {state: count_graded(connection, state) for state in CANARY_STATES}
         watched = list_watched(connection, count_watched(connection))
         self._watched = {row.owner: row.because for row in watched}
@@ -80,10 +76,9 @@ class RunCache:
         """since when files are refused because the disk is full; 0 if they are not"""
         self._reasons: dict[str, str] = {}
 
-    @property
-    def group_ms(self) -> list[int]:
-        """Time per group of the newest accepted leases; rejected work is not a measurement."""
-        return [time_ms for _, time_ms in list(self._times)]
+    def find_progress(self, lease: str) -> int:
+        """Finished rollouts of a current lease, as its node reports them."""
+        return self._progress.get(lease, 0)
 
     @property
     def finished(self) -> bool:
@@ -123,6 +118,7 @@ class RunCache:
         member = self._members[node]
         self.seen[node] = LastSeen(now_ms, beat.version, beat.role, beat.wait)
         gone = tuple(item.lease for item in beat.leases if self.leases.get(item.lease) != node)
+        self._progress |= {item.lease: item.done for item in beat.leases if self.leases.get(item.lease) == node}
         params = self.params
         steps = open_steps(self.newest_version, params.async_level, params.steps)
         accepted, earned = self._tallies.get(member.owner, (0, 0))
@@ -200,13 +196,6 @@ class RunCache:
             if keys and now_ms - seen_ms > 1000 * self.params.stale_s:
                 yield Wait("silence", "the run", f"a heartbeat from any {role}", seen_ms)
 
-    def _note_time(self, owner: str, time_ms: int) -> None:
-        """Remember how long a group took; only the newest few per owner, so that none controls everyone's deadlines."""
-        own = [entry for entry in self._times if entry[0] == owner]
-        if len(own) >= MAX_OWN_TIMES:
-            self._times.remove(own[0])
-        self._times.append((owner, time_ms))
-
     def _list_nodes(self, keys: Iterable[str]) -> list[str]:
         """The given nodes, listed by their own key or their owner's."""
         named = set(keys)
@@ -270,11 +259,11 @@ class RunCache:
             case events.LeaseGrant() as body:
                 self.leases[event.subject] = body.node
             case events.LeaseEnd() as body:
-                self.leases.pop(event.subject, None)
+                self._drop_lease(event.subject)
                 if body.state in ("expired", "unsent"):
                     self._reasons[body.node] = f"lease {event.subject}: {body.because}"
             case messages.Manifest() as body:
-                self.leases.pop(body.lease, None)
+                self._drop_lease(body.lease)
             case events.WatchStart() as body:
                 self._watched[event.subject] = body.because
             case events.WatchEnd():
@@ -282,13 +271,15 @@ class RunCache:
             case events.CanaryGraded() as body:
                 self.canaries[body.state] += 1
 
+    def _drop_lease(self, lease: str) -> None:
+        self.leases.pop(lease, None)
+        self._progress.pop(lease, None)
+
     def _follow_outcome(self, submission: str, body: events.SubmissionOutcome) -> None:
         accepted, earned = self._tallies.get(body.owner, (0, 0))
         if body.state is messages.SubmissionState.ACCEPTED:
             self._tallies[body.owner] = accepted + 1, earned + body.paid
             self._reasons.pop(body.node, None)
-            if not body.appeal:
-                self._note_time(body.owner, body.group_ms)
         else:
             self._reasons[body.node] = f"submission {submission}: {body.state}, {body.because}"
 

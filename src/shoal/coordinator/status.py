@@ -13,7 +13,7 @@ from shoal.coordinator.rules.leases import progress_time
 from shoal.coordinator.state.canaries import CanaryRow, last_caught, list_missed
 from shoal.coordinator.state.credit import count_redeems, list_redeems
 from shoal.coordinator.state.drift import count_watched, list_watched
-from shoal.coordinator.state.leases import LeaseRow, list_oldest, oldest_offer
+from shoal.coordinator.state.leases import LeaseRow, list_group_times, list_oldest, oldest_offer
 from shoal.coordinator.state.members import list_leaders
 from shoal.coordinator.state.queue import count_awaiting_opinion, count_queued, oldest_queued
 from shoal.coordinator.state.run import StepRow, find_version, list_steps, newest_version, read_run
@@ -197,7 +197,7 @@ def _find_step_waits(
         return
     leases = list_oldest(connection, step.step, _MAX_NAMED)
     holders = "; ".join(_describe_holder(cache, params, lease, now_ms) for lease in leases)
-    patience_ms = progress_time(params, cache.group_ms)
+    patience_ms = progress_time(params, list_group_times(connection))
     deadline_ms = max(since_ms, step.delivered_ms) + patience_ms if stage.is_first else 0
     yield Wait("groups", name, f"{lacking} of {params.groups_per_batch} groups", since_ms, deadline_ms, holders)
     if step.offered:

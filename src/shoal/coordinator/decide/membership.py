@@ -4,6 +4,7 @@ from sqlalchemy import text
 
 from shoal.coordinator.decide.context import Decision, build_from, require_member, require_row
 from shoal.coordinator.decide.leases import end_lease
+from shoal.coordinator.rules.standing import needs_work
 from shoal.coordinator.state.leases import list_of_owner
 from shoal.coordinator.state.members import NodeRow, find_ban, find_node, find_owner, list_limited
 from shoal.identity.authenticator import check_delegation, refuse_revoked
@@ -38,7 +39,10 @@ def record_stop(decision: Decision) -> None:
 
 
 def join_node(decision: Decision, node: str, document: bytes) -> MemberInfo:
-    """Add a node; with a new delegation of the same owner, renew its permissions."""
+    """Add a node; with a new delegation of the same owner, renew its permissions.
+
+    Joining takes a proof of work, which an owner with too much rejected work does again: that is recorded.
+    """
     delegation = _open_delegation(decision, node, document)
     row = find_node(decision.connection, node)
     if find_ban(decision.connection, node, delegation.owner) is not None:
@@ -49,8 +53,10 @@ def join_node(decision: Decision, node: str, document: bytes) -> MemberInfo:
         raise refuse_revoked()
     if row is not None and delegation.grant.not_before_ms < row.not_before_ms:
         raise ApiError(409, "older", "a newer delegation of this node is known; use that one, or issue a new one")
-    if row is None or row.gone or row.digest != delegation.digest:
-        body = events.NodeJoin if row is None or row.gone else events.NodeDelegate
+    owner = find_owner(decision.connection, delegation.owner)
+    renews = owner is not None and needs_work(decision.params, owner.strikes) and not owner.renewed
+    if row is None or row.gone or row.digest != delegation.digest or renews:
+        body = events.NodeJoin if row is None or row.gone or renews else events.NodeDelegate
         grant = delegation.grant
         scopes = tuple(sorted(scope.value for scope in grant.scopes))
         about = {"delegation": document.decode(), "digest": delegation.digest, "owner": delegation.owner}

@@ -27,12 +27,14 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     EventKind.BAN: (run.note_command, members.add_ban, credit.freeze_credit),
     EventKind.UNBAN: (run.note_command, members.lift_ban, credit.thaw_credit, validators.forgive_validator),
     EventKind.STEP_OPEN: (run.open_step,),
-    EventKind.LEASE_GRANT: (run.take_indices, leases.lease_range, leases.add_lease),
+    EventKind.LEASE_GRANT: (run.take_indices, leases.lease_range, leases.add_lease, leases.note_grant),
+    EventKind.LEASE_EXTEND: (leases.extend_lease,),
     EventKind.LEASE_END: (
         leases.end_lease,
         submissions.drop_submission,
         queue.unblock_jobs,
         leases.release_range,
+        leases.set_spacing,
         members.set_lease_limit,
         members.count_failure,
     ),
@@ -46,6 +48,8 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     EventKind.SUB_OUTCOME: (
         submissions.decide_submission,
         leases.settle_range,
+        leases.set_spacing,
+        leases.note_duration,
         queue.finish_job,
         queue.unblock_jobs,
         validators.note_single_verdict,
@@ -73,6 +77,6 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
 
 _MODULES = (run, members, leases, submissions, queue, validators, drift, credit, canaries)
 TABLES = tuple(value for module in _MODULES for value in vars(module).values() if isinstance(value, Table))
-VERSION = 5
+VERSION = 6
 """Increase it when a table or a handler changes: `ledger.schema` then rebuilds the tables at start."""
 PROJECTIONS = (Projection("state", TABLES, HANDLERS, VERSION),)

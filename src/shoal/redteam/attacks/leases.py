@@ -1,8 +1,9 @@
 """Abuse of leases: keep only easy ones, hold without answering, submit late or twice, use many identities.
 
 Why each gains nothing:
-- tasks follow from the beacon, so a worker knows them as soon as it has a lease. Groups that an owner returns or drops
-  are reserved for it, whatever request key or node it uses next. Repeated returns lower its limit, then pause it;
+- tasks follow from the step's beacon, and a worker knows those of its own leases only. Groups that an owner returns or
+  drops are reserved for it, whatever request key or node it uses next. Repeated returns lower its limit, then pause it;
+- the version is fixed with the lease, before the tasks are known: the better of two versions cannot be chosen;
 - an owner on probation holds few leases, a slow one gets a backup, and expired groups are offered to others;
 - of several holders, the first with a complete file is paid, once. Later ones are refused;
 - the first manifest is in the ledger before its file is accepted. A second manifest is refused but not punished: an
@@ -17,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from statistics import median_low
 from typing import TYPE_CHECKING
 
-from shoal.protocol.beacon import derive_group
+from shoal.protocol.beacon import read_seeds
 from shoal.protocol.messages import CommitAnswer, Heartbeat, Lease, LeaseProgress, Manifest
 from shoal.redteam.registry import Expected, attack
 from shoal.redteam.scripted import OVERTAKEN, AttackerIdentity, AttackSession
@@ -35,7 +36,7 @@ NUM_GRINDERS, NUM_PARALLEL, NUM_HOARDERS, NUM_SYBILS, MAX_CHERRY_LEASES = 3, 4, 
 _REQUEST_KEY = "0" * 32
 POLL_S, HOARD_POLL_S = 0.5, 1.0
 NUM_SAMPLED = 16
-"""number of groups of the same step that a lease is compared with"""
+"""number of tasks that a lease is compared with"""
 JOIN_SHARE = 0.5
 """maximum share of its time to spend on joining"""
 LetGo = Callable[[AttackSession, AttackerIdentity, Lease], Awaitable[None]]
@@ -44,6 +45,7 @@ LetGo = Callable[[AttackSession, AttackerIdentity, Lease], Awaitable[None]]
 @attack("late", expect=Expected.REFUSED, text="work is submitted after its lease ended")
 async def submit_late(session: AttackSession) -> None:
     """First the trials that need no waiting, then the deadline, if there is time."""
+    await session.prepare_work()
     early = await session.join()
     late = await session.join(early.owner)
     await submit_returned(session, early, late)
@@ -154,6 +156,7 @@ async def leave_run(session: AttackSession, node: AttackerIdentity, lease: Lease
 @attack("two_manifests", expect=Expected.REFUSED, text="two manifests are signed for one lease")
 async def commit_twice(session: AttackSession) -> None:
     """Further manifests after the first: immediately, after the commitment, after the upload; and a different file."""
+    await session.prepare_work()
     attacker = await session.join()
     pending, committed = await commit_first(session, attacker)
     first, forged = pending.manifest, pending.path.with_name("other")
@@ -193,16 +196,17 @@ def rank_task(task: Task) -> tuple[int, str]:
 def is_hard(session: AttackSession, lease: Lease) -> bool:
     """Whether a lease has a task that is harder than most in its step."""
     family = at_step(session.recipe.open_family(), lease.step)
-    ranks = [rank_task(train_task(family, derive_group(lease.beacon, index, 1).task)) for index in range(NUM_SAMPLED)]
+    # Other groups of the step are unknown, so it compares with tasks of its own choice.
+    ranks = [rank_task(train_task(family, index)) for index in range(NUM_SAMPLED)]
     usual = median_low(ranks)
-    wanted = range(lease.first, lease.first + lease.count)
-    own = (rank_task(train_task(family, derive_group(lease.beacon, index, 1).task)) for index in wanted)
+    own = (rank_task(train_task(family, read_seeds(text).task)) for text in lease.seeds)
     return any(rank > usual for rank in own)
 
 
 @attack("cherry_leases", expect=Expected.FRUITLESS, text="leases with hard tasks are returned")
 async def pick_leases(session: AttackSession) -> None:
     """Keep the easy ones and return the others, as long as there are leases."""
+    await session.prepare_work()
     picker, returned = await session.join(), set[tuple[int, int]]()
     for _ in range(MAX_CHERRY_LEASES):
         lease = await session.take_lease(picker)
@@ -245,6 +249,7 @@ async def hoard_leases(session: AttackSession) -> None:
 @attack("sybil", expect=Expected.FRUITLESS, text="a hundred identities instead of one")
 async def use_sybils(session: AttackSession) -> None:
     """Create identities for half of the time, then work under each in turn."""
+    await session.prepare_work()
     names, joining_s = list[AttackerIdentity](), JOIN_SHARE * session.left_s
     begun = time.monotonic()
     while len(names) < NUM_SYBILS and time.monotonic() - begun < joining_s:

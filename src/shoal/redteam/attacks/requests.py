@@ -209,7 +209,7 @@ async def commit_files(session: AttackSession, node: AttackerIdentity) -> str:
         with suppress(RefusedError):  # the step has ended
             submission = (await node.client.commit(promise_file(session, answer.lease, FILE_BYTES))).submission
             session.evidence.count("promised")
-    limits = ("too_many", "busy", "no_need", "resting", "queue_full")
+    limits = ("too_many", "busy", "no_need", "resting", "queue_full", "trial", "version")
     session.evidence.record_code("one more commitment without a file", limits, answer.code)
     return submission
 
@@ -218,7 +218,7 @@ def promise_file(session: AttackSession, lease: messages.Lease, size: int) -> me
     """A manifest for a file that does not exist."""
     count = lease.count * session.params.group_size
     entries = [messages.RolloutEntry(hash=os.urandom(32).hex(), tokens=1) for _ in range(count)]
-    version, blob = min(lease.newest_version, lease.step - 1), os.urandom(32).hex()
+    version, blob = lease.version, os.urandom(32).hex()
     return messages.Manifest(
         lease=lease.lease, fence=lease.fence, blob=blob, size=size, version=version, rollouts=tuple(entries)
     )
