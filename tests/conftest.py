@@ -171,11 +171,13 @@ def make_lease() -> "Callable[..., Lease]":
             "price": 1,
         }
         merged = fields | changes
+        if "seeds" in merged:
+            return Lease.model_validate(merged)
         beacon, size = str(merged.pop("beacon", "5a" * 32)), int(str(merged["group_size"]))
         first = int(str(merged["first"]))
         indices = range(first, first + int(str(merged["count"])))
         seeds = [show_seeds(derive_group(beacon, index, size)) for index in indices]
-        return Lease.model_validate({"seeds": tuple(seeds), **merged})
+        return Lease.model_validate(merged | {"seeds": tuple(seeds)})
 
     return make
 

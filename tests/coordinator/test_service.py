@@ -355,7 +355,9 @@ def test_kill_minus_nine_in_the_middle_of_an_upload_costs_a_retry_and_nothing_el
 
     async def finish(url: str, public: str, manifest: Manifest) -> None:
         async with node_of(url, public, OWNER, tmp_path / "worker", Scope.WORK) as worker:
-            assert (await worker.ask_lease("a" * 32, version=0)).lease == first_lease  # the same request, the same answer
+            assert (
+                await worker.ask_lease("a" * 32, version=0)
+            ).lease == first_lease  # the same request, the same answer
             receipt = (await worker.submit(manifest, path)).receipt
             assert (await worker.submit(manifest, path)).receipt == receipt
 

@@ -94,7 +94,7 @@ def test_leases_side_by_side_are_each_as_if_alone(recipe: Recipe, versions, orde
 def test_an_order_waits_for_a_version_that_may_write_it(recipe: Recipe, versions, order_of) -> None:
     with running(WorkerBehaviour(recipe)) as (generator, leases, done):
         generator.update_weights(0, versions[0])
-        leases.hold(order_of("l1", step=2, oldest_version=1))
+        leases.hold(order_of("l1", step=2, version=1))
         leases.hold(order_of("l2"))
         assert done.get(timeout=PATIENCE_S).order.lease == "l2"
         assert [record.order.lease for record in leases.list_records(LeaseState.HELD)] == ["l1"]
@@ -231,7 +231,7 @@ def test_a_generator_with_leases_that_no_version_may_write_lacks_weights(recipe:
         generator.update_weights(0, versions[0])
         leases.hold(order_of("l1"))
         done.get(timeout=PATIENCE_S)
-        leases.hold(order_of("l2", step=3, oldest_version=1))
+        leases.hold(order_of("l2", step=3, version=1))
         assert generator.lacks_weights
         generator.update_weights(1, versions[1])
         assert not generator.lacks_weights

@@ -144,7 +144,7 @@ def test_a_coordinator_that_gives_leases_without_end_is_asked_for_no_more(setup:
 def test_after_losing_a_lease_for_missing_weights_none_is_requested_before_they_are_there(
     setup: RequesterSetup,
 ) -> None:
-    setup.accept("l3", step=9, oldest_version=2)
+    setup.accept("l3", step=9, version=2)
     setup.requester.take_answer(answer("l1"))
     assert not setup.requester.lacks_weights, "v0 may be used for l1: it was dropped for another reason"
     setup.requester.take_answer(answer("l3"))

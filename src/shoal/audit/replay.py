@@ -195,6 +195,13 @@ class ReplayDecision(Decision):
         body = encode_body(message.model_dump(mode="json"))
         return KnownStatement(self.run, actor, kind, subject, body, bytes.fromhex(signature))
 
+    def read_progress(self, lease: str) -> int:
+        """What the ledger says that the node reported: heartbeats are not in it."""
+        event = self._cursor.next
+        if event is None or (event.kind, event.subject) != (EventKind.LEASE_EXTEND, lease):
+            return 0
+        return read_body(event, bodies.LeaseExtend).done
+
     def sign(self, tag: Tag, message: messages.Message) -> str:
         """No document."""
         return ""

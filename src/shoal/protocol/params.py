@@ -219,6 +219,11 @@ class RunParams(Settings):
         return self
 
     @property
+    def most_per_lease(self) -> int:
+        """Most groups of one lease."""
+        return self.groups_per_lease or max(1, min(self.groups_per_batch, MAX_ROLLOUTS // self.group_size))
+
+    @property
     def guarantee(self) -> check_rate.Guarantee:
         """The run's detection guarantee."""
         return check_rate.Guarantee(

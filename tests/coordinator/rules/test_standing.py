@@ -3,7 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.coordinator.rules.standing import MOVES, STRIKE, count_fault, count_strikes, has_record, is_shut_out, next_standing
+from shoal.coordinator.rules.standing import (
+    MOVES,
+    STRIKE,
+    count_fault,
+    count_strikes,
+    has_record,
+    is_shut_out,
+    next_standing,
+)
 from shoal.protocol.messages import Standing, SubmissionState
 from shoal.protocol.params import RunParams
 

@@ -136,7 +136,7 @@ def expire_leases(decision: Decision) -> bool:
     """End leases whose deadline has passed, or extend those that progress; return whether more may remain."""
     due = leases.list_due(decision.connection, decision.now_ms, MAX_AT_ONCE)
     for lease in due:
-        if not extend_lease(decision, lease, decision.context.cache.find_progress(lease.lease)):
+        if not extend_lease(decision, lease, decision.read_progress(lease.lease)):
             end_lease(decision, lease, "expired", "expired before it was submitted", blame=True, keep=True)
     return len(due) == MAX_AT_ONCE
 
@@ -199,9 +199,13 @@ def _choose_range(
 ) -> RangeChoice | None:
     trials = leases.read_trials(decision.connection)
     if not caller.owner.has_record and trials.spacing_ms:
-        steps = [step for step in steps if _is_awaited(decision, caller.owner, step, trials)]
-        if not steps:
-            return _choose_trial(decision, caller, rooms, trials)
+        is_early = decision.now_ms < trials.granted_ms + trials.spacing_ms
+        awaited = [step for step in steps if _is_awaited(decision, step, trials)]
+        if is_early and (is_suspect(caller.owner.strikes) or not awaited):
+            return None
+        if not awaited:
+            return _choose_trial(decision, caller, rooms)
+        steps = awaited
     until_ms = decision.now_ms - 1000 * decision.params.reserve_s
     for step in steps:
         offer = leases.find_offer(decision.connection, step.step, caller.owner.owner, until_ms)
@@ -215,6 +219,8 @@ def _choose_range(
         kept = leases.find_spared(decision.connection, step.step, decision.now_ms - 1000 * RESCUE_S)
         if kept is not None and kept.count <= rooms[step.step].groups:
             return RangeChoice(kept.step, kept.first, kept.count, kept.fence + 1)
+    if not caller.owner.has_record:  # the place of a backup is not for owners that may not answer either
+        steps = [step for step in steps if _is_awaited(decision, step, trials)]
     return _choose_backup(decision, caller, steps, rooms)
 
 
@@ -233,24 +239,18 @@ def _choose_backup(
     return None
 
 
-def _is_awaited(decision: Decision, owner: OwnerRow, step: StepRow, trials: leases.TrialRow) -> bool:
-    """Whether an owner without a record may have any groups of a step: no owner of record wants them.
+def _is_awaited(decision: Decision, step: StepRow, trials: leases.TrialRow) -> bool:
+    """Whether owners without a record may have any groups of a step: no owner of record wants them.
 
     That is so if there is none yet, or none took a lease for as long as a lease takes while the step was open.
     """
-    if is_suspect(owner.strikes):
-        return False
     since_ms = max(trials.record_ms, step.opened_ms)
     time_ms = rules.lease_time(decision.params, leases.list_group_times(decision.connection), 1)
     return not trials.record_ms or decision.now_ms - since_ms - count_away(decision.connection, since_ms) > time_ms
 
 
-def _choose_trial(
-    decision: Decision, caller: CallerRows, rooms: Mapping[int, ShareRoom], trials: leases.TrialRow
-) -> RangeChoice | None:
+def _choose_trial(decision: Decision, caller: CallerRows, rooms: Mapping[int, ShareRoom]) -> RangeChoice | None:
     """A missing group of the highest step, which is needed last; or what is reserved for its owner."""
-    if decision.now_ms < trials.granted_ms + trials.spacing_ms:
-        return None
     for step in reversed(list_steps(decision.connection, "open")):
         if not rooms.get(step.step, ShareRoom(0)).groups:
             continue
@@ -355,7 +355,7 @@ def end_lease(
         failures=owner.failures + is_failure,
         progress=limit.progress,
         reserved=lease.owner if keep and lease.fence < _MAX_RESERVED else "",
-        spacing_ms=next_spacing(decision, lease, failed=True if blame else None),
+        spacing_ms=next_spacing(decision, lease, failed=True if blame or _is_trial_slow(decision, lease) else None),
         state=state,
         strikes=count_fault(owner.strikes) if is_failure else owner.strikes,
         width=limit.width,
@@ -364,7 +364,10 @@ def end_lease(
 
 
 def next_spacing(decision: Decision, lease: leases.LeaseRow, *, failed: bool | None) -> int:
-    """Milliseconds between trials after a lease failed or its work was accepted; None: neither."""
+    """Milliseconds between trials after a lease failed or its work was accepted; None: neither.
+
+    A trial that others had to make up for has failed too, although its owner is not blamed: it may only be slow.
+    """
     spacing_ms = leases.read_trials(decision.connection).spacing_ms
     if failed is None or not lease.trial:
         return spacing_ms

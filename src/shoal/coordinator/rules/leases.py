@@ -38,7 +38,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.coordinator.rules.standing import MAX_FAULTS, STRIKE
-from shoal.protocol.messages import MAX_ROLLOUTS
 from shoal.protocol.params import MILLION, RunParams
 
 FREE_FAILURES = 3
@@ -134,10 +133,7 @@ def lease_size(params: RunParams, group_ms: Sequence[int], nodes: int) -> int:
     usual_ms = usual_time(group_ms)
     if not usual_ms:
         return 1
-    most = min(
-        1000 * AIM_S // usual_ms, MAX_ROLLOUTS // params.group_size, -(-params.groups_per_batch // max(1, nodes))
-    )
-    return max(1, most)
+    return max(1, min(1000 * AIM_S // usual_ms, params.most_per_lease, -(-params.groups_per_batch // max(1, nodes))))
 
 
 def trial_time(params: RunParams, group_ms: Sequence[int], count: int) -> int:

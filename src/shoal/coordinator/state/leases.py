@@ -83,7 +83,7 @@ _SELECT_TRIED = db.Sql(
     f"SELECT {db.list_columns(LEASE, 'l.')} FROM span s CROSS JOIN lease l "
     "WHERE s.state = 'leased' AND s.holders = s.trials AND s.step = :step AND l.step = s.step AND l.first = s.first "
     "AND l.fence = s.fence AND NOT EXISTS (SELECT 1 FROM lease o WHERE o.step = s.step AND o.first = s.first "
-    "AND o.owner = :owner AND o.state IN ('active', 'submitted')) ORDER BY s.granted_ms, s.first LIMIT 1"
+    "AND o.owner = :owner AND o.state IN ('active', 'submitted')) ORDER BY l.granted_ms, s.first LIMIT 1"
 )
 _COUNT_NODES = db.Sql("SELECT count(DISTINCT node) FROM lease WHERE step >= :step - 1 AND step <= :step AND trial = 0")
 _COUNT_HELD = db.Sql("SELECT count(*) FROM lease WHERE state = 'active' AND owner = :owner")
@@ -148,8 +148,8 @@ def find_slowest(connection: Connection, step: int, owner: str) -> LeaseRow | No
 
 
 def find_tried(connection: Connection, step: int, owner: str) -> LeaseRow | None:
-    """The newest lease of those groups of a step that were granted first and that only trials hold, none of this
-    owner."""
+    """The newest lease of groups of a step that only trials hold, none of this owner: of those whose newest lease was
+    granted first."""
     return db.fetch_row(connection, _SELECT_TRIED, LeaseRow, step=step, owner=owner)
 
 
@@ -234,7 +234,7 @@ class TrialRow(NamedTuple):
     granted_ms: int
     """when the last one was granted"""
     record_ms: int
-    """when the last lease of an owner of record was granted"""
+    """when an owner of record last got a lease, or work was last accepted"""
 
 
 TRIAL = db.define_table("trial", TrialRow, key="key")
@@ -272,7 +272,10 @@ def set_spacing(event: Event, connection: Connection) -> None:
     """lease.end, sub.outcome"""
     body = parse_event(event)
     assert isinstance(body, events.LeaseEnd | events.SubmissionOutcome), "one of these two kinds"
-    _change_trials(connection, spacing_ms=body.spacing_ms)
+    changes = {"spacing_ms": body.spacing_ms}
+    if isinstance(body, events.SubmissionOutcome) and body.state is SubmissionState.ACCEPTED:
+        changes["record_ms"] = event.time_ms
+    _change_trials(connection, **changes)
 
 
 def note_duration(event: Event, connection: Connection) -> None:
@@ -336,7 +339,7 @@ _TRIED = "state = 'leased' AND holders = trials"
 db.index_some("span_offer", _OFFERED, SPAN.c.step, SPAN.c.reserved, SPAN.c.first)
 db.index_some("span_offered", _OFFERED, SPAN.c.step, SPAN.c.offered_ms, SPAN.c.first)
 db.index_some("span_slow", _HELD_ONCE, SPAN.c.step, SPAN.c.granted_ms, SPAN.c.first)
-db.index_some("span_tried", _TRIED, SPAN.c.step, SPAN.c.granted_ms, SPAN.c.first)
+db.index_some("span_tried", _TRIED, SPAN.c.step, SPAN.c.first)
 
 
 _SPANS = f"SELECT {db.list_columns(SPAN)} FROM span"

@@ -18,8 +18,10 @@ from collections.abc import Awaitable, Callable
 from statistics import median_low
 from typing import TYPE_CHECKING
 
+from shoal.net.retry import RefusedError
 from shoal.protocol.beacon import read_seeds
 from shoal.protocol.messages import CommitAnswer, Heartbeat, Lease, LeaseProgress, Manifest
+from shoal.redteam.raw_requests import BudgetError
 from shoal.redteam.registry import Expected, attack
 from shoal.redteam.scripted import OVERTAKEN, AttackerIdentity, AttackSession
 from shoal.tasks.base import Task, at_step
@@ -27,12 +29,14 @@ from shoal.tasks.split import train_task
 from shoal.util.clock import read_clock
 
 if TYPE_CHECKING:
+    from shoal.redteam.behaviours.rubbish import RubbishWriter
     from shoal.worker.behaviour import PendingSubmission
 
 
 MARGIN_S = 1.5
 """after a deadline, until the coordinator has processed what expired"""
 NUM_GRINDERS, NUM_PARALLEL, NUM_HOARDERS, NUM_SYBILS, MAX_CHERRY_LEASES = 3, 4, 8, 100, 12
+NUM_RUBBISH = 16
 _REQUEST_KEY = "0" * 32
 POLL_S, HOARD_POLL_S = 0.5, 1.0
 NUM_SAMPLED = 16
@@ -260,6 +264,65 @@ async def use_sybils(session: AttackSession) -> None:
         handed_in = [await work_once(session, name) for name in names]
         if not any(handed_in):
             await session.sleep(1.0)
+
+
+@attack("rubbish", expect=Expected.FRUITLESS, text="many owners without compute take leases and submit rubbish")
+async def submit_rubbish(session: AttackSession) -> None:
+    """Owners with a form of rubbish each; those that are shut out are replaced."""
+    await flood_rubbish(session, NUM_RUBBISH)
+
+
+async def flood_rubbish(session: AttackSession, num_owners: int, *, replaced: bool = True) -> None:
+    """Let so many owners submit rubbish until time is up; `replaced`: new ones join for those that are shut out."""
+    from shoal.redteam.behaviours.rubbish import FORMS, RubbishWriter
+
+    writer = RubbishWriter(session.recipe)
+    forms = [FORMS[number % len(FORMS)] for number in range(num_owners)]
+    await asyncio.gather(*(_waste_leases(session, writer, form, replaced=replaced) for form in forms))
+
+
+async def _waste_leases(session: AttackSession, writer: "RubbishWriter", form: str, *, replaced: bool) -> None:
+    """One owner after another takes leases until it is shut out."""
+    while session.left_s:
+        try:
+            owner = await session.join()
+            while session.left_s:
+                answer = await session.ask_lease(owner)
+                if answer.code == "finished":
+                    return
+                if answer.lease is None:
+                    if replaced and answer.code in ("resting", "work"):
+                        break  # a new identity is cheaper
+                    await session.sleep(min(answer.retry_after_s, POLL_S))
+                else:
+                    await _waste_lease(session, writer, form, owner, answer.lease)
+        except (RefusedError, BudgetError) as error:
+            session.note(f"{form}: {error}")
+            session.evidence.count("shut_out")
+            if not replaced or isinstance(error, BudgetError):
+                return
+
+
+async def _waste_lease(
+    session: AttackSession, writer: "RubbishWriter", form: str, owner: AttackerIdentity, lease: Lease
+) -> None:
+    if form == "returned":
+        await owner.client.return_lease(lease.lease)
+        return
+    if form == "silent":
+        return
+    path = owner.folder / f"{lease.lease}.parquet"
+    manifest = await asyncio.to_thread(writer.write, form, lease, path)
+    try:
+        committed = await owner.client.commit(manifest)
+        if form != "unsent":
+            await owner.client.upload(committed, manifest, path)
+            session.evidence.count("handed_in")
+    except RefusedError as error:
+        if error.refusal.code not in (*OVERTAKEN, "blob_known"):
+            raise
+    finally:
+        path.unlink(missing_ok=True)
 
 
 async def work_once(session: AttackSession, name: AttackerIdentity) -> bool:

@@ -99,7 +99,7 @@ async def alter_headers(session: AttackSession, victim: AttackerIdentity) -> Non
 async def forge_statements(session: AttackSession, victim: AttackerIdentity, thief: AttackerIdentity) -> None:
     """Forged statements inside validly signed requests: a manifest, a command, actions outside the delegated scope."""
     entry = messages.RolloutEntry(hash=os.urandom(32).hex(), tokens=1)
-    size = session.params.group_size * session.params.groups_per_lease
+    size = session.params.group_size * session.params.most_per_lease
     lease = (await session.ask_lease(victim)).lease
     name, fence = ("l1", 1) if lease is None else (lease.lease, lease.fence)
     blob, rollouts = os.urandom(32).hex(), (entry,) * size
