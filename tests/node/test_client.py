@@ -275,7 +275,7 @@ def test_a_lease_that_is_not_signed_as_it_was_sent_is_not_worked_for(open_stand:
             }
             lying = LeaseAnswer.model_validate({**true.model_dump(), **changes[lie]}, strict=False)
 
-            async def grant(node: str, request_key: str) -> LeaseAnswer:
+            async def grant(node: str, request_key: str, version: int) -> LeaseAnswer:
                 return lying
 
             stand.coordinator.grant_lease = grant

@@ -219,19 +219,28 @@ def _choose_range(
         kept = leases.find_spared(decision.connection, step.step, decision.now_ms - 1000 * RESCUE_S)
         if kept is not None and kept.count <= rooms[step.step].groups:
             return RangeChoice(kept.step, kept.first, kept.count, kept.fence + 1)
-    if not caller.owner.has_record:  # the place of a backup is not for owners that may not answer either
-        steps = [step for step in steps if _is_awaited(decision, step, trials)]
-    return _choose_backup(decision, caller, steps, rooms)
+    slow = _choose_slow(decision, caller, steps, rooms)
+    if slow is not None or caller.owner.has_record:
+        return slow or _choose_tried(decision, caller, steps, rooms)
+    awaited = [step for step in steps if _is_awaited(decision, step, trials)]
+    return _choose_tried(decision, caller, awaited, rooms)
 
 
-def _choose_backup(
+def _choose_slow(
     decision: Decision, caller: CallerRows, steps: Sequence[StepRow], rooms: Mapping[int, ShareRoom]
 ) -> RangeChoice | None:
-    """Groups that others hold for too long."""
+    """Groups that another owner holds for too long."""
     for step in steps:
         slow = leases.find_slowest(decision.connection, step.step, caller.owner.owner)
         if slow is not None and slow.count <= rooms[step.step].groups and _is_slow(decision, slow):
             return RangeChoice(slow.step, slow.first, slow.count, slow.fence + 1, backup=1)
+    return None
+
+
+def _choose_tried(
+    decision: Decision, caller: CallerRows, steps: Sequence[StepRow], rooms: Mapping[int, ShareRoom]
+) -> RangeChoice | None:
+    """Groups that only owners without a record hold, for longer than usual; not for their like, if others are there."""
     for step in steps:
         tried = leases.find_tried(decision.connection, step.step, caller.owner.owner)
         if tried is not None and tried.count <= rooms[step.step].groups and _is_trial_slow(decision, tried):
@@ -250,14 +259,14 @@ def _is_awaited(decision: Decision, step: StepRow, trials: leases.TrialRow) -> b
 
 
 def _choose_trial(decision: Decision, caller: CallerRows, rooms: Mapping[int, ShareRoom]) -> RangeChoice | None:
-    """A missing group of the highest step, which is needed last; or what is reserved for its owner."""
-    for step in reversed(list_steps(decision.connection, "open")):
-        if not rooms.get(step.step, ShareRoom(0)).groups:
-            continue
+    """What is reserved for its owner; or a missing group of the highest step, which is needed last."""
+    steps = [step for step in list_steps(decision.connection, "open") if step.step in rooms]
+    for step in steps:
         own = leases.find_own(decision.connection, step.step, caller.owner.owner)
         if own is not None and own.count <= rooms[step.step].groups:
             return RangeChoice(own.step, own.first, own.count, own.fence + 1)
-        if count_missing(decision.params, step.signal, step.on_their_way, step.next_index):
+    for step in reversed(steps):
+        if rooms[step.step].groups and count_missing(decision.params, step.signal, step.on_their_way, step.next_index):
             return RangeChoice(step.step, step.next_index, 1, fence=1, fresh=1)
     return None
 

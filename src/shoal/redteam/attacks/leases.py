@@ -71,7 +71,7 @@ async def submit_returned(session: AttackSession, early: AttackerIdentity, late:
         return
     with session.refused("lease_ended", what="work for a returned lease", moot=("superseded",)):
         await early.client.commit(pending.manifest)
-    second = (await session.ask_lease(late)).lease
+    second = await session.take_lease(late)
     if second is None or (second.step, second.first) != (first.step, first.first):
         session.note("its groups went to another node")
         return
@@ -93,7 +93,7 @@ async def submit_expired(session: AttackSession, slow: AttackerIdentity) -> None
     pending = await session.write_work(slow, lease)
     successor = await session.join(slow.owner)
     await session.sleep(count_seconds_left(lease) + MARGIN_S)
-    taken = (await session.ask_lease(successor)).lease
+    taken = await session.take_lease(successor)
     if taken is None or (taken.step, taken.first) != (lease.step, lease.first):
         session.note("its groups went to another node")
         taken = None
