@@ -2,9 +2,9 @@
 
     ASKED -> HELD -> RUNNING -> WRITTEN -> COMMITTED -> DONE      (and from each of them to DONE)
 
-    <folder>/leases/asked.json        ASKED: the key under which the next lease is requested
-    <folder>/leases/<lease>.json      a lease: its state, its order, and its manifest from WRITTEN on
-    <folder>/leases/<lease>.parquet   its rollouts, complete once the state is WRITTEN
+    <folder>/work/asked.json          ASKED: the key under which the next lease is requested
+    <folder>/work/<lease>.json        a lease: its state, its order, and its manifest from WRITTEN on
+    <folder>/work/<lease>.parquet     its rollouts, complete once the state is WRITTEN
 
 Invariants:
 - this table is the only place that stores the state of a lease; `MOVES` are the only transitions;
@@ -16,6 +16,7 @@ Invariants:
 - a lease is never written twice, because that would sign two manifests for it;
 - from WRITTEN on a lease cannot be cancelled: for the coordinator it ends with its manifest, which is no reason to drop
   the file;
+- the folder is this table's own: the signed leases of the node are kept elsewhere (`node.receipts`), and longer;
 - file names are lease ids, which messages validate: nothing else from a coordinator becomes part of a path.
 
 Folders `orders/` and `outbox/` of earlier shoal versions are removed with a warning: their leases expire.
@@ -100,7 +101,7 @@ class LeaseTable:
         self.changed = threading.Condition()
         """notified after each change; its lock guards the records and is never held while a file is written"""
         self._records: dict[str, LeaseRecord] = {}
-        self._folder = None if folder is None else folder / "leases"
+        self._folder = None if folder is None else folder / "work"
         if folder is not None:
             _drop_old(folder)
             self._load()
