@@ -7,11 +7,20 @@ from the numbers of all validators (coordinator/rules/drift.py).
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from shoal.protocol.messages import DriftCount, Finding, GroupFinding, GroupNumbers, Job, Verdict, VerdictStatement
+from shoal.protocol.messages import (
+    MAX_CPU_MS,
+    DriftCount,
+    Finding,
+    GroupFinding,
+    GroupNumbers,
+    Job,
+    Verdict,
+    VerdictStatement,
+)
 from shoal.protocol.params import MILLION
 from shoal.rollout import Group
 from shoal.toploc.calibration import Calibration
@@ -48,6 +57,8 @@ class Assessment:
     drift: tuple[DriftCount, ...] = ()
     replayed: Replayed = NOTHING
     """not sent"""
+    cpu_s: float = field(default=0.0, compare=False)
+    """CPU time that it took"""
 
     def state(self, job: Job) -> VerdictStatement:
         """The statement that is signed and sent."""
@@ -59,6 +70,7 @@ class Assessment:
             tokens=self.tokens,
             groups=self.groups,
             drift=self.drift,
+            cpu_ms=min(round(1000 * self.cpu_s), MAX_CPU_MS),
         )
 
 
