@@ -73,7 +73,7 @@ def test_a_lease_goes_from_held_to_done(tmp_path: Path, make_order: MakeOrder, w
     table.mark_committed("l1")
     assert state_of(table, "l1") is LeaseState.COMMITTED
     table.end("l1")
-    assert table.find("l1") is None and len(table) == 0 and list((tmp_path / "work").iterdir()) == []
+    assert table.find("l1") is None and len(table) == 0 and list((tmp_path / "leases").iterdir()) == []
 
 
 def test_other_moves_are_refused(tmp_path: Path, make_order: MakeOrder, writer: Writer) -> None:
@@ -99,7 +99,7 @@ def test_a_lease_that_was_cancelled_meanwhile_is_not_written(
     table.start_next(0)
     table.end("l1")
     assert table.write(finish(order), writer) is None
-    assert list((tmp_path / "work").iterdir()) == []
+    assert list((tmp_path / "leases").iterdir()) == []
 
 
 def test_a_restart_finds_each_lease_where_it_was_and_generates_again_what_was_running(
@@ -168,16 +168,16 @@ def test_a_key_is_asked_with_until_its_lease_is_held_and_not_again(tmp_path: Pat
 def test_a_kill_between_the_lease_and_its_key_does_not_use_the_key_again(tmp_path: Path, make_order: MakeOrder) -> None:
     table = LeaseTable(tmp_path)
     key = table.find_key()
-    asked = (tmp_path / "work" / "asked.json").read_bytes()
+    asked = (tmp_path / "leases" / "asked.json").read_bytes()
     table.hold(make_order("l1"), request_key=key)
-    (tmp_path / "work" / "asked.json").write_bytes(asked)
+    (tmp_path / "leases" / "asked.json").write_bytes(asked)
     again = LeaseTable(tmp_path)
     assert again.find_key() != key and state_of(again, "l1") is LeaseState.HELD
 
 
 def test_a_corrupt_file_is_named(tmp_path: Path, make_order: MakeOrder) -> None:
     LeaseTable(tmp_path).hold(make_order("l1"))
-    (tmp_path / "work" / "l1.json").write_text('{"state": "flying"}')
+    (tmp_path / "leases" / "l1.json").write_text('{"state": "flying"}')
     with pytest.raises(ConfigError, match=r"l1\.json: corrupt; delete it"):
         LeaseTable(tmp_path)
 
@@ -188,7 +188,7 @@ def test_folders_of_an_earlier_version_are_dropped_with_a_warning(tmp_path: Path
         (tmp_path / name).write_text("{}")
     assert len(LeaseTable(tmp_path)) == 0
     assert len(log.messages) == 1 and "earlier shoal version" in log.messages[0]
-    assert [path.name for path in tmp_path.iterdir()] == ["work"]
+    assert [path.name for path in tmp_path.iterdir()] == ["leases"]
     LeaseTable(tmp_path)
     assert len(log.messages) == 1
 

@@ -99,7 +99,7 @@ def test_a_lease_that_cannot_be_scored_goes_back_and_nothing_of_it_is_kept(setup
     asyncio.run(setup.requester.give_back("l1", "a fault of this machine: a sandbox died"))
     asyncio.run(setup.requester.give_back("nobody", "was cancelled before"))
     assert setup.session.returned == ["l1"]
-    assert setup.held == ["l2"] and not (setup.folder / "work" / "l1.json").exists()
+    assert setup.held == ["l2"] and not (setup.folder / "leases" / "l1.json").exists()
     assert "returning lease l1, nothing is submitted for it" in log.messages[0]
     assert "a sandbox died" in setup.requester.failure
     setup.requester.note_written()
@@ -109,7 +109,7 @@ def test_a_lease_that_cannot_be_scored_goes_back_and_nothing_of_it_is_kept(setup
 def test_what_is_not_wanted_any_more_is_dropped(setup: RequesterSetup) -> None:
     setup.requester.take_answer(answer("l1", "l9"))
     assert setup.held == ["l2"]
-    assert [path.name for path in (setup.folder / "work").iterdir()] == ["l2.json"]
+    assert [path.name for path in (setup.folder / "leases").iterdir()] == ["l2.json"]
 
 
 def test_a_file_on_its_way_is_not_dropped_because_its_lease_is_over(setup: RequesterSetup) -> None:
