@@ -39,12 +39,13 @@ from shoal.calibrate.variants import VariantSetup
 from shoal.config.run import PolicyConfig, TinyConfig
 from shoal.policy.decoder import fuse_layers
 from shoal.policy.model import Policy, load_policy, save_policy
-from shoal.protocol.beacon import number_beacon
+from shoal.protocol.beacon import derive_group, show_seeds
 from shoal.protocol.messages import Job, Manifest, Standing, Verdict
 from shoal.protocol.params import MILLION, RunParams
 from shoal.recipe import Recipe
 from shoal.redteam.validators import LazyJudge
 from shoal.rollout import Group
+from shoal.seeds import GroupSeeds
 from shoal.submission.read import ParserPool
 from shoal.submission.write import write_submission
 from shoal.tasks.families.sort import Sort
@@ -210,9 +211,10 @@ class CheckSetup:
         return calibrate_policy(self.policy, [VariantSetup(name="engine", batch=64)], plan, name=self._size.name)
 
     def _write(self, first: int, leases: int) -> list[tuple[Job, Path]]:
-        beacon, size = number_beacon(BEACON), self._size.groups
+        size = self._size.groups
+        seeds = list_seeds(self._size, first * size, leases * size)
         order = LeaseOrder(
-            lease="l1", step=1, first=first * size, count=leases * size, beacon=beacon, oldest=0, deadline_ms=0
+            lease="l1", step=1, first=first * size, count=leases * size, seeds=seeds, version=0, deadline_ms=0
         )
         work = self._generator.write(order)
         return [self._pack(work, work.groups[start : start + size]) for start in range(0, len(work.groups), size)]
@@ -254,6 +256,10 @@ def make_policy(tiny: TinyConfig) -> Policy:
     return policy
 
 
+def list_seeds(size: Size, first: int, count: int) -> tuple[GroupSeeds, ...]:
+    return tuple(derive_group(BEACON, index, size.group_size) for index in range(first, first + count))
+
+
 def make_job(size: Size, first: int, manifest: Manifest) -> Job:
     """A validator's job for all of a submission."""
     return Job(
@@ -264,7 +270,8 @@ def make_job(size: Size, first: int, manifest: Manifest) -> Job:
         count=size.groups,
         group_size=size.group_size,
         max_tokens=size.tokens,
-        beacon=BEACON,
+        seeds=tuple(map(show_seeds, list_seeds(size, first, size.groups))),
+        bounded=False,
         version=0,
         manifest=manifest,
         check_ppm=MILLION,

@@ -214,7 +214,7 @@ async def run_cycle(task: dict[str, Any]) -> dict[str, Any]:
 async def hand_in(worker: Caller) -> float:
     """Lease, commit and upload; returns how long the lease took."""
     began = time.perf_counter()
-    body = json.dumps({"request_key": random.randbytes(16).hex()}).encode()
+    body = json.dumps({"request_key": random.randbytes(16).hex(), "version": 0}).encode()
     lease = LeaseAnswer.model_validate_json(await worker.ask("POST", "/v1/leases", body)).lease
     assert lease is not None, "no lease"
     took_s = time.perf_counter() - began

@@ -16,11 +16,11 @@ from shoal.config.run import EngineConfig
 from shoal.engine import open_engine
 from shoal.engine.base import Engine
 from shoal.errors import ConfigError
-from shoal.group import plan_groups, score_group
+from shoal.group import score_group
 from shoal.policy.model import Policy
 from shoal.recipe import Recipe, load_recipe
 from shoal.redteam.behaviours.forged_work import list_rollouts
-from shoal.seeds import derive_seed
+from shoal.seeds import derive_group_seeds, derive_seed
 from shoal.toploc.calibration import Calibration, load_calibration
 from shoal.toploc.check import RolloutReport, check_rollouts
 from shoal.toploc.stream import ProofBuilder
@@ -95,14 +95,14 @@ def open_run(folder: Path) -> OfflineRun:
 
 def make_order(run: OfflineRun, number: int, *, groups: int, seed: int = 0) -> LeaseOrder:
     """A lease of a step that the newest version may generate for."""
-    newest = run.newest
+    newest, beacon = run.newest, derive_seed("power", seed, number)
     return LeaseOrder(
         lease=f"l{number}",
         step=newest + 1,
         first=0,
         count=groups,
-        beacon=derive_seed("power", seed, number),
-        oldest=newest,
+        seeds=tuple(derive_group_seeds(beacon, index, run.recipe.group_size) for index in range(groups)),
+        version=newest,
         deadline_ms=0,
     )
 
@@ -110,15 +110,7 @@ def make_order(run: OfflineRun, number: int, *, groups: int, seed: int = 0) -> L
 def check_work(work: FinishedWork, policy: Policy, run: OfflineRun, *, seeded: bool) -> list[RolloutReport]:
     """A report on every rollout, as from a validator that checks all of them."""
     behaviour, order = WorkerBehaviour(run.recipe), work.order
-    plans = plan_groups(
-        behaviour.family,
-        policy.tokenizer,
-        behaviour.shape,
-        step=order.step,
-        beacon=order.beacon,
-        first=order.first,
-        count=order.count,
-    )
+    plans = behaviour.plan(order, policy.tokenizer)
     return check_rollouts(
         {work.version: policy.model},
         [request for plan in plans for request in plan.requests],

@@ -59,13 +59,14 @@ _JOB = Job(
     count=1,
     group_size=1,
     max_tokens=1,
-    beacon="0" * 64,
+    seeds=("0" * 32,),
     version=0,
     manifest=Manifest(
         lease="l1", fence=0, blob="0" * 64, size=0, version=0, rollouts=(RolloutEntry(hash="0" * 64, tokens=1),)
     ),
     check_ppm=0,
     check_seed="0" * 64,
+    bounded=False,
     duplicates=(),
     deadline_ms=0,
 )

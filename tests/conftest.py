@@ -150,7 +150,8 @@ def recipe(versions: dict[int, Path]) -> "Recipe":
 
 @pytest.fixture(scope="session")
 def make_lease() -> "Callable[..., Lease]":
-    """Leases of that run."""
+    """Leases of that run; `beacon` gives their seeds."""
+    from shoal.protocol.beacon import derive_group, show_seeds
     from shoal.protocol.messages import Lease
 
     def make(name: str = "l1", **changes: object) -> Lease:
@@ -163,15 +164,20 @@ def make_lease() -> "Callable[..., Lease]":
             "count": 2,
             "group_size": 4,
             "max_tokens": 8,
-            "beacon": "5a" * 32,
             "fence": 1,
-            "newest_version": 0,
-            "oldest_version": 0,
+            "version": 0,
             "granted_ms": 0,
             "deadline_ms": 60_000,
             "price": 1,
         }
-        return Lease.model_validate(fields | changes)
+        merged = fields | changes
+        if "seeds" in merged:
+            return Lease.model_validate(merged)
+        beacon, size = str(merged.pop("beacon", "5a" * 32)), int(str(merged["group_size"]))
+        first = int(str(merged["first"]))
+        indices = range(first, first + int(str(merged["count"])))
+        seeds = [show_seeds(derive_group(beacon, index, size)) for index in indices]
+        return Lease.model_validate(merged | {"seeds": tuple(seeds)})
 
     return make
 

@@ -1,4 +1,4 @@
-"""From a step's beacon to scored groups.
+"""From seeds to scored groups.
 
 Group i of step n is a pure function of (n, beacon, i, weights): task and seeds derive from beacon and index, and the
 set of tasks from the step if the run has a schedule. So every machine computes the same rollouts, and no worker chooses
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from shoal.engine.base import Engine
 from shoal.policy.tokenizer import decode_completion, encode_chat, encode_prompt
 from shoal.rollout import Group, Request, Rollout
-from shoal.seeds import derive_seed
+from shoal.seeds import GroupSeeds, derive_group_seeds
 from shoal.tasks.base import Family, Task, at_step, score_texts
 from shoal.tasks.split import train_task
 
@@ -47,9 +47,9 @@ def plan_group(
     task: Task | None = None,
 ) -> GroupPlan:
     """Task, seeds and requests of group `index` of a step. Only a curriculum overrides the seed's task."""
-    task = task or train_task(at_step(family, step), derive_seed("task", beacon, index))
-    seeds = [derive_seed("rollout", beacon, index, sample) for sample in range(shape.size)]
-    return GroupPlan(index=index, task=task, requests=request_rollouts(tokenizer, task, shape, f"g{index}", seeds))
+    seeds = derive_group_seeds(beacon, index, shape.size)
+    task = task or train_task(at_step(family, step), seeds.task)
+    return _plan_seeds(tokenizer, shape, task, index, seeds)
 
 
 def plan_groups(
@@ -65,6 +65,28 @@ def plan_groups(
     """Groups first .. first + count - 1 of the step with this beacon."""
     indices = range(first, first + count)
     return [plan_group(family, tokenizer, shape, step=step, beacon=beacon, index=index) for index in indices]
+
+
+def plan_leased(
+    family: Family,
+    tokenizer: PreTrainedTokenizerBase,
+    shape: GroupShape,
+    *,
+    step: int,
+    first: int,
+    seeds: Sequence[GroupSeeds],
+) -> list[GroupPlan]:
+    """The same for groups whose seeds are known while the step's beacon is not."""
+    tasks = [train_task(at_step(family, step), own.task) for own in seeds]
+    pairs = zip(tasks, seeds, strict=True)
+    return [_plan_seeds(tokenizer, shape, task, index, own) for index, (task, own) in enumerate(pairs, first)]
+
+
+def _plan_seeds(
+    tokenizer: PreTrainedTokenizerBase, shape: GroupShape, task: Task, index: int, seeds: GroupSeeds
+) -> GroupPlan:
+    requests = request_rollouts(tokenizer, task, shape, f"g{index}", seeds.rollouts)
+    return GroupPlan(index=index, task=task, requests=requests)
 
 
 def request_rollouts(

@@ -8,6 +8,7 @@ Changing breaks: every recorded rollout, golden curve and seeded-sampling check.
 """
 
 import hashlib
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,6 +25,20 @@ def derive_seed(*parts: int | str) -> int:
         kind, raw = (b"i", b"%d" % part) if isinstance(part, int) else (b"s", part.encode())
         framed.append(b"%b%d:%b" % (kind, len(raw), raw))
     return int.from_bytes(hashlib.sha256(b"".join(framed)).digest()[:8], "big")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSeeds:
+    """The seeds that determine a group."""
+
+    task: int
+    rollouts: tuple[int, ...]
+
+
+def derive_group_seeds(beacon: int, index: int, group_size: int) -> GroupSeeds:
+    """Seeds of the task and the rollouts of group `index` of the step with this beacon."""
+    seeds = tuple(derive_seed("rollout", beacon, index, sample) for sample in range(group_size))
+    return GroupSeeds(derive_seed("task", beacon, index), seeds)
 
 
 def token_uniforms(seed: int, start: int, count: int) -> np.ndarray:

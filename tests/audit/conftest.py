@@ -26,7 +26,7 @@ from shoal.ledger.event import (
 )
 from shoal.ledger.merkle import Frontier, hash_leaf
 from shoal.ledger.reader import TILE_LEVEL, read_events
-from shoal.protocol.messages import Action, Verdict
+from shoal.protocol.messages import Action, Heartbeat, LeaseProgress, Verdict
 
 JUDGES = ("judge-a", "judge-b", "judge-c", "judge-d", "judge-e")
 PARAMS: dict[str, Any] = {
@@ -36,6 +36,7 @@ PARAMS: dict[str, Any] = {
     "limit_after": 2,
     "limited_s": 300,
     "appeal_s": 20_000,
+    "lease_first_s": 300,
     "lease_max_s": 600,
     "watch_submissions": 1,
 }
@@ -220,8 +221,11 @@ def play_work(world: Any) -> None:
     world.work("w1")
     world.run(world.coordinator.return_lease(world.id("w2"), world.lease("w2").lease))
     world.work("w2", drift=[(0, 100_000, 60, 60)], numbers=(500_000, 700_000))
-    world.lease("w3")
+    slow = world.lease("w3")
+    beat = Heartbeat(leases=(LeaseProgress(lease=slow.lease, done=1),))
+    world.coordinator.heartbeat(world.id("w3"), beat)
     world.wait(world.params.lease_first_s)
+    world.wait(world.params.lease_max_s)
     lease = world.lease("w3")
     world.commit("w3", world.make_manifest(lease))
     world.wait(world.params.upload_s + 10)

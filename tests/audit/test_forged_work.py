@@ -256,13 +256,46 @@ def remove_a_file_of_nobody(forge):
 
 @expect("its beacon does not continue")
 def choose_a_beacon(forge):
-    return forge.change(forge.history.find(EventKind.STEP_OPEN, step=2), beacon="0" * 64)
+    return forge.change(forge.history.find(EventKind.BATCH_CUT, step=2), beacon="0" * 64)
 
 
 @expect("its beacon does not continue")
 def spell_a_beacon_otherwise(forge):
-    opened = forge.history.find(EventKind.STEP_OPEN, step=2)
-    return forge.change(opened, beacon=opened.content["beacon"].upper())
+    cut = forge.history.find(EventKind.BATCH_CUT, step=2)
+    return forge.change(cut, beacon=cut.content["beacon"].upper())
+
+
+@expect("beacon")
+def open_a_step_with_its_beacon(forge):
+    return forge.change(forge.history.find(EventKind.STEP_OPEN, step=2), beacon="0" * 64)
+
+
+@expect("lease.end")
+def extend_a_lease_that_did_not_progress(forge):
+    extended = forge.history.find(EventKind.LEASE_EXTEND)
+    return forge.change(extended, done=0)
+
+
+@expect("deadline_ms is")
+def extend_a_lease_too_far(forge):
+    extended = forge.history.find(EventKind.LEASE_EXTEND)
+    return forge.change(extended, deadline_ms=extended.content["deadline_ms"] + 1)
+
+
+@expect("strikes is")
+def forget_a_strike(forge):
+    rejected = forge.history.find(EventKind.SUB_OUTCOME, state="rejected_soft")
+    return forge.change(rejected, strikes=0)
+
+
+@expect("trial is")
+def call_a_trial_something_else(forge):
+    return forge.change(forge.history.find(EventKind.LEASE_GRANT, trial=1), trial=0)
+
+
+@expect("no open step accepts rollouts")
+def lease_another_version(forge):
+    return forge.change(forge.history.find(EventKind.LEASE_GRANT, version=0), version=1)
 
 
 @expect("no decision produces it")
@@ -273,7 +306,7 @@ def open_a_step_too_early(forge):
 
 @expect("step 1 has 0 of 4 groups")
 def cut_a_batch_too_early(forge):
-    cut = forge.say(EventKind.BATCH_CUT, "step-1", groups=0, hash=hash_batch([]), step=1)
+    cut = forge.say(EventKind.BATCH_CUT, "step-1", beacon="0" * 64, groups=0, hash=hash_batch([]), step=1)
     return forge.insert(forge.history.find(EventKind.LEASE_GRANT), cut)
 
 

@@ -21,7 +21,7 @@ def test_what_is_decided_in_one_commit_follows_the_parameters_that_were_changed_
 
     async def ask_both() -> Any:
         held = coordinator.ledger.submit(lambda draft: gate.wait(10))
-        both = [coordinator.command(signed), coordinator.grant_lease(world.id("w1"), "b" * 32)]
+        both = [coordinator.command(signed), coordinator.grant_lease(world.id("w1"), "b" * 32, 0)]
         tasks = [asyncio.create_task(work) for work in both]
         await asyncio.sleep(0)  # both wait for the writer now
         gate.set()

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.fixtures.world import SECRET
 
 from shoal.audit.database import read_groups
 from shoal.cli import main
-from shoal.protocol.beacon import number_beacon
+from shoal.protocol.beacon import BeaconChain, read_seeds
 from shoal.protocol.messages import Verdict
 from shoal.recipe import Recipe, dump_recipe
-from shoal.seeds import derive_seed
 from shoal.tasks.split import train_task
 
 
@@ -29,6 +29,10 @@ def told(make_world):
         leases[name] = world.lease("worker")
         world.submit("worker", leases[name])
         world.judge("judge-a", verdict, **changes)
+    assert read_groups(world.url)[0] == [], "the tasks of a step are known once its batch is cut"
+    world.wait(100)
+    world.work("worker")
+    world.cut(1)
     return world, leases
 
 
@@ -42,7 +46,7 @@ def test_groups_without_a_signal_are_among_them_and_rejected_ones_are_not(told) 
         for place in range(lease.count)
     }
     assert {(group.step, group.index): (group.reward, group.signal) for group in groups} == expected
-    assert {group.beacon for group in groups} == {leases["signal"].beacon}
+    assert {group.beacon for group in groups} == {BeaconChain(SECRET, world.params.steps).reveal_step(1)}
 
 
 def test_the_command_names_the_tasks_that_beacon_and_index_give(told, recipe: Recipe, tmp_path: Path, capsys) -> None:
@@ -52,8 +56,7 @@ def test_the_command_names_the_tasks_that_beacon_and_index_give(told, recipe: Re
     assert main(["ledger", "tasks", world.url, "--recipe", str(path), "--out", str(out)]) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     first = leases["signal"]
-    seed = derive_seed("task", number_beacon(first.beacon), first.first)
-    assert lines[0]["task"] == train_task(recipe.open_family(), seed).id
+    assert lines[0]["task"] == train_task(recipe.open_family(), read_seeds(first.seeds[0]).task).id
     assert lines[0]["reward"] == 0.25 and lines[0]["attempts"] == recipe.group_size
     assert f"{len(lines)} accepted groups" in capsys.readouterr().out
 

@@ -123,6 +123,8 @@ class Nodes:
         self._random = random.Random(seed + 1)
         self.clients = {name: self._make_client(lives.port, name, public) for name in owners}
         self.over = False
+        self.newest = 0
+        """newest version"""
         self.answered: list[tuple[Callable[[], Awaitable[BaseModel]], BaseModel]] = []
         """requests that can be repeated, and the first answer"""
         self.receipts: dict[str, int] = {}
@@ -163,7 +165,7 @@ class Nodes:
 
     async def deliver(self, client: NodeClient, name: str) -> None:
         while not self.over:
-            question = partial(client.ask_lease, self._random.randbytes(16).hex())
+            question = partial(client.ask_lease, self._random.randbytes(16).hex(), version=self.newest)
             answer = await question()
             if answer.lease is None:
                 await asyncio.sleep(POLL_S)
@@ -212,6 +214,7 @@ class Nodes:
             root = hashlib.sha256(f"{step}".encode()).hexdigest()
             version = VersionStatement(version=step, root=root, manifest=root, batch=batch)
             await self.ask(partial(client.publish_version, version))
+            self.newest = step
             step += 1
 
     async def cash(self, client: NodeClient, name: str) -> None:
@@ -244,7 +247,7 @@ def make_manifest(lease: Lease, path: Path) -> Manifest:
         fence=lease.fence,
         blob=hashlib.sha256(data).hexdigest(),
         size=len(data),
-        version=lease.newest_version,
+        version=lease.version,
         rollouts=(RolloutEntry(hash=hashlib.sha256(lease.lease.encode()).hexdigest(), tokens=TOKENS),),
     )
 

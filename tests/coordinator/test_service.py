@@ -112,7 +112,7 @@ def test_a_run_of_one_step_goes_from_the_first_join_to_the_last_version(tmp_path
             ):
                 await judge.publish_version(VersionStatement(version=0, root="0" * 64, manifest="0" * 64, batch=""))
                 assert (await worker.send_heartbeat(Heartbeat())).newest_version == 0
-                lease = (await worker.ask_lease()).lease
+                lease = (await worker.ask_lease(version=0)).lease
                 assert lease is not None and (lease.step, lease.count) == (1, 1)
                 path = tmp_path / "file"
                 path.write_bytes(DATA)
@@ -162,7 +162,7 @@ def test_an_operators_ban_reaches_every_later_request(tmp_path: Path) -> None:
                     await worker.bring("/v1/commands", signed, CommandAnswer)  # by its own key
                 signed = SignedCommand(command=command, signature=sign_message(OPERATOR, "demo", command))
                 await worker.bring("/v1/commands", signed, CommandAnswer)
-                for attempt in (worker.send_heartbeat(Heartbeat()), worker.ask_lease(), worker.leave()):
+                for attempt in (worker.send_heartbeat(Heartbeat()), worker.ask_lease(version=0), worker.leave()):
                     with pytest.raises(RefusedError, match="banned"):
                         await attempt
 
@@ -330,7 +330,7 @@ def test_kill_minus_nine_in_the_middle_of_an_upload_costs_a_retry_and_nothing_el
             node_of(url, public, JUDGE, tmp_path / "judge", Scope.VALIDATE, Scope.TRAIN) as judge,
         ):
             await judge.publish_version(VersionStatement(version=0, root="0" * 64, manifest="0" * 64, batch=""))
-            lease = (await worker.ask_lease("a" * 32)).lease
+            lease = (await worker.ask_lease("a" * 32, version=0)).lease
             assert lease is not None
             manifest = make_manifest(lease, DATA)
             assert (await worker.commit(manifest)).state is SubmissionState.COMMITTED
@@ -356,16 +356,17 @@ def test_kill_minus_nine_in_the_middle_of_an_upload_costs_a_retry_and_nothing_el
 
     async def finish(url: str, public: str, manifest: Manifest) -> None:
         async with node_of(url, public, OWNER, tmp_path / "worker", Scope.WORK) as worker:
-            assert (await worker.ask_lease("a" * 32)).lease == first_lease  # the same request, the same answer
+            assert (
+                await worker.ask_lease("a" * 32, version=0)
+            ).lease == first_lease  # the same request, the same answer
             receipt = (await worker.submit(manifest, path)).receipt
             assert (await worker.submit(manifest, path)).receipt == receipt
 
     with process_of(tmp_path / "data", 0) as (process, started):
         url, public = started["url"], started["coordinator"]
         manifest = asyncio.run(prepare(url, public))
-        first_lease = Lease.model_validate(
-            json.loads((tmp_path / "worker" / "signed_leases" / f"{manifest.lease}.json").read_text())["body"]
-        )
+        kept = json.loads((tmp_path / "worker" / "signed_leases" / f"{manifest.lease}.json").read_text())
+        first_lease = Lease.model_validate_json(json.dumps(kept["body"]))
         asyncio.run(upload_half(url, public, manifest, process))
     port = int(url.rpartition(":")[2])
     with process_of(tmp_path / "data", port) as (process, started):

@@ -157,7 +157,7 @@ def make_version(number: int, batch: str = "") -> VersionStatement:
 
 
 def ask_first(live_run: LiveRun, request_key: str) -> Lease:
-    lease = live_run.act("ann", lambda client: client.ask_lease(request_key)).lease
+    lease = live_run.act("ann", lambda client: client.ask_lease(request_key, version=0)).lease
     assert lease is not None
     return lease
 
@@ -314,7 +314,7 @@ def test_who_may_not_work_is_told_so_and_the_operator_decides(live_run: LiveRun)
 
     live_run.type("admin", "stop", live_run.url, "--key", key)
     assert "stopped by the operator" in live_run.type("status", live_run.url)
-    assert live_run.act("ann", lambda client: client.ask_lease()).code == "stopped"
+    assert live_run.act("ann", lambda client: client.ask_lease(version=0)).code == "stopped"
     live_run.type("admin", "params", live_run.url, "price=7", "--key", key)
     assert json.loads(live_run.type("admin", "params", live_run.url, "--json"))["price"] == 7
     live_run.type("owner", "revoke", live_run.url, node, "--owner", live_run.folder / "ann.key")
@@ -336,7 +336,7 @@ def test_a_validator_that_accepts_a_canary_is_found_by_the_operators_command(
     async def cheat(args: Any, make_author: object) -> None:
         """Replaces the engine: submits bad work, and bob accepts it without checking."""
         async with open_session(args.where, args.folder, role=Role.WORKER) as session:
-            lease = (await session.client.ask_lease()).lease
+            lease = (await session.client.ask_lease(version=0)).lease
             assert lease is not None
             CanaryWork(args.folder).add(lease.lease)
             (args.folder / "file").write_bytes(DATA)

@@ -44,8 +44,9 @@ LOCAL = {
     "Store.open",  # folders of this machine
     "Client.open",
     "origin.publish",
-    "session.open",  # has its deadlines in shoal.node, as have the next three
+    "session.open",  # has its deadlines in shoal.node, as have the next four
     "self._session.leave",
+    "self._session.join_again",
     "read_recipe",
     "self._policies.find",
     "read_submission",  # has deadlines of its own: the sandbox's

@@ -196,7 +196,7 @@ def test_a_fork_stops_the_node_for_good_and_the_evidence_is_kept(open_stand: Any
             before = len(stand.coordinator.calls)
             for client_again in (client, stand.client(key)):
                 with pytest.raises(ForkError):
-                    await client_again.ask_lease()
+                    await client_again.ask_lease(version=0)
             assert len(stand.coordinator.calls) == before  # not even asked
             assert client.heads.evidence_path.exists()
             client.close()
@@ -231,7 +231,7 @@ def test_a_proof_that_was_altered_on_the_way_is_asked_for_again(open_stand: Any,
                     with pytest.raises(ForkError, match="no proof that it begins with the 2"):
                         await client.send_heartbeat(BEAT)
                     with pytest.raises(ForkError):
-                        await client.ask_lease()
+                        await client.ask_lease(version=0)
                     assert len(asked) == 3 * (again + 1) and client.heads.evidence_path.exists()
                     client.close()
                     client = stand.client(key)
@@ -268,21 +268,21 @@ def test_a_lease_that_is_not_signed_as_it_was_sent_is_not_worked_for(open_stand:
         async with open_stand() as stand:
             stand.coordinator.admit(key.public)
             client = stand.client(key)
-            true = await stand.coordinator.grant_lease(key.public, "0" * 32)
+            true = await stand.coordinator.grant_lease(key.public, "0" * 32, 0)
             changes: dict[str, dict[str, Any]] = {
                 "price": {"lease": true.lease.model_copy(update={"price": 99})},
-                "node": (await stand.coordinator.grant_lease("1" * 64, "0" * 32)).model_dump(),
+                "node": (await stand.coordinator.grant_lease("1" * 64, "0" * 32, 0)).model_dump(),
                 "signer": {"document": true.document.replace(stand.key.public, key.public)},
                 "nothing": {"document": ""},
             }
             lying = LeaseAnswer.model_validate({**true.model_dump(), **changes[lie]}, strict=False)
 
-            async def grant(node: str, request_key: str) -> LeaseAnswer:
+            async def grant(node: str, request_key: str, version: int) -> LeaseAnswer:
                 return lying
 
             stand.coordinator.grant_lease = grant
             with pytest.raises(InvalidDocumentError):
-                await client.ask_lease()
+                await client.ask_lease(version=0)
             assert list((stand.folder / "nodes").rglob("l1.json")) == []
             client.close()
 

@@ -209,9 +209,9 @@ def test_a_node_that_left_joins_again(tmp_path: Path) -> None:
             async with open_session(service.url, tmp_path / "node", role=Role.WORKER) as session:
                 await session.leave()
                 with pytest.raises(RefusedError, match="this node left the run"):
-                    await session.client.ask_lease()
+                    await session.client.ask_lease(version=0)
             async with open_session(service.url, tmp_path / "node", role=Role.WORKER) as session:
-                assert (await session.client.ask_lease()).code == "no_version"
+                assert (await session.client.ask_lease(version=0)).code == "no_version"
 
     asyncio.run(check())
 
@@ -247,7 +247,7 @@ def test_a_coordinator_that_lost_its_memory_is_joined_again(tmp_path: Path) -> N
             (key / "joined").write_text(load_identity(key, "demo", Scope.WORK).digest)
             async with open_session(service.url, key, role=Role.WORKER) as session:
                 assert session.identity.digest != digest
-                assert (await session.client.ask_lease()).code == "no_version"
+                assert (await session.client.ask_lease(version=0)).code == "no_version"
 
     asyncio.run(check())
 

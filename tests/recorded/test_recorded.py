@@ -295,9 +295,10 @@ def test_a_submission_that_is_written_again_has_the_same_bytes(tmp_path: Path, n
 @SUBMISSIONS
 def test_a_validator_still_says_of_a_submission_what_the_ledger_says(name: str) -> None:
     known, lease = read_json("run", f"{name}.json"), read_json("run", f"{name}_lease.json")["body"]
-    fields = {key: lease[key] for key in ("step", "first", "count", "group_size", "max_tokens", "beacon")}
+    fields = {key: lease[key] for key in ("step", "first", "count", "group_size", "max_tokens", "seeds")}
     fields |= {"submission": known["submission"], "round": 1, "version": 0, "manifest": known["manifest"]}
     fields |= {"check_ppm": 1_000_000, "check_seed": "00" * 32, "duplicates": [], "deadline_ms": 0}
+    fields["bounded"] = name == "cheat"
     job = Job.model_validate_json(json.dumps(fields))
     recipe = load_recipe((RUN / "recipe.json").read_bytes())
 

@@ -80,7 +80,7 @@ class LeaseSource:
 
     def open_case(self, lease: Lease, version: int, pending: PendingSubmission, **of_job: object) -> Case:
         fields = {
-            name: getattr(lease, name) for name in ("step", "first", "count", "group_size", "max_tokens", "beacon")
+            name: getattr(lease, name) for name in ("step", "first", "count", "group_size", "max_tokens", "seeds")
         }
         job = Job(
             submission="s1",
@@ -89,6 +89,7 @@ class LeaseSource:
             manifest=pending.manifest,
             check_ppm=1_000_000,
             check_seed="cd" * 32,
+            bounded=False,
             duplicates=(),
             deadline_ms=60_000,
             **fields,
@@ -110,7 +111,7 @@ class LeaseWorker:
 
     def hand_in(self, name: str = "l1", *, first: int = 0, version: int = 0, **of_job: object) -> Case:
         """Do the work of a lease and submit it."""
-        lease = self._desk.make_lease(name, first=first, step=version + 1, oldest_version=version)
+        lease = self._desk.make_lease(name, first=first, step=version + 1, version=version)
         self._mill.update_weights(version, self._desk.versions[version])
         self._leases.hold(take_order(lease, self._author.recipe, WorkLimits()))
         work = self._done.get(timeout=PATIENCE_S)

@@ -33,7 +33,7 @@ def test_every_family_module_is_loaded_and_declares_attacks():
 
 def test_all_attacks_are_there_in_the_order_of_what_is_expected():
     found = list_attacks()
-    assert len(found) == 57
+    assert len(found) == 58
     assert [each.expect for each in found.values()] == sorted(
         (each.expect for each in found.values()), key=list(Expected).index
     )

@@ -291,7 +291,7 @@ def test_who_asks_until_it_fits_is_offered_the_same(run_on: Any) -> None:
             worker = await session.join()
             await run_script(session, "grinding")
             figures = session.evidence.figures
-            assert (figures["tries"], figures["distinct"], figures["no_lease_resting"]) == (9, 3, 3)
+            assert 3 <= figures["tries"] <= 9 and figures["distinct"] == 3, "one each, whatever it tries"
             assert figures["other_by_same_key"] == 0
             await scripted_run.work_honestly(session, worker, 2)
             assert scripted_run.check_pay(session.owners[1:]) == 0
@@ -337,6 +337,31 @@ def test_many_names_earn_what_one_machine_earns_and_cannot_take_it_away(run_on: 
             assert sum(row.staked for row in rows) > 2, "each identity has to earn its own bond"
 
     run_on(check, stake_submissions=2)
+
+
+def test_rubbish_earns_nothing_and_its_owners_are_shut_out(run_on: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("shoal.redteam.attacks.leases.NUM_RUBBISH", 8)
+
+    async def reject_meanwhile(scripted_run: ScriptedRun, session: AttackSession) -> None:
+        while session.left_s:
+            while (job := (await scripted_run.trusted.claim_jobs()).job) is not None:
+                assert job.bounded
+                said = VerdictStatement(submission=job.submission, round=job.round, verdict=Verdict.FORM, cpu_ms=20)
+                await scripted_run.trusted.send_verdict(said)
+            await asyncio.sleep(0.05)
+
+    async def check(scripted_run: ScriptedRun) -> None:
+        async with scripted_run.open_session("honest") as honest, scripted_run.open_session(seconds=6.0) as session:
+            worker = await honest.join()
+            await scripted_run.work_honestly(honest, worker, 1)
+            await asyncio.gather(run_script(session, "rubbish"), reject_meanwhile(scripted_run, session))
+            rows = [scripted_run.owner(public) for public in session.owners if scripted_run.knows(public)]
+            assert len(rows) >= 8 and not any(row.accepted or row.earned for row in rows)
+            assert session.evidence.figures["no_lease_trial"] > 0, "while trials fail there are few"
+            assert sum(row.rejected for row in rows) <= 8 + 6
+            await scripted_run.work_honestly(honest, worker, 2)
+
+    run_on(check)
 
 
 async def judge_meanwhile(scripted_run: ScriptedRun, session: AttackSession) -> None:

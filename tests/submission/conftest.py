@@ -87,11 +87,11 @@ class Reader:
         """Number of fork servers started so far."""
         return sum(process.num_started for process in self.parsers.sandboxes.processes)
 
-    def read(self, data: bytes, bounds: SubmissionLimits = BOUNDS) -> SubmissionContents:
+    def read(self, data: bytes, bounds: SubmissionLimits = BOUNDS, **options: Any) -> SubmissionContents:
         """Read the claims of a file with these bytes."""
         path = self.folder / "file"
         path.write_bytes(data)
-        return self.runner.run(read_submission(self.parsers, path, bounds))
+        return self.runner.run(read_submission(self.parsers, path, bounds, **options))
 
 
 @pytest.fixture(scope="session")

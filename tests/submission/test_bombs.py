@@ -7,6 +7,7 @@ import pytest
 
 from shoal.redteam.behaviours.bad_files import make_list_page, squeeze_zeros
 from shoal.submission.limits import FormError
+from shoal.submission.read import ReadCost
 
 MAX_INT32 = 2**31 - 1
 
@@ -40,17 +41,36 @@ def test_pages_that_cost_time_for_a_single_value_are_refused(open_reader, footer
 
     A fast machine unpacks a thousand of them in less than that.
     """
-    size, num_pages = 60_000_000, 8000
-    start = make_list_page(1, first=True)
+    num_pages = 8000
+    data, reader = make_slow_file(footer, num_pages), open_reader(cpu_s=1)
+    with pytest.raises(FormError, match="it ends its parser each time: it took more than 1 s of CPU time"):
+        reader.read(data, replace(bounds, file_bytes=1 << 24, max_tokens=num_pages))
+    assert reader.num_started == 1
+
+
+def make_slow_file(footer, num_pages: int) -> bytes:
+    """A file whose pages unpack to 60 MB each."""
+    size = 60_000_000
     header, body = make_list_page(1, first=False)
     body += squeeze_zeros(size - header[2][1])
     header[2][1], header[3][1] = size, len(body)
-    footer.graft("token_ids", [start] + [(header, body)] * (num_pages - 1))
+    footer.graft("token_ids", [make_list_page(1, first=True)] + [(header, body)] * (num_pages - 1))
     footer.meta("token_ids")[5][1] = num_pages
-    reader = open_reader(cpu_s=1)
-    with pytest.raises(FormError, match="it ends its parser each time: it took more than 1 s of CPU time"):
-        reader.read(footer.build(), replace(bounds, file_bytes=1 << 24, max_tokens=num_pages))
-    assert reader.num_started == 1
+    return footer.build()
+
+
+def test_a_slow_file_of_an_owner_without_a_record_costs_little_more_than_an_honest_one(
+    open_reader, footer, good, bounds
+):
+    """It costs 20 s of CPU time otherwise: the limit of 10 s, twice."""
+    reader, honest, slow = open_reader(), ReadCost(), ReadCost()
+    assert reader.read(good, bounds, bounded=True, cost=honest).groups
+    wide = replace(bounds, file_bytes=1 << 24, max_tokens=8000)
+    with pytest.raises(FormError, match="it ends its parser each time: it took more than"):
+        reader.read(make_slow_file(footer, 8000), replace(wide, max_rollouts=4), bounded=True, cost=slow)
+    assert 0 < honest.cpu_s < 0.2
+    # ten times what an honest file of so many tokens may take, and the known good file
+    assert slow.cpu_s < 10 * honest.cpu_s * (1 + 4 / 16 * 8000 / 512) + 1.0
 
 
 @pytest.mark.parametrize("value", [-1, -(2**31), 0, 1, 10**6, MAX_INT32])

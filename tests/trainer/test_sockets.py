@@ -13,13 +13,13 @@ from fake_swarm import hash_state, make_config, train_reference
 from shoal.config.run import RunConfig
 from shoal.coordinator.service import CoordinatorService, ServiceConfig, open_service
 from shoal.engine.torch import TorchEngine
-from shoal.group import GroupShape, generate_groups, plan_group
+from shoal.group import GroupShape, generate_groups, plan_leased
 from shoal.identity.keys import Key
 from shoal.learner.filter import has_signal
 from shoal.node.session import Role, Session, open_session
 from shoal.policy.model import open_policy
-from shoal.protocol.beacon import number_beacon
-from shoal.protocol.messages import GroupFinding, Lease, Manifest, Verdict, VerdictStatement
+from shoal.protocol.beacon import read_seeds
+from shoal.protocol.messages import GroupFinding, Heartbeat, Lease, Manifest, Verdict, VerdictStatement
 from shoal.protocol.params import RunParams
 from shoal.shardcast.client import ShardcastClient
 from shoal.shardcast.origin_service import open_origin
@@ -70,13 +70,14 @@ class Worker:
             ) as puller,
         ):
             while True:
-                answer = await worker.client.ask_lease()
+                newest = (await worker.client.send_heartbeat(Heartbeat(role="worker"))).newest_version
+                answer = await worker.client.ask_lease(version=max(0, newest))
                 if answer.lease is None:
                     if answer.code == "finished":
                         return
                     await asyncio.sleep(0.05)
                     continue
-                version = min(answer.lease.newest_version, answer.lease.step - 1)
+                version = answer.lease.version
                 path = await puller.pull(version)
                 await self.deliver(worker, answer.lease, version, path)
                 await self.judge(judge)
@@ -101,11 +102,8 @@ class Worker:
         policy = open_policy(weights)
         engine = TorchEngine(policy.model, eos_id=policy.eos_id, slots=16, version=version)
         shape = GroupShape(size=lease.group_size, max_tokens=lease.max_tokens, temperature=1.0)
-        beacon = number_beacon(lease.beacon)
-        plans = [
-            plan_group(self.family, policy.tokenizer, shape, step=lease.step, beacon=beacon, index=index)
-            for index in range(lease.first, lease.first + lease.count)
-        ]
+        seeds = [read_seeds(text) for text in lease.seeds]
+        plans = plan_leased(self.family, policy.tokenizer, shape, step=lease.step, first=lease.first, seeds=seeds)
         return generate_groups(engine, self.family, policy.tokenizer, plans)
 
     async def judge(self, judge: Session) -> None:

@@ -78,7 +78,7 @@ def hand_in(
         edit_proofs: Callable[[dict[str, list[bytes]]], dict[str, list[bytes]]] = lambda proofs: proofs,
         **changes: object,
     ) -> Case:
-        lease = make_lease(step=version + 1, oldest_version=version)
+        lease = make_lease(step=version + 1, version=version)
         work = write_work(author(recipe), versions, version, take_order(lease, recipe, WorkLimits()))
         groups, path = edit(work.groups), tmp_path / "work.parquet"
         written = write_submission(path, groups, edit_proofs(dict(work.proofs)))
@@ -98,7 +98,8 @@ def hand_in(
             count=lease.count,
             group_size=lease.group_size,
             max_tokens=lease.max_tokens,
-            beacon=lease.beacon,
+            seeds=lease.seeds,
+            bounded=False,
             version=version,
             manifest=manifest,
             check_ppm=1_000_000,

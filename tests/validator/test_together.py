@@ -11,6 +11,7 @@ import pytest
 from shoal.protocol.messages import Verdict
 from shoal.protocol.params import MILLION
 from shoal.redteam.attacks.weights import Int8Behaviour
+from shoal.submission.read import ReadCost
 from shoal.toploc.check import CheckBatch, RolloutReport, check_batches
 from shoal.toploc.chunks import ChunkStats
 from shoal.toploc.sequential_test import EvidenceStream
@@ -77,7 +78,7 @@ def test_reports_are_the_same_to_the_bit(stack, judge_runner, policies, calibrat
     batches: list[CheckBatch] = []
     for name, author in (("a", WorkerBehaviour), ("bb", Int8Behaviour), ("ccc", WorkerBehaviour)):
         case = stack(name, author, check_ppm=MILLION // len(name))
-        contents = runner.run(judge._read(case.job, case.path, case.policy))
+        contents = runner.run(judge._read(case.job, case.path, case.policy, ReadCost()))
         plans = ConsistencyCheck(recipe, case.policy.tokenizer).plan(case.job)
         batches.append(ProofCase(job=case.job, plans=plans, contents=contents).draw())
     policy = policies[0]

@@ -94,7 +94,7 @@ def test_leases_side_by_side_are_each_as_if_alone(recipe: Recipe, versions, orde
 def test_an_order_waits_for_a_version_that_may_write_it(recipe: Recipe, versions, order_of) -> None:
     with running(WorkerBehaviour(recipe)) as (generator, leases, done):
         generator.update_weights(0, versions[0])
-        leases.hold(order_of("l1", step=2, oldest_version=1))
+        leases.hold(order_of("l1", step=2, version=1))
         leases.hold(order_of("l2"))
         assert done.get(timeout=PATIENCE_S).order.lease == "l2"
         assert [record.order.lease for record in leases.list_records(LeaseState.HELD)] == ["l1"]
@@ -105,7 +105,10 @@ def test_an_order_waits_for_a_version_that_may_write_it(recipe: Recipe, versions
 
 
 def test_no_lease_is_written_by_two_versions(recipe: Recipe, versions, order_of) -> None:
-    orders = [order_of(f"l{number}", step=2, first=4 * number, count=4) for number in range(6)]
+    orders = [
+        order_of(f"l{number}", step=2, first=4 * number, count=4, version=version)
+        for number, version in enumerate((0, 0, 0, 1, 0, 1))
+    ]
     with running(WorkerBehaviour(recipe), slots=8) as (generator, leases, done):
         generator.update_weights(0, versions[0])
         for order in orders[:3]:
@@ -116,7 +119,8 @@ def test_no_lease_is_written_by_two_versions(recipe: Recipe, versions, order_of)
             leases.hold(order)
         works = [first, *(done.get(timeout=PATIENCE_S) for _ in orders[1:])]
         assert generator.version == 1
-    assert {work.version for work in works} == {0, 1}
+    assert [work.version for work in works] == [work.order.version for work in works]
+    assert [work.version for work in works] == [0, 0, 0, 0, 1, 1], "those of the loaded version first"
     for work in works:
         spans = {span.version for group in work.groups for rollout in group.rollouts for span in rollout.versions}
         assert spans == {work.version}
@@ -231,7 +235,7 @@ def test_a_generator_with_leases_that_no_version_may_write_lacks_weights(recipe:
         generator.update_weights(0, versions[0])
         leases.hold(order_of("l1"))
         done.get(timeout=PATIENCE_S)
-        leases.hold(order_of("l2", step=3, oldest_version=1))
+        leases.hold(order_of("l2", step=3, version=1))
         assert generator.lacks_weights
         generator.update_weights(1, versions[1])
         assert not generator.lacks_weights

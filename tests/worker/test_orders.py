@@ -2,16 +2,15 @@
 
 import pytest
 
-from shoal.protocol.beacon import number_beacon
+from shoal.protocol.beacon import derive_group
 from shoal.recipe import Recipe
 from shoal.worker.orders import LeaseError, WorkLimits, take_order
 
 
 def test_an_order_says_what_the_lease_said(recipe: Recipe, make_lease) -> None:
-    order = take_order(make_lease("l7", step=3, first=5, oldest_version=1), recipe, WorkLimits())
-    assert (order.lease, order.step, order.first, order.count, order.oldest) == ("l7", 3, 5, 2, 1)
-    assert order.beacon == number_beacon("5a" * 32)
-    assert [version for version in range(6) if order.allows(version)] == [1, 2]
+    order = take_order(make_lease("l7", step=3, first=5, version=1), recipe, WorkLimits())
+    assert (order.lease, order.step, order.first, order.count, order.version) == ("l7", 3, 5, 2, 1)
+    assert order.seeds == tuple(derive_group("5a" * 32, index, 4) for index in (5, 6))
 
 
 @pytest.mark.parametrize(
@@ -20,10 +19,12 @@ def test_an_order_says_what_the_lease_said(recipe: Recipe, make_lease) -> None:
         ({"group_size": 5}, "the recipe has"),
         ({"max_tokens": 9}, "the recipe has"),
         ({"count": 0}, "asks for 0 rollouts"),
-        ({"count": 2000}, "asks for 8000 rollouts"),
-        ({"count": 2**52}, "rollouts, allowed are"),
+        ({"count": 2000, "seeds": ()}, "asks for 8000 rollouts"),
+        ({"count": 2**52, "seeds": ()}, "rollouts, allowed are"),
+        ({"seeds": ("0" * 80,)}, "does not have the seeds of 2 groups"),
+        ({"seeds": ("0" * 64, "0" * 80)}, "does not have the seeds of 2 groups"),
         ({"step": 0}, "step 0"),
-        ({"step": 2, "oldest_version": 2}, "step 2 with versions from v2"),
+        ({"step": 2, "version": 2}, "step 2 with v2"),
     ],
 )
 def test_a_lease_beyond_recipe_or_limits_is_refused(recipe: Recipe, make_lease, changes, text: str) -> None:

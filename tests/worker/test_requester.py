@@ -13,7 +13,7 @@ from shoal.protocol.messages import HeartbeatAnswer, Lease, LeaseAnswer, Rollout
 from shoal.recipe import Recipe
 from shoal.worker.behaviour import FinishedWork
 from shoal.worker.leases import LeaseState, LeaseTable
-from shoal.worker.orders import WorkLimits
+from shoal.worker.orders import LeaseOrder, WorkLimits
 from shoal.worker.requester import LONG_POLL_S, MAX_HELD, LeaseRequester
 from shoal.worker.submitter import Submitter
 
@@ -24,7 +24,11 @@ class FakeGenerator:
     """A generator that has loaded v0 and finished three rollouts of every lease."""
 
     has_enough = lacks_weights = False
-    version = 0
+    newest = 0
+    unusable: tuple[LeaseOrder, ...] = ()
+
+    def list_unusable(self) -> tuple[LeaseOrder, ...]:
+        return self.unusable
 
     def count_done(self) -> dict[str, int]:
         return {f"l{number}": 3 for number in range(1, 100)}
@@ -141,22 +145,76 @@ def test_a_coordinator_that_gives_leases_without_end_is_asked_for_no_more(setup:
     assert not setup.requester._has_enough()
 
 
-def test_after_losing_a_lease_for_missing_weights_none_is_requested_before_they_are_there(
+def request_leases(setup: RequesterSetup, ask_lease: Callable[..., Awaitable[LeaseAnswer]], **session: Any) -> None:
+    """Run the requester with a coordinator that answers so, until the run is finished."""
+
+    async def run() -> None:
+        client: Any = SimpleNamespace(ask_lease=ask_lease, clock_offset_ms=0, return_lease=setup.session.return_lease)
+        own: Any = SimpleNamespace(client=client, ask_coordinator=lambda name, call, **_: call(), **session)
+        setup.requester._session = own
+        async with asyncio.timeout(LONG_POLL_S / 2):
+            await setup.requester.run()
+
+    asyncio.run(run())
+
+
+def test_a_version_that_no_step_accepts_is_asked_for_once_and_a_newer_one_as_soon_as_it_is_there(
     setup: RequesterSetup,
 ) -> None:
-    setup.accept("l3", step=9, oldest_version=2)
-    setup.requester.take_answer(answer("l1"))
-    assert not setup.requester.lacks_weights, "v0 may be used for l1: it was dropped for another reason"
-    setup.requester.take_answer(answer("l3"))
-    assert setup.requester.lacks_weights and setup.requester._has_enough()
-    setup.generator.version = 2
-    assert not setup.requester.lacks_weights and not setup.requester._has_enough()
+    asked: list[int] = []
+
+    async def ask_lease(key: str, *, version: int, **_: object) -> LeaseAnswer:
+        asked.append(version)
+        if len(asked) == 1:
+            asyncio.get_running_loop().call_later(0.2, setattr, setup.generator, "newest", 2)
+            return LeaseAnswer(lease=None, code="version")
+        return LeaseAnswer(lease=None, code="finished")
+
+    request_leases(setup, ask_lease)
+    assert asked == [0, 2]
 
 
-def test_a_lease_that_is_older_than_the_weights_does_not_miss_them(setup: RequesterSetup) -> None:
-    setup.generator.version = 5
-    setup.requester.take_answer(answer("l1", "l2"))
-    assert not setup.requester._has_enough(), "there may be no other worker for the next version"
+def test_a_request_is_repeated_under_its_key_when_newer_weights_arrive(setup: RequesterSetup) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def bring_weights() -> None:
+        setup.generator.newest = 1
+        setup.requester.note_weights()
+
+    async def ask_lease(key: str, *, version: int, **_: object) -> LeaseAnswer:
+        asked.append((key, version))
+        if len(asked) == 1:
+            asyncio.get_running_loop().call_later(0.1, bring_weights)
+            await asyncio.sleep(3600)
+        return LeaseAnswer(lease=None, code="finished")
+
+    request_leases(setup, ask_lease)
+    assert [version for _, version in asked] == [0, 1] and len({key for key, _ in asked}) == 1
+
+
+def test_a_worker_that_must_does_its_proof_of_work_again(setup: RequesterSetup) -> None:
+    done: list[str] = []
+
+    async def join_again() -> None:
+        done.append("work")
+
+    async def ask_lease(key: str, **_: object) -> LeaseAnswer:
+        return LeaseAnswer(lease=None, code="finished" if done else "work", retry_after_s=1)
+
+    request_leases(setup, ask_lease, join_again=join_again)
+    assert done == ["work"]
+
+
+def test_a_lease_whose_version_is_gone_is_returned(setup: RequesterSetup) -> None:
+    record = setup.leases.find("l1")
+    assert record is not None
+    setup.generator.unusable = (record.order,)
+
+    async def ask_lease(key: str, **_: object) -> LeaseAnswer:
+        return LeaseAnswer(lease=None, code="finished")
+
+    request_leases(setup, ask_lease)
+    assert setup.session.returned == ["l1"] and setup.held == ["l2"]
 
 
 def test_a_lease_that_is_granted_twice_is_held_once(setup: RequesterSetup) -> None:

@@ -83,11 +83,11 @@ def test_a_version_is_written_with_once_it_is_announced(
         worker = make_worker(session, recipe, tmp_path)
 
         def is_ahead() -> bool:
-            assert worker._generator._newest is None or session.num_beats > 3
-            return worker._generator._newest is not None
+            assert worker._generator.newest == -1 or session.num_beats > 3
+            return worker._generator.newest >= 0
 
         await follow_weights(worker, is_ahead)
-        assert worker._generator._newest == (4, tmp_path / "v4") and session.num_beats == 4
+        assert worker._generator.newest == 4 and session.num_beats == 4
 
     asyncio.run(run())
 
@@ -97,13 +97,13 @@ def test_a_lease_announces_a_version_as_well(tmp_path: Path, recipe: Recipe, mak
 
     async def run() -> None:
         worker = make_worker(session, recipe, tmp_path)
-        following = asyncio.create_task(follow_weights(worker, lambda: worker._generator._newest is not None))
+        following = asyncio.create_task(follow_weights(worker, lambda: worker._generator.newest >= 0))
         while not session.num_beats:
             await asyncio.sleep(0.001)
-        assert worker._generator._newest is None
-        await worker._requester._accept(make_lease("l1", step=5, newest_version=4), "key")
+        assert worker._generator.newest == -1
+        await worker._requester._accept(make_lease("l1", step=5, version=4), "key")
         await following
-        assert worker._generator._newest == (4, tmp_path / "v4")
+        assert worker._generator.newest == 4
 
     asyncio.run(run())
 

@@ -10,7 +10,7 @@ lease) has the same rollouts and counts once.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from shoal.ledger.schema import check_schema
 from shoal.ledger.untrusted import open_untrusted
 from shoal.node.recipe import read_tasks
 from shoal.protocol.beacon import number_beacon
-from shoal.protocol.events import Genesis, LeaseGrant, StepOpen, SubmissionOutcome, parse_event, read_body
+from shoal.protocol.events import BatchCut, Genesis, LeaseGrant, SubmissionOutcome, parse_event, read_body
 from shoal.protocol.messages import GroupFinding, Manifest, SubmissionState, Verdict, VerdictStatement
 from shoal.protocol.params import MILLION
 from shoal.recipe import RecipeError, load_recipe
@@ -134,7 +134,7 @@ class AcceptedGroup:
 
     step: int
     index: int
-    beacon: str
+    beacon: str = ""
     tokens: int
     reward: float
     """mean over its rollouts"""
@@ -162,7 +162,7 @@ def list_groups(events: Iterable[Event]) -> list[AcceptedGroup]:
     found: dict[tuple[int, int], AcceptedGroup] = {}
     for event in events:
         match parse_event(event):
-            case StepOpen() as body:
+            case BatchCut() as body:
                 beacons[body.step] = body.beacon
             case LeaseGrant() as body:
                 steps[event.subject] = body.step
@@ -177,12 +177,12 @@ def list_groups(events: Iterable[Event]) -> list[AcceptedGroup]:
                         found[step, group.index] = AcceptedGroup(
                             step=step,
                             index=group.index,
-                            beacon=beacons[step],
                             tokens=group.numbers.tokens,
                             reward=group.numbers.reward / MILLION,
                             signal=group.signal,
                         )
-    return [found[place] for place in sorted(found)]
+    # The tasks of a step are known once its batch is cut.
+    return [replace(found[place], beacon=beacons[place[0]]) for place in sorted(found) if place[0] in beacons]
 
 
 def name_tasks(groups: Iterable[AcceptedGroup], recipe_data: bytes, tasks: Path | None) -> Iterator[dict[str, Any]]:

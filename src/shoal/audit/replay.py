@@ -21,7 +21,7 @@ hash chain of the genesis. Signatures were checked earlier, with the hash chain;
 node that had to sign.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sqlalchemy import Connection
@@ -132,6 +132,10 @@ class ReadChain(BeaconChain):
         """The beacon that the ledger has for a step."""
         return self._check_next("beacon", step)
 
+    def reveal_groups(self, step: int, first: int, count: int, group_size: int) -> tuple[str, ...]:
+        """Nothing: a lease's seeds are not in the ledger, and follow from the beacon once its step is cut."""
+        return ()
+
     def reveal_secret(self) -> str:
         """The secret that ends the chain; with it every secret draw can be recomputed."""
         secret = self._check_next("secret", read_run(self._cursor.connection).params.steps + 1)
@@ -185,20 +189,18 @@ class ReplayDecision(Decision):
         self.last_ms = cursor.time_ms
         """time of the event before"""
 
-    def append(self, subject: str, body: bodies.EventBody, postings: Iterable[Posting] = ()) -> Event:
-        """Accept any possible deadline: the coordinator measures lease durations in memory, slightly delayed."""
-        event = self._cursor.next
-        if isinstance(body, bodies.LeaseGrant) and event is not None and event.kind == EventKind.LEASE_GRANT:
-            deadline_ms = read_body(event, bodies.LeaseGrant).deadline_ms
-            if 1000 * self.params.lease_min_s <= deadline_ms - self.now_ms <= 1000 * self.params.lease_max_s:
-                body = body.replace(deadline_ms=deadline_ms)
-        return super().append(subject, body, postings)
-
     def open_message(self, actor: str, message: messages.Signable, signature: str) -> Statement:
         """The statement that the actor must have signed; the transaction compares it with the next event later."""
         kind, subject = messages.frame_message(message)
         body = encode_body(message.model_dump(mode="json"))
         return KnownStatement(self.run, actor, kind, subject, body, bytes.fromhex(signature))
+
+    def read_progress(self, lease: str) -> int:
+        """What the ledger says that the node reported: heartbeats are not in it."""
+        event = self._cursor.next
+        if event is None or (event.kind, event.subject) != (EventKind.LEASE_EXTEND, lease):
+            return 0
+        return read_body(event, bodies.LeaseExtend).done
 
     def sign(self, tag: Tag, message: messages.Message) -> str:
         """No document."""
@@ -272,7 +274,11 @@ _command = _restate(admin.run_command, messages.SignedCommand)
 
 def _grant(decision: ReplayDecision, event: Event) -> object:
     body = read_body(event, bodies.LeaseGrant)
-    return leases.grant_lease(decision, node=body.node, request_key=body.request_key)
+    return leases.grant_lease(decision, node=body.node, request_key=body.request_key, version=body.version)
+
+
+def _expire_leases(decision: ReplayDecision, event: Event) -> object:
+    return leases.expire_leases(decision)
 
 
 def _end_lease(decision: ReplayDecision, event: Event) -> object:
@@ -281,7 +287,7 @@ def _end_lease(decision: ReplayDecision, event: Event) -> object:
         case "returned":
             return leases.return_lease(decision, node=body.node, lease_id=event.subject)
         case "expired":
-            return leases.expire_leases(decision)
+            return _expire_leases(decision, event)
     return submissions.expire_uploads(decision)
 
 
@@ -352,6 +358,7 @@ _CASES: dict[EventKind, Case] = {
     EventKind.NODE_STANDING: lambda decision, event: membership.lift_limits(decision),
     EventKind.NODE_LEAVE: lambda decision, event: membership.leave_node(decision, event.subject),
     EventKind.LEASE_GRANT: _grant,
+    EventKind.LEASE_EXTEND: _expire_leases,
     EventKind.LEASE_END: _end_lease,
     EventKind.SUB_COMMIT: _restate(submissions.commit_manifest, messages.SignedManifest, by_node=True),
     EventKind.SUB_RECEIPT: _receive,

@@ -4,21 +4,21 @@ Invariants:
 - it reflects what is on disk: events reach it after their commit, each once, in order, from whichever thread;
 - its size depends on joined nodes and current leases, and on nothing that a stranger sends.
 
-Decisions do not rely on it, except for parameters and lease durations.
+Decisions do not rely on it, except for parameters and the progress of leases that nodes report.
 """
 
 import heapq
 import logging
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from sqlalchemy import Connection
 
+from shoal.coordinator.rules.standing import has_record
 from shoal.coordinator.state.canaries import CANARY_STATES, count_graded
 from shoal.coordinator.state.drift import count_watched, list_watched
-from shoal.coordinator.state.leases import list_active, list_times
+from shoal.coordinator.state.leases import list_active
 from shoal.coordinator.state.members import list_bans, list_nodes, list_owners
 from shoal.coordinator.state.run import RunRow, newest_version
 from shoal.identity.authenticator import BanNotice, Member, refuse_left
@@ -40,8 +40,6 @@ MAX_SILENCE_MS = 3_600_000
 """time after which a silent node counts as gone and is no longer waited for"""
 MAX_NOTICES = 8
 """rejections of a node that its heartbeats are told"""
-MAX_TIMES, MAX_OWN_TIMES = 64, 8
-"""leases whose durations are remembered, in total and per owner"""
 
 
 @dataclass(slots=True)
@@ -68,6 +66,7 @@ class RunCache:
         owners = list_owners(connection)
         self.standings = {row.owner: messages.Standing(row.standing) for row in owners}
         self._tallies = {row.owner: (row.accepted, row.earned) for row in owners}
+        self._strikes = {row.owner: row.strikes for row in owners}
         self._bans = {row.target: BanNotice(row.seq, row.reason) for row in list_bans(connection)}
         self._members: dict[str, Member] = {}
         self._left: set[str] = set()
@@ -78,9 +77,8 @@ class RunCache:
             self._members[row.node] = _make_member(row.owner, scopes, *term, revoked=row.gone == "revoked")
         self.leases = {row.lease: row.node for row in list_active(connection)}
         """current leases, with the node that holds each"""
-        self._times: deque[tuple[str, int]] = deque(maxlen=MAX_TIMES)
-        for owner, time_ms in list_times(connection, MAX_TIMES, MAX_OWN_TIMES):
-            self._note_time(owner, time_ms)
+        self._progress: dict[str, int] = {}
+        """finished rollouts of current leases, as their nodes report them"""
         self.canaries = {state: count_graded(connection, state) for state in CANARY_STATES}
         watched = list_watched(connection, count_watched(connection))
         self._watched = {row.owner: row.because for row in watched}
@@ -92,10 +90,9 @@ class RunCache:
         self._rejected: dict[str, tuple[messages.RejectionNotice, ...]] = {}
         """the last ones by node, since the coordinator started"""
 
-    @property
-    def group_ms(self) -> list[int]:
-        """Time per group of the newest accepted leases; rejected work is not a measurement."""
-        return [time_ms for _, time_ms in list(self._times)]
+    def find_progress(self, lease: str) -> int:
+        """Finished rollouts of a current lease, as its node reports them."""
+        return self._progress.get(lease, 0)
 
     @property
     def finished(self) -> bool:
@@ -117,8 +114,8 @@ class RunCache:
         return key if key in self.standings else None
 
     def has_record(self, owner: str) -> bool:
-        """Whether work of an owner was ever accepted."""
-        return self._tallies.get(owner, (0, 0))[0] > 0
+        """Whether an owner is of record, see `rules.standing`."""
+        return has_record(self._tallies.get(owner, (0, 0))[0], self._strikes.get(owner, 0))
 
     def is_banned(self, key: str) -> bool:
         return key in self._bans
@@ -140,6 +137,7 @@ class RunCache:
         member = self._members[node]
         self.seen[node] = LastSeen(now_ms, beat.version, beat.role, beat.wait, beat.tokens_per_s)
         gone = tuple(item.lease for item in beat.leases if self.leases.get(item.lease) != node)
+        self._progress |= {item.lease: item.done for item in beat.leases if self.leases.get(item.lease) == node}
         params = self.params
         steps = open_steps(self.newest_version, params.async_level, params.steps)
         accepted, earned = self._tallies.get(member.owner, (0, 0))
@@ -252,13 +250,6 @@ class RunCache:
             if keys and now_ms - seen_ms > 1000 * self.params.stale_s:
                 yield Wait("silence", "the run", f"a heartbeat from any {role}", seen_ms)
 
-    def _note_time(self, owner: str, time_ms: int) -> None:
-        """Remember how long a group took; only the newest few per owner, so that none controls everyone's deadlines."""
-        own = [entry for entry in self._times if entry[0] == owner]
-        if len(own) >= MAX_OWN_TIMES:
-            self._times.remove(own[0])
-        self._times.append((owner, time_ms))
-
     def _list_nodes(self, keys: Iterable[str]) -> list[str]:
         """The given nodes, listed by their own key or their owner's."""
         named = set(keys)
@@ -315,7 +306,8 @@ class RunCache:
             if target in self.standings:
                 self.standings[target] = messages.Standing.BANNED
             return
-        self._bans.pop(target, None)
+        if self._bans.pop(target, None) is not None:
+            self._strikes.pop(target, None)
         if self.standings.get(target) is messages.Standing.BANNED:  # as in the tables: an owner that was not stays
             self.standings[target] = messages.Standing.PROBATION
 
@@ -325,11 +317,12 @@ class RunCache:
             case events.LeaseGrant() as body:
                 self.leases[event.subject] = body.node
             case events.LeaseEnd() as body:
-                self.leases.pop(event.subject, None)
+                self._drop_lease(event.subject)
+                self._strikes[body.owner] = body.strikes
                 if body.state in ("expired", "unsent"):
                     self._reasons[body.node] = f"lease {event.subject}: {body.because}"
             case messages.Manifest() as body:
-                self.leases.pop(body.lease, None)
+                self._drop_lease(body.lease)
             case events.WatchStart() as body:
                 self._watched[event.subject] = body.because
             case events.WatchEnd():
@@ -337,13 +330,16 @@ class RunCache:
             case events.CanaryGraded() as body:
                 self.canaries[body.state] += 1
 
+    def _drop_lease(self, lease: str) -> None:
+        self.leases.pop(lease, None)
+        self._progress.pop(lease, None)
+
     def _follow_outcome(self, submission: str, body: events.SubmissionOutcome) -> None:
         accepted, earned = self._tallies.get(body.owner, (0, 0))
+        self._strikes[body.owner] = body.strikes
         if body.state is messages.SubmissionState.ACCEPTED:
             self._tallies[body.owner] = accepted + 1, earned + body.paid
             self._reasons.pop(body.node, None)
-            if not body.appeal:
-                self._note_time(body.owner, body.group_ms)
         else:
             self._reasons[body.node] = f"submission {submission}: {body.state}, {body.reason}"
         if body.state in messages.REJECTED and not body.appeal:

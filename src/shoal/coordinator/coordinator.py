@@ -204,7 +204,7 @@ class Coordinator:
         return key in self.cache.standings
 
     def find_payer(self, node: str) -> str:
-        """The owner with accepted work that a node belongs to; empty if there is none. From memory."""
+        """The owner of record that a node belongs to; empty if there is none. From memory."""
         member = self.cache.find_member(node)
         return member.owner if member is not None and self.cache.has_record(member.owner) else ""
 

@@ -63,7 +63,7 @@ def list_rates(params: RunParams) -> list[CheckRate]:
 def expect_gain(params: RunParams, standing: Standing, *, join_work: int = JOIN_WORK) -> float:
     """Expected gain of cheating in one submission, in pays; the best over the submission sizes that a lease allows."""
     lost = count_burned(params, standing) + price_identity(params, join_work)
-    sizes = params.group_size, params.groups_per_lease * params.group_size
+    sizes = params.group_size, params.most_per_lease * params.group_size
     drawn = [count_drawn(params.check_share(standing, rollouts), rollouts) for rollouts in sizes]
     found = [detect_cheat(checked, params.power, params.evidence) for checked in drawn]
     return max((1.0 - chance) - chance * lost for chance in found)
@@ -118,7 +118,7 @@ def _describe_rate(rate: CheckRate) -> str:
 
 
 def _rate_standing(params: RunParams, standing: Standing) -> CheckRate:
-    rollouts, promise = params.groups_per_lease * params.group_size, params.guarantee
+    rollouts, promise = (params.groups_per_lease or 1) * params.group_size, params.guarantee
     checked = count_drawn(params.check_share(standing, rollouts), rollouts)
     least = count_drawn(params.check_share(standing, params.group_size), params.group_size)
     detection = detect_cheat(min(checked, least), params.power)

@@ -246,12 +246,12 @@ def _check_sizes(config: ServiceConfig, params: RunParams) -> None:
     for name, limit in (("blob_max_bytes", "max_blob_bytes"), ("store_bytes", "max_bytes")):
         if (value := getattr(params, name)) > (most := getattr(config.blobs, limit)):
             raise ConfigError(f"params.{name}={value}: more than the store accepts, blobs.{limit}={most}")
-    least = MIN_FILES * limit_lease_file(params, params.groups_per_lease)
+    least = MIN_FILES * limit_lease_file(params, params.most_per_lease)
     if params.store_bytes < least:
         raise ConfigError(
             f"the store has room for {format_bytes(params.store_bytes)} of files, but {format_bytes(least)} are needed "
-            f"for {MIN_FILES} files of a lease: free disk space, raise blobs.max_bytes, or lower "
-            "params.groups_per_lease or params.max_prompt_tokens"
+            f"for {MIN_FILES} files of a lease of {params.most_per_lease} groups: free disk space, raise "
+            "blobs.max_bytes, set params.groups_per_lease=1, or lower params.max_prompt_tokens"
         )
 
 

@@ -14,7 +14,7 @@ from shoal.coordinator.rules.room import POOL_PART, limit_lease_file
 from shoal.coordinator.state.canaries import CanaryRow, last_caught, list_missed
 from shoal.coordinator.state.credit import count_redeems, list_redeems
 from shoal.coordinator.state.drift import count_watched, list_watched
-from shoal.coordinator.state.leases import LeaseRow, list_oldest, oldest_offer
+from shoal.coordinator.state.leases import LeaseRow, list_group_times, list_oldest, oldest_offer
 from shoal.coordinator.state.members import (
     OwnerRow,
     find_ban,
@@ -147,11 +147,12 @@ def find_alarms(connection: Connection, params: RunParams, now_ms: int, started_
 
 def _find_shortages(connection: Connection, params: RunParams) -> Iterator[str]:
     """Room for files that is used up, for all owners or for those without accepted work."""
-    total, one = find_total_room(connection), limit_lease_file(params, params.groups_per_lease)
-    if total.stored + one > params.store_bytes:
+    total, most = find_total_room(connection), limit_lease_file(params, params.most_per_lease)
+    first = limit_lease_file(params, params.groups_per_lease or 1)
+    if total.stored + most > params.store_bytes:
         used = f"{format_bytes(total.stored)} of {format_bytes(params.store_bytes)} are used"
         yield f"the store has no room for a further file, so there are no leases: {used} (parameter store_bytes)"
-    elif POOL_PART * (total.over + one) > params.store_bytes:
+    elif POOL_PART * (total.over + first) > params.store_bytes:
         yield "the room for files of owners without accepted work is used up, so new owners get no leases"
 
 
@@ -268,7 +269,7 @@ def _find_step_waits(
         return
     leases = list_oldest(connection, step.step, _MAX_NAMED)
     holders = "; ".join(_describe_holder(cache, params, lease, now_ms) for lease in leases)
-    patience_ms = progress_time(params, cache.group_ms)
+    patience_ms = progress_time(params, list_group_times(connection))
     deadline_ms = max(since_ms, step.delivered_ms) + patience_ms if stage.is_first else 0
     yield Wait("groups", name, f"{lacking} of {params.groups_per_batch} groups", since_ms, deadline_ms, holders)
     if step.offered:

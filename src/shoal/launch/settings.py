@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from shoal.config.run import Count, RunConfig, Settings, build_config
+from shoal.config.run import RunConfig, Settings, build_config
 from shoal.config.toml import read_toml
 from shoal.errors import ConfigError
 from shoal.identity.keys import check_public
@@ -56,8 +56,8 @@ class SwarmConfig(Settings):
     """torch threads of each process; the trainer's are `threads`, or as many if that is 0"""
     slots: Annotated[int, Field(ge=0, le=2**16)] = 0
     """rollouts that a worker decodes side by side; 0: `engine.slots`"""
-    groups_per_lease: Count = 1
-    """groups that a worker takes at a time"""
+    groups_per_lease: Annotated[int, Field(ge=0, le=256)] = 0
+    """groups that a worker takes at a time; 0: as many as take some seconds, by measured durations"""
     heartbeat_s: Annotated[int, Field(ge=1, le=60)] = 2
     """between two signs of life of a node"""
     lease_s: Annotated[int, Field(ge=10, le=3600)] = 120

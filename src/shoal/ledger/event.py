@@ -161,6 +161,7 @@ class EventKind(StrEnum):
     NODE_LEAVE = "node.leave"
     STEP_OPEN = "step.open"
     LEASE_GRANT = "lease.grant"
+    LEASE_EXTEND = "lease.extend"
     LEASE_END = "lease.end"
     SUB_COMMIT = "sub.commit"
     SUB_RECEIPT = "sub.receipt"

@@ -147,9 +147,12 @@ class NodeClient(SignedClient):
 
     # Work
 
-    async def ask_lease(self, request_key: str | None = None, *, wait_s: int = 0) -> LeaseAnswer:
-        """Request a lease; the same request key gets the same lease. The answer may take up to `wait_s`."""
-        message = LeaseRequest(request_key=request_key or os.urandom(16).hex(), wait_s=wait_s)
+    async def ask_lease(self, request_key: str | None = None, *, version: int, wait_s: int = 0) -> LeaseAnswer:
+        """Request a lease for work with a version; the same request key gets the same lease.
+
+        The answer may take up to `wait_s`.
+        """
+        message = LeaseRequest(request_key=request_key or os.urandom(16).hex(), version=version, wait_s=wait_s)
         answer = await self._call("POST", "/v1/leases", LeaseAnswer, message)
         if answer.lease is not None:
             if answer.lease.node != self._key.public:

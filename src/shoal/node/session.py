@@ -245,6 +245,10 @@ class Session:
         await self.client.join(self.identity.delegation, software=f"shoal {__version__}")
         write_atomic(self._joined_path, self.identity.digest.encode())
 
+    async def join_again(self) -> None:
+        """Do the proof of work again, as the coordinator asks of owners whose work was rejected repeatedly."""
+        await self.ask_coordinator("joining again", self._join, timeout_s=JOIN_S)
+
     def _has_joined(self) -> bool:
         return self._joined_path.exists() and self._joined_path.read_text() == self.identity.digest
 

@@ -4,7 +4,8 @@
 
 Invariants:
 - the tip fixes all beacons before the run starts: the coordinator cannot choose one later;
-- a revealed beacon reveals nothing about later ones: nobody can know tasks and seeds before their step opens;
+- a step's beacon is revealed when its batch is cut, and steps are cut in order. Until then a lease reveals the seeds of
+  its own groups: nobody can compute a group before it was granted. Afterwards everyone can check all seeds of the step;
 - the secret, in effect beacon `steps` + 1, determines which rollouts are checked and which verdicts get a second
   opinion. It is revealed when the run is finished: then everyone can check these draws;
 - task and seeds of a group follow from (beacon, index) by a hash, so everyone computes the same.
@@ -22,13 +23,12 @@ Changing breaks: every group of every run, and seals that are not opened yet.
 """
 
 import re
-from dataclasses import dataclass
 from hashlib import sha256
 
 from shoal.errors import ConfigError
 from shoal.identity.documents import Tag, sign_bytes, verify_bytes
 from shoal.identity.keys import Key
-from shoal.seeds import derive_seed
+from shoal.seeds import GroupSeeds, derive_group_seeds, derive_seed
 from shoal.util.canonical import encode_canonical
 
 SECRET_BYTES = 32
@@ -36,14 +36,6 @@ _CHAIN_TAG = b"shoal-beacon-1\n"
 _CHECK_TAG = b"shoal-check-1\n"
 _SECOND_TAG = b"shoal-second-1\n"
 _HEX = re.compile(r"[0-9a-f]{64}")
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSeeds:
-    """The seeds that determine a group."""
-
-    task: int
-    rollouts: tuple[int, ...]
 
 
 class BeaconChain:
@@ -68,6 +60,11 @@ class BeaconChain:
         if not 1 <= step < len(self._values):
             raise ValueError(f"no step {step} in this run")
         return self._values[step].hex()
+
+    def reveal_groups(self, step: int, first: int, count: int, group_size: int) -> tuple[str, ...]:
+        """The seeds of groups first .. first + count - 1 of a step, for those that hold or judge them."""
+        beacon = self.reveal_step(step)
+        return tuple(show_seeds(derive_group(beacon, index, group_size)) for index in range(first, first + count))
 
     def draw_check(self, submission: str, blob: str) -> str:
         """The seed that selects which rollouts of a submission are checked; unpredictable until the run is over."""
@@ -112,9 +109,18 @@ def number_beacon(beacon: str) -> int:
 
 def derive_group(beacon: str, index: int, group_size: int) -> GroupSeeds:
     """Seeds of the task and the rollouts of group `index`; the same as `plan_group` derives."""
-    number = number_beacon(beacon)
-    seeds = tuple(derive_seed("rollout", number, index, sample) for sample in range(group_size))
-    return GroupSeeds(derive_seed("task", number, index), seeds)
+    return derive_group_seeds(number_beacon(beacon), index, group_size)
+
+
+def show_seeds(seeds: GroupSeeds) -> str:
+    """The seeds of a group as a message has them: 16 hex digits for the task, then for each rollout."""
+    return "".join(f"{seed:016x}" for seed in (seeds.task, *seeds.rollouts))
+
+
+def read_seeds(text: str) -> GroupSeeds:
+    """The opposite of `show_seeds`, for a text that its message has checked."""
+    task, *rollouts = (int(text[place : place + 16], 16) for place in range(0, len(text), 16))
+    return GroupSeeds(task, tuple(rollouts))
 
 
 _SEAL_TAG = b"shoal-canary-1\n"

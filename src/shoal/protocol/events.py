@@ -82,7 +82,6 @@ class StepOpen(EventBody):
     """A step starts accepting work."""
 
     kind: ClassVar = EventKind.STEP_OPEN
-    beacon: str
     step: int
 
 
@@ -90,6 +89,8 @@ class BatchCut(EventBody):
     """The batch of a step is fixed."""
 
     kind: ClassVar = EventKind.BATCH_CUT
+    beacon: str
+    """of the step; tasks and seeds of its groups follow from it"""
     groups: int
     """how many"""
     hash: str
@@ -191,13 +192,25 @@ class LeaseGrant(EventBody):
     """largest file; room for it is reserved"""
     first: int
     fresh: Flag
-    newest_version: int
     node: str
     owner: str
     price: int
     request_key: str
     step: int
+    trial: Flag
+    """1 if its owner has no record"""
     upload_s: int
+    version: int
+    """version to use"""
+
+
+class LeaseExtend(EventBody):
+    """A lease that made progress got more time."""
+
+    kind: ClassVar = EventKind.LEASE_EXTEND
+    deadline_ms: int
+    done: int
+    """rollouts that its node reports as finished"""
 
 
 class LeaseEnd(EventBody):
@@ -212,8 +225,12 @@ class LeaseEnd(EventBody):
     progress: int
     reserved: str
     """owner that is offered the groups first; empty for none"""
+    spacing_ms: int
+    """time between trials after this event"""
     state: str
     step: int
+    strikes: int
+    """of its owner after this event"""
     width: int
     """lease limit of the node after this event"""
 
@@ -246,12 +263,17 @@ class SubmissionOutcome(EventBody):
     appeal: Flag = 0
     because: str
     blob: str
+    charge_ms: int = 0
+    """time without a lease for the validators' CPU time"""
     drift: tuple[tuple[int, ...], ...] = ()
     earned: int = 0
+    failures: int
+    """consecutive failures of its owner after this event"""
     fills: Flag = 1
     """whether this outcome accepts the groups of its range or offers them again"""
     first: int
     group_ms: int = 0
+    """time per group, if it is a measurement: see `rules.leases`"""
     holds: tuple[PayHold, ...] = ()
     node: str
     numbers: tuple[tuple[int, ...], ...] = ()
@@ -262,11 +284,14 @@ class SubmissionOutcome(EventBody):
     """account that received its pay"""
     round: int = 0
     signals: tuple[int, ...] = ()
-    soft_row: int
+    spacing_ms: int
+    """time between trials after this event"""
     spared: int = 0
     staked: tuple[str, ...] = ()
     state: messages.SubmissionState
     step: int
+    strikes: int
+    """of its owner after this event"""
     tokens: int = 0
     version: int
     width: int
@@ -295,6 +320,8 @@ class ValidationClaim(EventBody):
     """A validator claimed a submission; includes what it is asked to check."""
 
     kind: ClassVar = EventKind.VAL_CLAIM
+    bounded: Flag
+    """1 if the file must be read with little more CPU time than honest files need"""
     check_ppm: int
     deadline_ms: int
     duplicates: tuple[int, ...]

@@ -101,7 +101,8 @@ class RunParams(Settings):
     """most groups of one step; if fewer than wanted have a signal, it trains on those. 0: no bound"""
     group_size: Annotated[int, Field(ge=1, le=MAX_ROLLOUTS)] = 8
     max_tokens: Count = 512
-    groups_per_lease: Annotated[int, Field(ge=1, le=MAX_ROLLOUTS)] = 1
+    groups_per_lease: Annotated[int, Field(ge=0, le=MAX_ROLLOUTS)] = 0
+    """0: as many as take some seconds, by measured durations"""
 
     heartbeat_s: Seconds = 10
     stale_s: Seconds = 45
@@ -111,7 +112,7 @@ class RunParams(Settings):
     """used until durations were measured"""
     lease_max_s: Seconds = 3600
     lease_factor: Annotated[int, Field(ge=1, le=100)] = 3
-    """deadline as a multiple of the median lease duration"""
+    """deadline as a multiple of the time in which nine of ten leases are done"""
     late_s: Natural = 5
     """how long after its end an expired lease may still be submitted, if nobody else delivered"""
     reserve_s: Natural = 30
@@ -179,7 +180,7 @@ class RunParams(Settings):
     """accepted submissions"""
     trusted_after: Count = 500
     limit_after: Count = 3
-    """consecutive soft rejections"""
+    """rejections, not outweighed by accepted work, after which leases need a new proof of work; twice as many: a ban"""
     limited_s: Seconds = 3600
     check_probation: Share = MILLION
     """share of a new owner's rollouts that is replayed"""
@@ -239,6 +240,11 @@ class RunParams(Settings):
         if not self.evidence_gain:  # else the launch has checked it for the usual submission, see `weigh_power`
             check_rate.check_guarantee(self.guarantee, self.power, self.group_size)
         return self
+
+    @property
+    def most_per_lease(self) -> int:
+        """Most groups of one lease."""
+        return self.groups_per_lease or max(1, min(self.groups_per_batch, MAX_ROLLOUTS // self.group_size))
 
     @property
     def guarantee(self) -> check_rate.Guarantee:

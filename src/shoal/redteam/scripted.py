@@ -218,7 +218,7 @@ class AttackSession:
 
     async def ask_lease(self, attacker: AttackerIdentity, key: str | None = None) -> LeaseAnswer:
         """Request a lease, and count the outcome."""
-        answer = await attacker.client.ask_lease(key)
+        answer = await attacker.client.ask_lease(key, version=await self._find_version(attacker))
         self.evidence.count("leases" if answer.lease is not None else f"no_lease_{answer.code}")
         return answer
 
@@ -232,6 +232,19 @@ class AttackSession:
                 return None
             await self.sleep(min(answer.retry_after_s, POLL_S))
         return None
+
+    async def prepare_work(self) -> None:
+        """Open the engine and wait for its first weights, for leases whose work is written."""
+        engine = await self._open_engine()
+        while engine.generator.newest < 0 and self.left_s:
+            await self.sleep(POLL_S)
+
+    async def _find_version(self, attacker: AttackerIdentity) -> int:
+        """The version for which leases are requested: that of the engine, or the newest one."""
+        if self._engine is not None:
+            return max(0, self._engine.generator.newest)
+        answer = await attacker.client.send_heartbeat(Heartbeat(role="worker"))
+        return max(0, answer.newest_version)
 
     async def write_work(self, attacker: AttackerIdentity, lease: Lease) -> "PendingSubmission":
         """Honest work for a lease, written to the attacker's folder."""

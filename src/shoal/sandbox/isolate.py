@@ -10,8 +10,10 @@ If namespaces are not permitted, a job has the limits and the filter of system c
 either, it has only the limits, and a profile that requires more runs nothing.
 """
 
+import math
 import os
 import resource
+import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +34,8 @@ _ALL_NEW = linux.NEW_USER | linux.NEW_PIDS | linux.NEW_NETWORK | linux.NEW_MOUNT
 class SandboxLimits:
     """Limits of one job; CPU time and memory are usually reached first."""
 
-    cpu_s: int
+    cpu_s: float
+    """a limit in fractions of a second holds for jobs without files only"""
     wall_s: float
     memory_bytes: int
     """in addition to what its fork server holds"""
@@ -184,10 +187,10 @@ def isolate_job(isolation: Isolation, limits: SandboxLimits) -> None:
 
 
 def _set_limits(isolation: Isolation, limits: SandboxLimits) -> None:
-    has_files = isolation.profile.has_files
+    has_files, cpu_s = isolation.profile.has_files, math.ceil(limits.cpu_s)
     for kind, most in (
         (resource.RLIMIT_AS, isolation.held_bytes + limits.memory_bytes),
-        (resource.RLIMIT_CPU, limits.cpu_s + (not has_files)),  # the kernel kills without asking a handler
+        (resource.RLIMIT_CPU, cpu_s + (not has_files)),  # the kernel kills without asking a handler
         (resource.RLIMIT_FSIZE, FOLDER_BYTES if isolation.has_folder else 0),
         (resource.RLIMIT_NOFILE, _MAX_FILES if isolation.has_folder else 4 if has_files else 0),
         (resource.RLIMIT_NPROC, _MAX_THREADS if has_files else 0),
@@ -201,4 +204,6 @@ def _set_limits(isolation: Isolation, limits: SandboxLimits) -> None:
         resource.setrlimit(kind, (limit, limit))
     if not has_files:  # SIGXCPU before SIGKILL shows why a job ended; the first process of a namespace ignores it
         most = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        resource.setrlimit(resource.RLIMIT_CPU, (min(limits.cpu_s, most), most))
+        resource.setrlimit(resource.RLIMIT_CPU, (min(cpu_s, most), most))
+        if limits.cpu_s < cpu_s:  # the kernel's limit has whole seconds; this one ends by SIGPROF
+            signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)

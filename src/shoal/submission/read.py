@@ -10,6 +10,8 @@ Invariants:
   exceeding memory, only if a known good file is parsed right afterwards within the same limits, with all of that memory
   taken. A parser killed from outside (SIGKILL: the kernel when memory runs out) is never the file's fault;
 - a file is parsed at most twice, and the known good file once, so reading always ends;
+- a bounded file is parsed with at most `BOUND_FACTOR` times the CPU time that an honest file of its lease needs on this
+  machine, measured with the known good file, and not again if it exceeds that;
 - cancelling the caller ends its parser.
 """
 
@@ -19,7 +21,7 @@ import signal
 import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -66,6 +68,10 @@ _ENVIRONMENT = {
 _BASE_BYTES = 64 << 20
 _DECODING_FACTOR = 6
 """memory needed for decoding, as a multiple of the decoded size"""
+BOUND_FACTOR, _LEAST_BOUND_S = 10, 0.2
+"""CPU time of a bounded file, as a multiple of what an honest one needs; and at least this much"""
+_SAMPLE_ROLLOUTS, _SAMPLE_TOKENS = 16, 512
+"""so many rollouts of so many tokens take as long as the known good file, which is mostly the start of the parser"""
 _CPU_SHARE = 0.5
 """a parser killed beyond this share of its CPU limit has reached it: the kernel's two clocks differ"""
 _RETRY_S = 0.1
@@ -78,11 +84,19 @@ class ParserPoolError(Exception):
 
 
 class _ParserDeathError(Exception):
-    """A parser died or had to be killed. `lost`: it was killed from outside, which is not the fault of the file."""
+    """A parser died or had to be killed. `lost`: it was killed from outside, which is not the fault of the file.
+    `spent`: it used up its CPU time."""
 
-    def __init__(self, reason: str, *, lost: bool = False) -> None:
+    def __init__(self, reason: str, *, lost: bool = False, spent: bool = False) -> None:
         super().__init__(reason)
-        self.lost = lost
+        self.lost, self.spent = lost, spent
+
+
+@dataclass(slots=True)
+class ReadCost:
+    """What reading a file took."""
+
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,13 +119,20 @@ class SubmissionContents:
         return tuple(make_entry(rollout) for rollout in self.rollouts)
 
 
-async def read_submission(parsers: "ParserPool", path: Path, limits: SubmissionLimits) -> SubmissionContents:
-    """Read the claims of a file.
+async def read_submission(
+    parsers: "ParserPool",
+    path: Path,
+    limits: SubmissionLimits,
+    *,
+    bounded: bool = False,
+    cost: ReadCost | None = None,
+) -> SubmissionContents:
+    """Read the claims of a file; `bounded`: with little more CPU time than an honest file needs.
 
     `FormError`: the file is not a submission within the limits, or crashes its parsers. `ParserPoolError`: parsing does
     not work on this machine at the moment, which says nothing about the file.
     """
-    return read_claims(await parsers.parse(path, limits), limits)
+    return read_claims(await parsers.parse(path, limits, bounded=bounded, cost=cost), limits)
 
 
 # Parsing in a sandbox
@@ -123,6 +144,8 @@ class ParserPool:
     def __init__(self, *, size: int = 1, cpu_s: int = 10, wall_s: float = 30.0, programs: str = _PROGRAMS) -> None:
         self.sandboxes = SandboxPool(programs, size, environment=_ENVIRONMENT)
         self._cpu_s, self._wall_s = cpu_s, wall_s
+        self._sample_s = 0.0
+        """CPU time of the known good file on this machine; 0 until it is measured"""
         self._slots = asyncio.Semaphore(size)
         self._threads = ThreadPoolExecutor(size, "parser")
 
@@ -132,24 +155,38 @@ class ParserPool:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def parse(self, path: Path, limits: SubmissionLimits) -> Columns:
+    async def parse(
+        self, path: Path, limits: SubmissionLimits, *, bounded: bool = False, cost: ReadCost | None = None
+    ) -> Columns:
         """Parse the columns of a file. FormError: the file is invalid. ParserPoolError: it could not be parsed here."""
-        file = _open_file(path)
+        file, cost = _open_file(path), cost or ReadCost()
         try:
             file_bytes, decoded_bytes = _check_file(file, limits), limit_bytes(limits)
-            job_limits = SandboxLimits(
+            wide = SandboxLimits(
                 cpu_s=self._cpu_s,
                 wall_s=self._wall_s,
                 memory_bytes=_BASE_BYTES + 2 * file_bytes + _DECODING_FACTOR * decoded_bytes,
                 output_bytes=_BASE_BYTES + decoded_bytes,
             )
-            own = {"memory_bytes": job_limits.memory_bytes}
+            parse_own = _prepare_trial(wide, cost)
+            tight = replace(wide, cpu_s=await self._bound_cpu(limits, wide)) if bounded else wide
             return await self._parse_persistently(
-                partial(_run_job, "parse", asdict(limits), file, job_limits, partial(_receive_columns, limits)),
-                partial(_run_job, "trial", own, None, job_limits, _receive_done),
+                partial(_run_job, "parse", asdict(limits), file, tight, partial(_receive_columns, limits), cost=cost),
+                parse_own,
+                tries=1 if bounded else MAX_TRIES,
             )
         finally:
             os.close(file)
+
+    async def _bound_cpu(self, limits: SubmissionLimits, wide: SandboxLimits) -> float:
+        """CPU time for a bounded file."""
+        if not self._sample_s:
+            cost = ReadCost()
+            await self._try_own_file(_prepare_trial(wide, cost))
+            self._sample_s = cost.cpu_s
+        size = limits.max_rollouts / _SAMPLE_ROLLOUTS * max(1.0, limits.max_tokens / _SAMPLE_TOKENS)
+        bound_s = max(_LEAST_BOUND_S, BOUND_FACTOR * self._sample_s * (1 + size))
+        return min(float(self._cpu_s), bound_s)
 
     async def close(self) -> None:
         """End all parsers; returns when they have exited."""
@@ -157,10 +194,11 @@ class ParserPool:
         self._threads.shutdown()
 
     async def _parse_persistently(
-        self, parse: Callable[[SandboxProcess], Columns], parse_own: Callable[[SandboxProcess], None]
+        self, parse: Callable[[SandboxProcess], Columns], parse_own: Callable[[SandboxProcess], None], *, tries: int
     ) -> Columns:
+        """`tries`: how often a file that uses up its CPU time is parsed; other deaths may be chance."""
         deaths: list[_ParserDeathError] = []
-        for _ in range(MAX_TRIES):
+        while len(deaths) < MAX_TRIES and sum(death.spent for death in deaths) < tries:
             try:
                 return await self._run(parse)
             except _ParserDeathError as error:
@@ -197,6 +235,12 @@ class ParserPool:
                     raise
 
 
+def _prepare_trial(limits: SandboxLimits, cost: ReadCost) -> Callable[[SandboxProcess], None]:
+    """A job that parses the known good file within the limits of another."""
+    own = {"memory_bytes": limits.memory_bytes}
+    return partial(_run_job, "trial", own, None, limits, _receive_done, cost=cost)
+
+
 def _open_file(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -223,6 +267,8 @@ def _run_job(
     limits: SandboxLimits,
     receive: Callable[[SandboxJob], _T],
     sandbox: SandboxProcess,
+    *,
+    cost: ReadCost,
 ) -> _T:
     """Return the result of a job; _ParserDeathError if it does not end cleanly, whatever it returned."""
     answer: _T | FormError | _ParserDeathError
@@ -237,6 +283,7 @@ def _run_job(
             except FormError as error:
                 answer = error
             report = job.finish(kill=False)
+            cost.cpu_s += report.cpu_s
     except (SandboxError, OSError) as error:
         raise _ParserDeathError(str(error), lost=True) from None
     except ConfigError as error:
@@ -254,8 +301,9 @@ def _check_report(report: JobReport, limits: SandboxLimits) -> None:
     if report.late:
         raise _ParserDeathError(f"it took more than {limits.wall_s:g} s")
     is_killed = report.code == -signal.SIGKILL  # by the limit if it ignored SIGXCPU; it cannot send SIGKILL itself
-    if report.code == -signal.SIGXCPU or (is_killed and report.cpu_s >= _CPU_SHARE * limits.cpu_s):
-        raise _ParserDeathError(f"it took more than {limits.cpu_s} s of CPU time")
+    is_timed_out = report.code in (-signal.SIGXCPU, -signal.SIGPROF)
+    if is_timed_out or (is_killed and report.cpu_s >= _CPU_SHARE * limits.cpu_s):
+        raise _ParserDeathError(f"it took more than {limits.cpu_s:.3g} s of CPU time", spent=True)
     if is_killed:
         raise _ParserDeathError("it was ended by SIGKILL", lost=True)
     if report.code < 0:

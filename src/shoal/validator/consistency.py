@@ -32,9 +32,9 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from shoal.group import GroupPlan, GroupShape, plan_groups
+from shoal.group import GroupPlan, GroupShape, plan_leased
 from shoal.policy.tokenizer import decode_completion
-from shoal.protocol.beacon import number_beacon
+from shoal.protocol.beacon import read_seeds
 from shoal.protocol.messages import Finding, Job, RolloutEntry
 from shoal.recipe import Recipe
 from shoal.rollout import Group, Request, Rollout, Score
@@ -69,16 +69,8 @@ class ConsistencyCheck:
 
     def plan(self, job: Job) -> list[GroupPlan]:
         """The groups that the job's lease requested."""
-        beacon = number_beacon(job.beacon)
-        return plan_groups(
-            self._family,
-            self._tokenizer,
-            self._shape,
-            step=job.step,
-            beacon=beacon,
-            first=job.first,
-            count=job.count,
-        )
+        seeds = [read_seeds(text) for text in job.seeds]
+        return plan_leased(self._family, self._tokenizer, self._shape, step=job.step, first=job.first, seeds=seeds)
 
     def find_violations(self, job: Job, plans: Sequence[GroupPlan], contents: SubmissionContents) -> Iterator[Finding]:
         """All violations; none for honest work."""

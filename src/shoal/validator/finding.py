@@ -7,11 +7,12 @@ from the numbers of all validators (coordinator/rules/drift.py).
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from shoal.protocol.messages import (
+    MAX_CPU_MS,
     DriftCount,
     Finding,
     GroupFinding,
@@ -59,6 +60,8 @@ class Assessment:
     odds: tuple[RivalOdds, ...] = ()
     replayed: Replayed = NOTHING
     """not sent"""
+    cpu_s: float = field(default=0.0, compare=False)
+    """CPU time that it took"""
 
     def state(self, job: Job) -> VerdictStatement:
         """The statement that is signed and sent."""
@@ -71,6 +74,7 @@ class Assessment:
             groups=self.groups,
             drift=self.drift,
             odds=self.odds,
+            cpu_ms=min(round(1000 * self.cpu_s), MAX_CPU_MS),
         )
 
 

@@ -13,11 +13,15 @@
 Invariants:
 - nothing in a file raises: an unreadable file is a finding;
 - an assessment is a function of job, file, weights and calibration: validators with the same inputs find the same
-  numbers, whatever else they judge concurrently.
+  numbers, whatever else they judge concurrently. Only the CPU time that it took is measured;
+- the file of an owner without a record (`Job.bounded`) is read with little more CPU time than an honest one needs, and
+  its first violation decides: the rewards of the rest are not computed.
 """
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -31,7 +35,7 @@ from shoal.protocol.params import MILLION
 from shoal.recipe import Recipe
 from shoal.rollout import Group
 from shoal.submission.limits import FormError, ParserCrashError, SubmissionLimits
-from shoal.submission.read import ParserPool, ParserPoolError, SubmissionContents, read_submission
+from shoal.submission.read import ParserPool, ParserPoolError, ReadCost, SubmissionContents, read_submission
 from shoal.tasks.base import Family
 from shoal.toploc.calibration import Calibration
 from shoal.toploc.rivals import Rival, make_rivals, measure_change
@@ -79,11 +83,16 @@ class Judge:
 
     async def judge_all(self, files: Sequence[tuple[Job, Path]], policy: Policy) -> list[Assessment]:
         """Assess several files whose jobs are of one version, each as if it were alone."""
-        read = await asyncio.gather(*(self._read(job, path, policy) for job, path in files))
+        costs = [ReadCost() for _ in files]
+        read = await asyncio.gather(
+            *(self._read(job, path, policy, cost) for (job, path), cost in zip(files, costs, strict=True))
+        )
         await self.finish()
         jobs = [job for job, _ in files]
         self._work = asyncio.create_task(asyncio.to_thread(self._judge_read, jobs, read, policy))
-        return await asyncio.shield(self._work)
+        assessments = await asyncio.shield(self._work)
+        pairs = zip(assessments, costs, strict=True)
+        return [replace(assessment, cpu_s=assessment.cpu_s + cost.cpu_s) for assessment, cost in pairs]
 
     async def finish(self) -> None:
         """Wait for a computation that outlived its deadline: two at once would both be late."""
@@ -91,9 +100,10 @@ class Judge:
             await asyncio.shield(self._work)
             self._work = None
 
-    async def _read(self, job: Job, path: Path, policy: Policy) -> SubmissionContents | Assessment:
+    async def _read(self, job: Job, path: Path, policy: Policy, cost: ReadCost) -> SubmissionContents | Assessment:
         try:
-            return await read_submission(self._parsers, path, self.limit_file(job, policy))
+            limits = self.limit_file(job, policy)
+            return await read_submission(self._parsers, path, limits, bounded=job.bounded, cost=cost)
         except ParserCrashError as error:
             return rejected(Verdict.INCONCLUSIVE, [measurement(CRASH_CHECK, error.num_deaths, 0, error.reason)])
         except FormError as error:
@@ -117,7 +127,7 @@ class Judge:
         self, jobs: Sequence[Job], read: Sequence[SubmissionContents | Assessment], policy: Policy
     ) -> list[Assessment]:
         """Assess parsed submissions, with one replay for all that are consistent."""
-        consistency = ConsistencyCheck(self._recipe, policy.tokenizer, self._family)
+        consistency, begun_s = ConsistencyCheck(self._recipe, policy.tokenizer, self._family), time.process_time()
         found = [
             item if isinstance(item, Assessment) else self._check_consistency(consistency, job, item)
             for job, item in zip(jobs, read, strict=True)
@@ -126,7 +136,9 @@ class Judge:
         seeded, eos_id = self._recipe.seeded, policy.eos_id
         rivals = self._find_rivals(policy) if cases else {}
         proofs = iter(check_proofs(cases, policy.model, self._calibration, eos_id=eos_id, seeded=seeded, rivals=rivals))
-        return [self._assess_proof(item, next(proofs)) if isinstance(item, ProofCase) else item for item in found]
+        assessed = [self._assess_proof(item, next(proofs)) if isinstance(item, ProofCase) else item for item in found]
+        share_s = (time.process_time() - begun_s) / len(jobs)
+        return [replace(assessment, cpu_s=share_s) for assessment in assessed]
 
     def _find_rivals(self, policy: Policy) -> dict[Rival, PreTrainedModel]:
         """The weights that work is compared with; none in float32."""
@@ -143,7 +155,7 @@ class Judge:
         self, consistency: ConsistencyCheck, job: Job, contents: SubmissionContents
     ) -> ProofCase | Assessment:
         plans = consistency.plan(job)
-        violations = tuple(consistency.find_violations(job, plans, contents))
+        violations = _list_violations(consistency.find_violations(job, plans, contents), bounded=job.bounded)
         doubts = tuple(finding for finding in violations if finding.check == LIMIT_CHECK)
         if any(finding.check not in (COPY_CHECK, LIMIT_CHECK) for finding in violations):
             return rejected(_weigh_violations(violations), violations)
@@ -182,3 +194,13 @@ def _weigh_violations(violations: Sequence[Finding]) -> Verdict:
     if checks & _FORMAL:
         return Verdict.FORM
     return Verdict.HARD if REWARD_CHECK in checks else Verdict.SOFT
+
+
+def _list_violations(found: Iterator[Finding], *, bounded: bool) -> tuple[Finding, ...]:
+    """All violations; `bounded`: only up to the first that decides, because finding more takes time."""
+    violations = list[Finding]()
+    for finding in found:
+        violations.append(finding)
+        if bounded and finding.check != COPY_CHECK:
+            break
+    return tuple(violations)

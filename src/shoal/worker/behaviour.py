@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from shoal.config.run import MAX_SLOTS
 from shoal.errors import ConfigError
-from shoal.group import GroupPlan, GroupShape, plan_groups
+from shoal.group import GroupPlan, GroupShape, plan_leased
 from shoal.node.weights import WeightsOpener
 from shoal.policy.model import Policy
 from shoal.policy.tokenizer import encode_chat
@@ -57,15 +57,7 @@ class WorkerBehaviour:
 
     def plan(self, order: LeaseOrder, tokenizer: PreTrainedTokenizerBase) -> list[GroupPlan]:
         """The groups of an order, before they are generated."""
-        return plan_groups(
-            self.family,
-            tokenizer,
-            self.shape,
-            step=order.step,
-            beacon=order.beacon,
-            first=order.first,
-            count=order.count,
-        )
+        return plan_leased(self.family, tokenizer, self.shape, step=order.step, first=order.first, seeds=order.seeds)
 
     def finish(self, work: FinishedWork) -> FinishedWork:
         """The work that is submitted."""

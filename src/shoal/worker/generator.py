@@ -3,9 +3,9 @@
     HELD leases -> RUNNING, several at once -> finished work, or a lease that is returned
 
 Invariants:
-- all rollouts of a lease use one version: new weights are loaded only when nothing is running, and nothing starts while
-  they wait;
-- a lease that no loaded version may be used for waits; leases that can run go first;
+- all rollouts of a lease use its version: other weights are loaded only when nothing is running and no lease of the
+  loaded version is held, those of the held lease with the smallest step first;
+- a lease whose version is not here waits; one whose version will not come any more is returned;
 - rollouts of several leases share the engine, under the name of their lease, and are otherwise independent;
 - work that this machine failed to score twice is not submitted: the lease is returned with the reason;
 - a lease that is no longer RUNNING in the table is dropped at the next token;
@@ -34,6 +34,9 @@ from shoal.util.spans import SpanLog
 from shoal.worker.behaviour import FinishedWork, WorkerBehaviour, bound_prompts, fit_slots
 from shoal.worker.leases import LeaseState, LeaseTable
 from shoal.worker.orders import LeaseOrder, WorkLimits
+
+MAX_KNOWN = 4
+"""versions that can be loaded; older ones may be gone from disk"""
 
 
 @dataclass(slots=True)
@@ -80,7 +83,8 @@ class Generator:
         self._device = device or torch.device("cpu")
         self._spans = spans or SpanLog(None, "worker")
         self._changed = leases.changed
-        self._newest: tuple[int, Path] | None = None
+        self._known: dict[int, Path] = {}
+        """versions that can be loaded; the newest few"""
         self._is_stopped = False
         self._engine: Engine | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -95,11 +99,19 @@ class Generator:
         """The loaded version; -1 before the first."""
         return -1 if self._engine is None else self._engine.version
 
-    def update_weights(self, version: int, folder: Path) -> None:
-        """Switch to newer weights when nothing is running."""
+    @property
+    def newest(self) -> int:
+        """The newest version that can be loaded, for which leases are requested; -1 before the first."""
         with self._changed:
-            if self._newest is None or version > self._newest[0]:
-                self._newest = (version, folder)
+            return max(self._known, default=-1)
+
+    def update_weights(self, version: int, folder: Path) -> None:
+        """Switch to newer weights when all leases of the loaded ones are done."""
+        with self._changed:
+            if version > max(self._known, default=-1):
+                self._known[version] = folder
+                for old in sorted(self._known)[:-MAX_KNOWN]:
+                    del self._known[old]
                 self._changed.notify_all()
 
     def stop(self) -> None:
@@ -116,10 +128,18 @@ class Generator:
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether there are leases but no version usable for them: requesting more would only hoard leases."""
+        """Whether there are leases but not their version: requesting more would only hoard leases."""
         with self._changed:
             is_waiting = bool(self._leases.list_records(LeaseState.HELD))
-            return is_waiting and not (self._open or self._is_newer() or self._leases.has_ready(self.version))
+            is_idle = self._find_switch() is None and not self._leases.has_ready(self.version)
+            return is_waiting and not self._open and is_idle
+
+    def list_unusable(self) -> list[LeaseOrder]:
+        """Held leases whose version is older than all that can be loaded: it will not come any more."""
+        with self._changed:
+            held = [record.order for record in self._leases.list_records(LeaseState.HELD)]
+            old = [order for order in held if order.version < max(self._known, default=-1)]
+            return [order for order in old if order.version != self.version and not self._can_load(order.version)]
 
     def count_done(self) -> dict[str, int]:
         """Number of finished rollouts per running lease."""
@@ -129,7 +149,7 @@ class Generator:
     def run(self) -> None:
         """Generate until `stop`; re-raises errors of the engine or the behaviour."""
         while self._take_changes(wait=True):
-            self._load_newest()
+            self._switch_weights()
             self._start_leases()
             if self._open:
                 self._generate()
@@ -153,7 +173,8 @@ class Generator:
         return not stopped
 
     def _has_something(self) -> bool:
-        return bool(self._is_stopped or self._open or self._is_newer() or self._leases.has_ready(self.version))
+        is_idle = self._find_switch() is None and not self._leases.has_ready(self.version)
+        return bool(self._is_stopped or self._open or not is_idle)
 
     def _list_ended(self) -> set[str]:
         running = {record.order.lease for record in self._leases.list_records(LeaseState.RUNNING)}
@@ -162,8 +183,16 @@ class Generator:
     def _count_unfinished(self) -> int:
         return sum(running.num_requests - len(running.rollouts) for running in self._open.values())
 
-    def _is_newer(self) -> bool:
-        return self._newest is not None and self._newest[0] > self.version
+    def _find_switch(self) -> int | None:
+        """The version to load next, once nothing is running; None to stay with the loaded one."""
+        if self._leases.has_ready(self.version):
+            return None
+        held = [record.order for record in self._leases.list_records(LeaseState.HELD)]
+        ready = [order for order in held if self._can_load(order.version)]
+        if ready:
+            return min(ready, key=lambda order: (order.step, order.first)).version
+        newest = max(self._known, default=-1)
+        return newest if newest > self.version else None
 
     def _drop(self, lease: str) -> None:
         running = self._forget(lease)
@@ -176,13 +205,17 @@ class Generator:
         with self._changed:
             return self._open.pop(lease)
 
-    def _load_newest(self) -> None:
-        """Load the newest weights, once nothing is running."""
+    def _can_load(self, version: int) -> bool:
+        """Whether a version is still on disk."""
+        return version in self._known and self._known[version].exists()
+
+    def _switch_weights(self) -> None:
+        """Load the weights of the next lease, or the newest ones, once nothing is running."""
         with self._changed:
-            if self._open or not self._is_newer():
+            version = None if self._open else self._find_switch()
+            if version is None:
                 return
-            assert self._newest is not None
-            version, folder = self._newest
+            folder = self._known[version]
         with self._spans.span("load", version=version):
             self._load(version, self._behaviour.open_policy(version, folder))
 
@@ -202,7 +235,7 @@ class Generator:
         self._tokenizer = policy.tokenizer
 
     def _start_leases(self) -> None:
-        """Start leases that the loaded version may be used for, while the engine has room."""
+        """Start leases of the loaded version, while the engine has room."""
         if self._engine is None or self._tokenizer is None:
             return
         while (order := self._take_order()) is not None:
@@ -214,7 +247,7 @@ class Generator:
 
     def _take_order(self) -> LeaseOrder | None:
         with self._changed:
-            if self._open and (self._is_newer() or self._count_unfinished() >= self._slots):
+            if self._open and self._count_unfinished() >= self._slots:
                 return None
             order = self._leases.start_next(self.version)
         if order is not None and order.lease in self._open:

@@ -16,6 +16,7 @@ Invariants:
 - a lease is never written twice, because that would sign two manifests for it;
 - from WRITTEN on a lease cannot be cancelled: for the coordinator it ends with its manifest, which is no reason to drop
   the file;
+- the folder is this table's own: `node.receipts` keeps the signed leases elsewhere, and longer;
 - file names are lease ids, which messages validate: nothing else from a coordinator becomes part of a path.
 
 Folders `orders/` and `outbox/` of earlier shoal versions are removed with a warning: their leases expire.
@@ -32,7 +33,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shoal.errors import ConfigError
-from shoal.protocol.messages import LeaseRequest, Manifest
+from shoal.protocol.messages import Manifest
 from shoal.util.files import sweep_leftovers, write_atomic
 from shoal.worker.behaviour import FinishedWork, WorkerBehaviour, pack_work
 from shoal.worker.orders import LeaseOrder
@@ -85,6 +86,14 @@ class LeaseRecord(BaseModel):
         return self.state in (LeaseState.HELD, LeaseState.RUNNING)
 
 
+class AskedLease(BaseModel):
+    """The key of the pending lease request."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    request_key: str
+
+
 class LeaseTable:
     """The leases of one process; thread-safe. Without a folder nothing is stored on disk."""
 
@@ -114,10 +123,10 @@ class LeaseTable:
         assert self._folder is not None, "only workers with a folder request leases"
         path = self._folder / _ASKED
         if path.exists():
-            return _read(path, LeaseRequest).request_key
-        request = LeaseRequest(request_key=os.urandom(16).hex())
-        write_atomic(path, request.model_dump_json().encode())
-        return request.request_key
+            return _read(path, AskedLease).request_key
+        asked = AskedLease(request_key=os.urandom(16).hex())
+        write_atomic(path, asked.model_dump_json().encode())
+        return asked.request_key
 
     def drop_key(self) -> None:
         """Use a new key for the next lease."""
@@ -131,13 +140,13 @@ class LeaseTable:
         self.drop_key()
 
     def has_ready(self, version: int) -> bool:
-        """Whether a lease that a version may be used for is HELD."""
-        return any(record.order.allows(version) for record in self.list_records(LeaseState.HELD))
+        """Whether a lease of a version is HELD."""
+        return any(record.order.version == version for record in self.list_records(LeaseState.HELD))
 
     def start_next(self, version: int) -> LeaseOrder | None:
-        """HELD -> RUNNING: the lease of the smallest step that a version may be used for."""
+        """HELD -> RUNNING: the lease of a version with the smallest step."""
         with self.changed:
-            ready = [record for record in self.list_records(LeaseState.HELD) if record.order.allows(version)]
+            ready = [record for record in self.list_records(LeaseState.HELD) if record.order.version == version]
             if not ready:
                 return None
             # Training waits for the smallest step.
@@ -209,7 +218,7 @@ class LeaseTable:
             if record is None or record.manifest is None:
                 path.unlink()  # the process was killed while writing or removing it
         asked = folder / _ASKED
-        if asked.exists() and _read(asked, LeaseRequest).request_key in {r.request_key for r in self._records.values()}:
+        if asked.exists() and _read(asked, AskedLease).request_key in {r.request_key for r in self._records.values()}:
             self.drop_key()  # the process was killed between storing the lease and dropping its key
 
 

@@ -7,9 +7,10 @@ fixes, and with limits set by the worker's owner. No field of it becomes part of
 from dataclasses import dataclass
 
 from shoal.config.run import Count, Settings
-from shoal.protocol.beacon import number_beacon
+from shoal.protocol.beacon import read_seeds
 from shoal.protocol.messages import Lease
 from shoal.recipe import Recipe
+from shoal.seeds import GroupSeeds
 
 
 class LeaseError(ValueError):
@@ -29,19 +30,16 @@ class WorkLimits(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseOrder:
-    """Groups first .. first + count - 1 of a step, to generate with a version from `oldest` to `step` - 1."""
+    """Groups first .. first + count - 1 of a step, to generate with a version."""
 
     lease: str
     step: int
     first: int
     count: int
-    beacon: int
-    oldest: int
+    seeds: tuple[GroupSeeds, ...]
+    """one per group"""
+    version: int
     deadline_ms: int
-
-    def allows(self, version: int) -> bool:
-        """Whether rollouts of a version may be submitted."""
-        return self.oldest <= version < self.step
 
 
 def take_order(lease: Lease, recipe: Recipe, limits: WorkLimits) -> LeaseOrder:
@@ -55,14 +53,17 @@ def take_order(lease: Lease, recipe: Recipe, limits: WorkLimits) -> LeaseOrder:
         raise LeaseError(f"asks for {lease.max_tokens} tokens, this worker generates at most {limits.max_tokens}")
     if not 1 <= lease.count * lease.group_size <= limits.max_rollouts:
         raise LeaseError(f"asks for {lease.count * lease.group_size} rollouts, allowed are 1 to {limits.max_rollouts}")
-    if not 0 <= lease.oldest_version < lease.step:
-        raise LeaseError(f"is for step {lease.step} with versions from v{lease.oldest_version}, which is too new")
+    if not 0 <= lease.version < lease.step:
+        raise LeaseError(f"is for step {lease.step} with v{lease.version}, which is too new")
+    seeds = tuple(read_seeds(text) for text in lease.seeds)
+    if [len(own.rollouts) for own in seeds] != [lease.group_size] * lease.count:
+        raise LeaseError(f"does not have the seeds of {lease.count} groups of {lease.group_size} rollouts")
     return LeaseOrder(
         lease=lease.lease,
         step=lease.step,
         first=lease.first,
         count=lease.count,
-        beacon=number_beacon(lease.beacon),
-        oldest=lease.oldest_version,
+        seeds=seeds,
+        version=lease.version,
         deadline_ms=lease.deadline_ms,
     )

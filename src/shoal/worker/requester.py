@@ -3,8 +3,8 @@
 Invariants:
 - there is one request at a time, and none while the engine is full and more is queued, while weights are missing, or
   while `MAX_HELD` leases are held: this bounds what a coordinator can make a worker keep;
-- after losing a lease because weights were missing, none is requested until they arrive: repeated losses would trigger
-  the coordinator's back-off;
+- a lease is requested for the newest version that is here. If no step accepts that one any more, none is requested
+  until newer weights arrive; if newer weights arrive during a request, it is repeated under its key with their version;
 - a lease that this machine cannot score is returned. That lowers the lease limit, and the coordinator pauses nodes that
   return many.
 """
@@ -49,14 +49,14 @@ class LeaseRequester:
         self.newest = -1
         """newest version that a lease named; it is in the ledger"""
         self._missing = -1
-        """version whose absence cost a lease"""
+        """version that is needed for the next lease"""
         self.failure = ""
         """why the last lease was returned; cleared once one is written"""
 
     @property
     def lacks_weights(self) -> bool:
         """Whether leases cannot be worked on until newer weights arrive."""
-        return self._generator.lacks_weights or self._generator.version < self._missing
+        return self._generator.lacks_weights or self._generator.newest < self._missing
 
     async def resume(self) -> None:
         """Drop expired leases of an earlier process."""
@@ -71,14 +71,21 @@ class LeaseRequester:
             if self._has_enough():
                 await self.wait_news(PAUSE_S)
                 continue
-            key = await asyncio.to_thread(self._leases.find_key)
-            answer = await self._request(key)
+            await self._return_unusable()
+            key, version = await asyncio.to_thread(self._leases.find_key), self._generator.newest
+            answer = await self._request(key, version)
+            if answer is None:
+                continue
             self.reason = answer.reason
             if answer.lease is not None:
                 await self._accept(answer.lease, key)
             elif answer.code == "finished":
                 self.finished = True
+            elif answer.code == "version":
+                self._missing = max(self._missing, version + 1)
             else:
+                if answer.code == "work":
+                    await self._session.join_again()
                 await self.wait_news(max(PAUSE_S, min(answer.retry_after_s, LONG_POLL_S)))
 
     def take_answer(self, answer: HeartbeatAnswer) -> None:
@@ -87,8 +94,6 @@ class LeaseRequester:
         for lease in answer.cancelled:
             record = self._leases.find(lease)
             if record is not None and record.can_be_cancelled:
-                if record.order.oldest > self._generator.version:
-                    self._missing = max(self._missing, record.order.oldest)
                 self._leases.end(lease)
         self._news.notify()
 
@@ -122,21 +127,42 @@ class LeaseRequester:
         self.failure = ""
         self._news.notify()
 
+    def note_weights(self) -> None:
+        """Note that newer weights can be used."""
+        self._news.notify()
+
     def note_ended(self) -> None:
         """Note that a lease was delivered or refused: a node at its limit may get the next one now."""
         self._news.notify()
 
     def _has_enough(self) -> bool:
         generator = self._generator
-        waits_for_weights = generator.version < 0 or self.lacks_weights
+        waits_for_weights = generator.newest < 0 or self.lacks_weights
         return generator.has_enough or waits_for_weights or len(self._leases) >= MAX_HELD
 
-    async def _request(self, key: str) -> LeaseAnswer:
+    async def _request(self, key: str, version: int) -> LeaseAnswer | None:
+        """The answer to a request; None if newer weights arrived first."""
+        ask_lease = partial(self._session.client.ask_lease, key, version=version, wait_s=LONG_POLL_S)
+        asking = asyncio.create_task(self._session.ask_coordinator("lease", ask_lease))
+        newer = asyncio.create_task(self._wait_newer(version))
         try:
-            ask_lease = partial(self._session.client.ask_lease, key, wait_s=LONG_POLL_S)
-            return await self._session.ask_coordinator("lease", ask_lease)
+            await asyncio.wait((asking, newer), return_when=asyncio.FIRST_COMPLETED)
+            return asking.result() if asking.done() else None
         except RefusedError as error:
             raise SessionError(f"no more leases: {error}") from None
+        finally:
+            for task in (asking, newer):
+                task.cancel()
+            await asyncio.gather(asking, newer, return_exceptions=True)
+
+    async def _wait_newer(self, version: int) -> None:
+        while self._generator.newest <= version:
+            await self.wait_news(LONG_POLL_S)
+
+    async def _return_unusable(self) -> None:
+        """Return leases whose version is gone, as after a long stop."""
+        for order in self._generator.list_unusable():
+            await self.give_back(order.lease, f"v{order.version} is not on this machine any more")
 
     async def _accept(self, lease: Lease, key: str) -> None:
         """Take on a granted lease, unless it is held already: it would be written twice."""
@@ -148,5 +174,5 @@ class LeaseRequester:
         except LeaseError as error:
             raise SessionError(f"the coordinator's lease {lease.lease} {error}") from None
         await asyncio.to_thread(self._leases.hold, order, fence=lease.fence, request_key=key)
-        self.newest = max(self.newest, lease.newest_version)
+        self.newest = max(self.newest, lease.version)
         self._news.notify()

@@ -152,6 +152,7 @@ class Worker:
             self._session.heartbeat_now()
             await self._await_announcement()
             self._generator.update_weights(self._version, folder)
+            self._requester.note_weights()
 
     async def _find_newer(self) -> Path:
         async with aclosing(self._weights.follow()) as folders:

@@ -121,7 +121,7 @@ class Target:
         version = VersionStatement(version=0, root="0" * 64, manifest="0" * 64, batch="")
         signed = SignedVersion(version=version, signature=sign_message(judge, "demo", version))
         await core.publish_version(judge.public, signed)
-        lease = (await core.grant_lease(worker.public, "1" * 32)).lease
+        lease = (await core.grant_lease(worker.public, "1" * 32, 0)).lease
         assert lease is not None
         entry = RolloutEntry(hash="1" * 64, tokens=5)
         manifest = Manifest(
@@ -130,7 +130,7 @@ class Target:
         statement = SignedManifest(manifest=manifest, signature=sign_message(worker, "demo", manifest))
         self.submission = (await core.commit_submission(worker.public, statement)).submission
         core.heartbeat(worker.public, Heartbeat())
-        other = (await core.grant_lease(judge.public, "2" * 32)).lease
+        other = (await core.grant_lease(judge.public, "2" * 32, 0)).lease
         assert other is not None
         self.lease = other.lease
         await core.ledger.sign_head()

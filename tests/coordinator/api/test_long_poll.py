@@ -74,7 +74,7 @@ def test_every_wait_ends_with_what_it_was_for(tmp_path: Path) -> None:
             node_of(service, JUDGE, tmp_path / "trainer", Scope.TRAIN) as trainer,
         ):
             wants = [
-                asyncio.create_task(worker.ask_lease(wait_s=30)),
+                asyncio.create_task(worker.ask_lease(version=0, wait_s=30)),
                 asyncio.create_task(judge.claim_jobs(wait_s=30)),
                 asyncio.create_task(trainer.cut_batch(1, wait_s=30)),
             ]
@@ -110,8 +110,8 @@ def test_a_long_poll_that_times_out_returns_the_reason(tmp_path: Path) -> None:
             open_service(config, tmp_path / "data") as service,
             node_of(service, OWNER, tmp_path / "worker", Scope.WORK) as worker,
         ):
-            assert (await worker.ask_lease(wait_s=1)).code == "no_version"
-            assert (await worker.ask_lease()).code == "no_version"
+            assert (await worker.ask_lease(version=0, wait_s=1)).code == "no_version"
+            assert (await worker.ask_lease(version=0)).code == "no_version"
 
     asyncio.run(check())
 
@@ -123,7 +123,7 @@ def test_a_coordinator_that_stops_answers_waiting_callers(tmp_path: Path) -> Non
             service = await stack.enter_async_context(open_service(config, tmp_path / "data"))
             closing = stack.pop_all()
             async with node_of(service, OWNER, tmp_path / "worker", Scope.WORK) as worker:
-                wants = asyncio.create_task(worker.ask_lease(wait_s=30))
+                wants = asyncio.create_task(worker.ask_lease(version=0, wait_s=30))
                 while not service.context.long_poll.num_waiting:
                     await asyncio.sleep(0.01)
                 await closing.aclose()

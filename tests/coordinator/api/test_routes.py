@@ -57,7 +57,7 @@ def test_a_node_goes_through_the_whole_cycle(open_stand: Any, tmp_path: Path) ->
             assert info.node == key.public
             beat = Heartbeat(version=0, leases=(LeaseProgress(lease="l1", done=1),), tokens_per_s=2)
             assert (await client.send_heartbeat(beat)).next_s == 10
-            lease = (await client.ask_lease()).lease
+            lease = (await client.ask_lease(version=0)).lease
             assert lease is not None and lease.node == key.public
             path = tmp_path / "file"
             path.write_bytes(DATA)

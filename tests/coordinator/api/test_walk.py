@@ -19,7 +19,7 @@ from shoal.protocol.messages import LeaseRequest, SignedVersion, VersionStatemen
 from shoal.protocol.params import RunParams
 from shoal.util.clock import read_clock
 
-MAX_FILES, MAX_ROUTE_FILES = 32, 17
+MAX_FILES, MAX_ROUTE_FILES = 33, 17
 """limit for all files, and for those between the socket and the decision: the others decide, or write the ledger"""
 DECISION = ("coordinator/decide/", "coordinator/rules/", "coordinator/state/", "ledger/", "protocol/")
 SOURCE = Path(shoal.__file__).parent
@@ -77,7 +77,7 @@ def test_a_request_for_a_lease_goes_through_few_files(tmp_path: Path) -> None:
     threading.setprofile(recorder.record)
     try:
         with serve_in_thread(tmp_path) as service:
-            body = LeaseRequest(request_key="1" * 32).model_dump_json().encode()
+            body = LeaseRequest(request_key="1" * 32, version=0).model_dump_json().encode()
             signer = RequestSigner(WORKER, "demo", service.coordinator.public)
             headers = dict(signer.sign_request("POST", "/v1/leases", body))
             connection = http.client.HTTPConnection(*service.server.address, timeout=30)

@@ -83,7 +83,7 @@ class Run:
 
     async def commit(self, data: bytes) -> CommitAnswer:
         """Get a lease for the worker and commit a file."""
-        answer = await self.ask(self.worker, "POST", "/v1/leases", b'{"request_key":"%s"}' % (b"1" * 32))
+        answer = await self.ask(self.worker, "POST", "/v1/leases", b'{"request_key":"%s","version":0}' % (b"1" * 32))
         lease = LeaseAnswer.model_validate_json(answer).lease
         assert lease is not None
         manifest = Manifest(

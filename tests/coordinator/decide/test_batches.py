@@ -49,9 +49,14 @@ def test_nothing_is_leased_before_v0(make_world):
 
 def test_beacons_are_those_of_the_chain_in_the_genesis(world):
     tip = world.query(read_run).beacon
+    assert [world.query(find_step, step).beacon for step in (1, 2)] == ["", ""], "hidden while groups are leased"
+    assert world.query(find_step, 3) is None
+    for step in (1, 2):
+        world.work("w1")
+        world.work("w1")
+        world.train(step)
     first, second = (world.query(find_step, step).beacon for step in (1, 2))
     assert check_beacon(first, tip) and check_beacon(second, first)
-    assert world.query(find_step, 3) is None
 
 
 def test_a_batch_is_cut_once_and_stays(world):

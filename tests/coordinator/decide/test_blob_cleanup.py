@@ -111,8 +111,9 @@ def test_a_file_that_came_too_late_is_not_kept_for_ever(make_world):
 def test_a_file_handed_in_again_is_kept_for_the_one_that_needs_it(small):
     first = small.work("w1", Verdict.SOFT)
     name = small.query(find_submission, first).lease
+    small.wait(1)
     lease = small.lease("w1")
-    small.wait(250)
+    small.wait(249)
     second = small.commit(
         "w1", small.make_manifest(lease, blob=small.query(find_submission, first).blob, size=len(name))
     )

@@ -315,6 +315,7 @@ def test_a_canary_does_not_appeal(planted):
     with pytest.raises(ApiError, match="an appeal of this owner is open"):
         planted.reveal("canary", early)
     planted.judge("judge-b", Verdict.SOFT)
+    planted.wait(1)
     late = planted.work("c1", Verdict.SOFT)
     planted.reveal("canary", early, late)
     with pytest.raises(ApiError, match="was a canary"):

@@ -73,11 +73,11 @@ def test_claims_at_once_are_of_one_version(world) -> None:
     world.train(1)
     world.change(groups_per_lease=1)
     sent = [
-        world.submit(node, world.lease(node), version=version)
-        for node, version in zip(PEOPLE, (0, 1, 1, 0, 0, 1), strict=True)
+        world.submit(node, world.lease(node, version)) for node, version in zip(PEOPLE, (0, 1, 1, 0, 0, 1), strict=True)
     ]
-    assert names(claim(world, "judge-a", 3)) == [sent[4], sent[0], sent[3]], "owners without a turn come first"
-    assert names(claim(world, "judge-b", 3)) == [sent[5], sent[1]], "half of what is left"
+    assert names(claim(world, "judge-a", 3)) == [sent[0], sent[3]], "those with accepted work first"
+    assert names(claim(world, "judge-b", 3)) == [sent[1], sent[2]], "half of what is left"
+    assert names(claim(world, "judge-c", 3)) == [sent[4]], "then those without"
     assert world.verify().holds
 
 

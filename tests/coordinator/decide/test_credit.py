@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from shoal.coordinator.decide.credit import MAX_OPEN
+from shoal.coordinator.rules.standing import STRIKE
 from shoal.coordinator.state.credit import find_appeal
 from shoal.coordinator.state.leases import find_lease, find_range
 from shoal.coordinator.state.members import find_owner
@@ -143,7 +144,7 @@ def test_work_that_a_ban_voids_leaves_the_record_as_it_was(rich):
     before = rich.query(find_owner, rich.owner_id("ann"))
     rich.order(Action.BAN, target=rich.owner_id("ann"))
     after = rich.query(find_owner, rich.owner_id("ann"))
-    assert before.soft_row == 1
+    assert before.strikes > 0
     assert after._replace(standing=before.standing, since_ms=before.since_ms) == before
 
 
@@ -315,7 +316,7 @@ def test_an_appeal_that_fails_or_is_not_judged_changes_nothing(rich):
         assert rich.query(find_appeal, submission).state == "upheld"
         assert state_of(rich, submission) == SubmissionState.SOFT
     owner = rich.query(find_owner, rich.owner_id("ann"))
-    assert (owner.rejected, owner.soft_row) == (2, 2)
+    assert (owner.rejected, owner.strikes) == (2, 2 * STRIKE)
 
 
 def test_an_appeal_that_cannot_succeed_is_refused_before_it_costs_anything(rich):

@@ -58,7 +58,7 @@ def test_an_unknown_node_is_asked_to_join(world):
     stranger = Key.generate().public
     assert world.coordinator.find_member(stranger) is None
     with pytest.raises(ApiError, match="join this run first"):
-        world.run(world.coordinator.grant_lease(stranger, "0" * 32))
+        world.run(world.coordinator.grant_lease(stranger, "0" * 32, 0))
 
 
 def test_a_node_whose_delegation_ended_gets_nothing(world):

@@ -3,6 +3,7 @@
 import pytest
 
 from shoal.coordinator.decide.submissions import APPEAL_SLACK_S, CLEANUP_EVERY_S
+from shoal.coordinator.rules.leases import MAX_SPACING_S
 from shoal.coordinator.rules.room import LEAST_FILES, MIN_FILES, POOL_PART, limit_lease_file
 from shoal.coordinator.state.room import find_owner_room, find_total_room
 from shoal.coordinator.state.submissions import find_submission
@@ -30,6 +31,7 @@ def tight(make_world):
         unbond_s=10**7,
         probation_leases=64,
         raise_after=1,
+        limit_after=1000,
     )
     assert limit_lease_file(world.params, 1) == FILE
     for name in ("ann", "bob"):
@@ -44,17 +46,27 @@ def count_files(world, owner):
     return world.query(find_owner_room, world.owner_id(owner)).held / FILE
 
 
-def fill(world, node, verdict=Verdict.SOFT, most=100):
-    """Submit and be rejected until there is no lease; returns the submissions, and why there is none."""
-    names = []
-    while len(names) < most:
-        answer = world.ask(node)
-        if answer.lease is None:
-            return names, answer.code
-        names.append(world.submit(node, answer.lease))
-        world.judge("judge-a", verdict)
-        world.wait(1)
-    return names, ""
+def deliver(world, *nodes):
+    """Submit without a verdict until there is no lease; returns the submissions, and why there is none.
+
+    Who waits for verdicts gets no further: rejected work leads to rests, and to fewer trials."""
+    names, code = [], ""
+    for node in nodes:
+        while (answer := world.ask(node)).lease is not None or answer.code == "trial":
+            if answer.lease is None:
+                world.wait(answer.retry_after_s)
+            else:
+                names.append(world.submit(node, answer.lease))
+        code = answer.code
+    return names, code
+
+
+def fill(world, *nodes):
+    """Occupy as much as the nodes can with rejected files; returns the submissions, and why there are no more."""
+    names, code = deliver(world, *nodes)
+    for _ in names:
+        world.judge("judge-a", Verdict.SOFT)
+    return names, code
 
 
 def test_a_file_is_no_larger_than_its_lease_can_hold(world):
@@ -87,7 +99,7 @@ def test_an_owner_without_accepted_work_occupies_little_and_others_deliver_all_t
 def test_a_second_node_of_the_same_owner_gets_no_more(tight):
     tight.join("evil-1", "mallory")
     tight.join("evil-2", "mallory")
-    fill(tight, "evil-1")
+    deliver(tight, "evil-1")
     assert tight.ask("evil-2").code == "room"
 
 
@@ -95,7 +107,7 @@ def test_many_owners_without_accepted_work_share_one_pool(tight):
     names = [f"evil-{number}" for number in range(3 * POOL // LEAST_FILES)]
     for name in names:
         tight.join(name, name)
-        fill(tight, name)
+    fill(tight, *names)
     assert sum(count_files(tight, name) for name in names) == POOL
     assert tight.query(find_total_room).over == POOL * FILE
     assert "new owners get no leases" in " ".join(tight.coordinator.read_status().alarms)
@@ -106,11 +118,12 @@ def test_many_owners_without_accepted_work_share_one_pool(tight):
 
 def test_the_pool_is_free_again_after_a_while_though_it_was_filled_with_rejected_files(tight):
     names = [f"evil-{number}" for number in range(POOL // LEAST_FILES)]
-    files = []
     for name in names:
         tight.join(name, name)
-        files += fill(tight, name)[0]
+    files, _ = fill(tight, *names)
     tight.join("new", "newcomer")
+    assert tight.ask("new").code == "trial"
+    tight.wait(MAX_SPACING_S)
     assert tight.ask("new").code == "room"
     tight.wait(tight.params.form_keep_s + APPEAL_SLACK_S + CLEANUP_EVERY_S)
     assert tight.ask("new").lease is not None
@@ -123,9 +136,10 @@ def test_the_pool_is_free_again_after_a_while_though_it_was_filled_with_rejected
 
 def test_the_rejected_file_of_an_owner_with_accepted_work_can_be_appealed_however_short_room_is(tight):
     rejected = tight.work("ann", Verdict.SOFT)
-    for number in range(POOL // LEAST_FILES):
-        tight.join(f"evil-{number}", f"evil-{number}")
-        fill(tight, f"evil-{number}")
+    names = [f"evil-{number}" for number in range(POOL // LEAST_FILES)]
+    for name in names:
+        tight.join(name, name)
+    fill(tight, *names)
     tight.wait(tight.params.form_keep_s + APPEAL_SLACK_S + CLEANUP_EVERY_S)
     assert tight.query(find_submission, rejected).dropped == 0
     assert tight.appeal("ann", rejected).state == "open"
@@ -156,7 +170,6 @@ def describe_appeal(world, owner, submission):
 
 def test_accepted_work_earns_room_of_its_own(tight):
     tight.join("w", "wim")
-    tight.change(limit_after=1000)
     accepted = 3
     for _ in range(accepted):
         tight.work("w")
@@ -212,9 +225,10 @@ def test_a_late_submission_needs_room_again(tight):
     lease = tight.lease("evil")
     tight.wait(61)
     assert count_files(tight, "mallory") == 0
-    for number in range(2 * POOL // LEAST_FILES):
-        tight.join(f"evil-{number}", f"evil-{number}")
-        fill(tight, f"evil-{number}")
+    names = [f"evil-{number}" for number in range(2 * POOL // LEAST_FILES)]
+    for name in names:
+        tight.join(name, name)
+    fill(tight, *names)
     with pytest.raises(ApiError, match="used up"):
         tight.commit("evil", tight.make_manifest(lease))
 

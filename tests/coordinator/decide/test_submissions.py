@@ -82,11 +82,14 @@ def test_rollouts_older_than_the_bound_are_refused(make_world):
     world.work("w1")
     world.train(1)
     world.train(2)
-    lease = world.lease("w1")
-    assert (lease.step, lease.newest_version, lease.oldest_version) == (3, 2, 1)
-    with pytest.raises(ApiError, match="does not accept rollouts of v0"):
-        world.commit("w1", world.make_manifest(lease, version=0))
-    world.commit("w1", world.make_manifest(lease, version=1))
+    for version in (0, 3):
+        assert world.ask("w1", version=version).code == "version", "too old, and not published"
+    lease = world.lease("w1", version=1)
+    assert (lease.step, lease.version) == (3, 1)
+    for version in (0, 2):
+        with pytest.raises(ApiError, match="the lease is for rollouts of v1"):
+            world.commit("w1", world.make_manifest(lease, version=version))
+    world.commit("w1", world.make_manifest(lease))
 
 
 def test_other_bytes_than_announced_leave_the_submission_waiting(world):

@@ -128,8 +128,9 @@ def test_canaries_alone_find_a_validator_that_accepts_everything(make_world):
 def test_as_a_second_opinion_it_is_found_each_time(make_world):
     """It is asked about work that others reject, and contradicts them."""
     world = begin(make_world, second_share=0, reject_share=MILLION)
-    for _ in range(BANNED_BY):
-        world.submit("cheat", world.lease("cheat"))
+    for number in range(BANNED_BY):
+        world.join(f"cheat-{number}", f"cheat-{number}")
+        world.submit(f"cheat-{number}", world.lease(f"cheat-{number}"))
         world.judge("judge-b", Verdict.SOFT)
         job = world.take("judge-a")
         assert job.round == 2

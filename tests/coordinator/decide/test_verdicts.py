@@ -206,7 +206,7 @@ def test_doubt_is_not_guilt(world):
     world.judge("judge-c", Verdict.INCONCLUSIVE)
     assert state_of(world, submission) == SubmissionState.INCONCLUSIVE
     owner = world.query(find_owner, world.owner_id("ann"))
-    assert (owner.rejected, owner.soft_row, owner.accepted) == (0, 0, 0)
+    assert (owner.rejected, owner.strikes, owner.accepted) == (0, 0, 0)
     assert world.query(find_range, 1, 0).state == "offered"
 
 
@@ -313,6 +313,7 @@ def test_soft_rejections_in_a_row_limit_an_owner_and_time_lifts_it(make_world):
     world.join("w1", "ann")
     world.publish(0)
     world.work("w1", Verdict.SOFT)
+    world.wait(1)
     world.work("w1", Verdict.SOFT)
     assert world.coordinator.cache.standings[world.owner_id("ann")] is Standing.LIMITED
     world.wait(world.params.limited_s)

@@ -45,7 +45,7 @@ def make_rows(groups, step=1, seed=0, owners=4):
 
 def cut_step(connection, rows):
     connection.execute(drift.NUMBERS.insert(), rows)
-    body = encode_body({"groups": 1, "hash": "", "step": rows[0]["step"]})
+    body = encode_body({"beacon": "", "groups": 1, "hash": "", "step": rows[0]["step"]})
     drift.weigh_step(Event(9, 0, EventKind.BATCH_CUT, "ab" * 32, "", body, b"", bytes(32), bytes(32)), connection)
 
 

@@ -140,7 +140,7 @@ class LongPoll:
 
     async def grant_lease(self, node: str, request: LeaseRequest) -> LeaseAnswer:
         """`Coordinator.grant_lease`, once there is something to grant."""
-        attempt = partial(self._coordinator.grant_lease, node, request.request_key)
+        attempt = partial(self._coordinator.grant_lease, node, request.request_key, request.version)
         return await self._poll(self._leases, attempt, _judge_lease, request.wait_s)
 
     async def claim_jobs(self, node: str, request: ClaimRequest) -> ClaimAnswer:

@@ -35,6 +35,9 @@ def cut_batch(decision: Decision, node: str, step: int) -> BatchAnswer:
         return row
     if row.state != "open":
         return _answer_batch(decision, row)
+    before = find_step(decision.connection, step - 1)
+    if before is not None and before.state == "open":  # its beacon would follow from this one's
+        return _refuse_batch(f"the batch of step {step - 1} is not cut; steps are cut in order")
     params = decision.params
     entries = list_entries(decision.connection, step, params.groups_per_batch)
     if len(entries) < params.groups_per_batch and not is_exhausted(params, row.on_their_way, row.next_index):
@@ -42,7 +45,8 @@ def cut_batch(decision: Decision, node: str, step: int) -> BatchAnswer:
     assert all(is_allowed(step, entry.version, params.async_level) for entry in entries), (
         "all groups are within the async level"
     )
-    decision.append(f"step-{step}", BatchCut(groups=len(entries), hash=hash_batch(entries), step=step))
+    beacon = decision.context.chain.reveal_step(step)
+    decision.append(f"step-{step}", BatchCut(beacon=beacon, groups=len(entries), hash=hash_batch(entries), step=step))
     for lease in list_on_step(decision.connection, step):
         end_lease(decision, lease, "cancelled", f"the batch of step {step} is complete")
     watch_owners(decision)
@@ -104,7 +108,7 @@ def _open_steps(decision: Decision, trained: int) -> None:
     params = decision.params
     for step in open_steps(trained, params.async_level, params.steps):
         if find_step(decision.connection, step) is None:
-            decision.append(f"step-{step}", StepOpen(beacon=decision.context.chain.reveal_step(step), step=step))
+            decision.append(f"step-{step}", StepOpen(step=step))
     if trained == params.steps:
         for lease in list_active(decision.connection):
             end_lease(decision, lease, "cancelled", "the run is finished")

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from shoal.coordinator.decide.context import CallerRows, Decision, build_from, require_row, require_validator
 from shoal.coordinator.state import queue
 from shoal.coordinator.state.drift import is_watched
-from shoal.coordinator.state.members import find_node, find_owner
-from shoal.coordinator.state.run import find_step
+from shoal.coordinator.state.members import SUSPECT, find_node, find_owner
 from shoal.coordinator.state.submissions import SubmissionRow, find_submission, list_duplicates
 from shoal.coordinator.state.validators import find_opinion_need
 from shoal.ledger.event import Event, EventKind
@@ -32,6 +31,7 @@ def plan_claim(decision: Decision, job: queue.JobRow, validator: str) -> Validat
     """The claim of a job as it would be made now, with everything that it fixes about the job."""
     submission = _find_submission(decision, job.submission)
     owner = require_row(find_owner(decision.connection, submission.owner), "every submission has an owner")
+    bounded = not job.appeal and not owner.has_record
     in_full = job.round > 1 or job.appeal or is_watched(decision.connection, owner.owner)
     standing = Standing.PROBATION if in_full else Standing(owner.standing)
     share = decision.params.check_share(standing, submission.count * decision.params.group_size)
@@ -41,6 +41,7 @@ def plan_claim(decision: Decision, job: queue.JobRow, validator: str) -> Validat
     # Rollouts also in earlier accepted work. Submissions that only announced them, or were rejected, do not count.
     rows = list_duplicates(decision.connection, job.submission)
     return ValidationClaim(
+        bounded=1 if bounded else 0,
         check_ppm=share,
         deadline_ms=decision.now_ms + 1000 * decision.params.claim_s,
         duplicates=tuple(row.place for row in rows if row.rival_state == SubmissionState.ACCEPTED),
@@ -61,17 +62,18 @@ def describe_job(decision: Decision, job: queue.JobRow) -> Job:
 def show_job(decision: Decision, name: str, claim: ValidationClaim, deadline_ms: int) -> Job:
     """A job as its claim defines it; its deadline may have moved since."""
     submission = _find_submission(decision, name)
-    step = require_row(find_step(decision.connection, submission.step), "the step of a submission is open")
+    chain, group_size = decision.context.chain, decision.params.group_size
     return build_from(
         Job,
         submission,
         round=claim.round,
-        group_size=decision.params.group_size,
+        group_size=group_size,
         max_tokens=decision.params.max_tokens,
-        beacon=step.beacon,
+        seeds=chain.reveal_groups(submission.step, submission.first, submission.count, group_size),
+        bounded=bool(claim.bounded),
         manifest=_read_manifest(decision, submission),
         check_ppm=claim.check_ppm,
-        check_seed=decision.context.chain.draw_check(submission.submission, submission.blob),
+        check_seed=chain.draw_check(submission.submission, submission.blob),
         duplicates=claim.duplicates,
         deadline_ms=deadline_ms,
     )
@@ -121,7 +123,8 @@ def take_job(decision: Decision, *, node: str) -> queue.JobRow | None:
     if held:
         job = _find_more(decision, caller, held)
     else:
-        job = queue.find_next(decision.connection, node, caller.owner.owner, decision.params.max_claims)
+        aged_ms = decision.now_ms - 1000 * decision.params.claim_s
+        job = queue.find_next(decision.connection, node, caller.owner.owner, decision.params.max_claims, aged_ms)
     if job is None:
         return None
     decision.append(job.submission, plan_claim(decision, job, node))
@@ -168,10 +171,14 @@ def _find_more(decision: Decision, caller: CallerRows, held: list[queue.JobRow])
     """Another first opinion, in addition to first opinions.
 
     A file that crashes its validator makes the other claims of that validator lapse too. So only untried files are
-    claimed together: a file whose claim lapsed once is claimed alone from then on, and cannot harm others again.
+    claimed together: a file whose claim lapsed once is claimed alone from then on, and cannot harm others again. So is
+    every file of a suspect, and files of new owners are claimed with their like: they may take long.
     Claims that lapse together count as one, so a validator with lapses claims one at a time until it has judged again.
     """
-    if len(held) >= MAX_JOBS or caller.owner.lapses or any(job.claims != 1 or job.judge for job in held):
+    rank = held[0].rank
+    if len(held) >= MAX_JOBS or caller.owner.lapses or rank >= SUSPECT:
+        return None
+    if any(job.claims != 1 or job.judge for job in held):
         return None
     submission = require_row(find_submission(decision.connection, held[0].submission), "every job has a submission")
-    return queue.find_like(decision.connection, caller.owner.owner, submission.version)
+    return queue.find_like(decision.connection, caller.owner.owner, submission.version, rank)

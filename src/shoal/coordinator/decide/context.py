@@ -85,6 +85,10 @@ class Decision:
         event = read_event(self.connection, seq)
         return event is None or event.body == encode_body(message.model_dump(mode="json"))
 
+    def read_progress(self, lease: str) -> int:
+        """Finished rollouts of a current lease, as its node reports them."""
+        return self.context.cache.find_progress(lease)
+
     def sign(self, tag: Tag, message: Message) -> str:
         """Sign a document for the caller to keep."""
         return sign_document(self.context.key, tag, message.model_dump(mode="json")).decode()

@@ -3,9 +3,14 @@
     for each open step, lowest first: groups that are offered again, then missing groups;
     then, for an owner that finds neither, groups reserved for others; then backups
 
+    an owner without a record, while its like fails (a trial): a missing group of the highest open step, now and then
+
 Invariants:
 - groups are granted for open steps only, and only as many as their batches lack;
-- a range of groups has at most two holders at once, the second one being its backup;
+- a range of groups has at most two holders at once, the second one being its backup; and further ones while no holder
+  has a record, so that identities that cost nothing cannot hold up a step;
+- a group that a trial lost is not given to another trial while owners of record take leases;
+- the version is fixed with the lease, when its node does not know the tasks yet: nobody can choose the better of two;
 - while others want work, an owner gets no more of a step than its share of the batch (`rules.leases`). The bound
   follows from the ledger and the time alone, so an audit gets the same; without a bound nothing is counted;
 - groups that an owner returned or let expire are offered to it first for a while, so returning a lease does not get
@@ -22,19 +27,20 @@ from typing import NamedTuple
 from shoal.coordinator.decide.context import CallerRows, Decision, build_from, require_member, require_row
 from shoal.coordinator.rules import leases as rules
 from shoal.coordinator.rules.room import find_shortage, limit_lease_file
+from shoal.coordinator.rules.standing import count_fault, is_suspect, needs_work
 from shoal.coordinator.state import leases
-from shoal.coordinator.state.members import find_node, find_owner
+from shoal.coordinator.state.members import OwnerRow, find_node, find_owner
 from shoal.coordinator.state.queue import is_crowded
 from shoal.coordinator.state.room import find_owner_room, find_total_room
-from shoal.coordinator.state.run import StepRow, count_away, find_step, list_steps, newest_version
+from shoal.coordinator.state.run import StepRow, count_away, list_steps, newest_version
 from shoal.coordinator.state.submissions import SubmissionRow, count_open
 from shoal.identity.delegation import Scope
 from shoal.identity.documents import Tag
 from shoal.ledger.reader import read_event
 from shoal.net.api_error import ApiError
-from shoal.protocol.events import Flag, LeaseEnd, LeaseGrant, read_body
+from shoal.protocol.events import Flag, LeaseEnd, LeaseExtend, LeaseGrant, read_body
 from shoal.protocol.messages import Lease, LeaseAnswer, ReturnAnswer, Standing, SubmissionState
-from shoal.protocol.params import count_missing, oldest_version
+from shoal.protocol.params import count_missing, is_allowed
 
 MAX_AT_ONCE = 64
 RESCUE_S = 5
@@ -62,7 +68,7 @@ def find_room(decision: Decision, step: StepRow, owner: str) -> ShareRoom:
     left = rules.most_groups(params, _count_owners(decision, step, owner)) - leases.count_share(
         decision.connection, step.step, owner
     )
-    if left >= params.groups_per_lease:
+    if left >= (params.groups_per_lease or 1):
         return ShareRoom(left)
     since_ms = max(step.opened_ms, leases.last_other(decision.connection, step.step, owner))
     wait_ms = since_ms + 1000 * params.share_wait_s + count_away(decision.connection, since_ms) - decision.now_ms
@@ -90,19 +96,24 @@ class RangeChoice:
     """1 if another owner holds them"""
 
 
-def grant_lease(decision: Decision, node: str, request_key: str) -> LeaseAnswer:
-    """Grant a node a lease, or return the reason why not."""
+def grant_lease(decision: Decision, node: str, request_key: str, version: int) -> LeaseAnswer:
+    """Grant a node a lease for work with a version, or return the reason why not."""
     caller = require_member(decision, node, Scope.WORK)
     earlier = leases.find_request(decision.connection, node, request_key)
     if earlier is not None:
         granted = read_event(decision.connection, int(earlier.lease[1:]))
-        # If its deadline moved since, it moved later: a node that uses the first one is still in time.
+        # If its deadline moved since, it moved later: a node that uses the first one is still in time. The version is
+        # that of the first request.
         deadline_ms = earlier.deadline_ms if granted is None else read_body(granted, LeaseGrant).deadline_ms
         return _answer_lease(decision, replace(earlier, deadline_ms=deadline_ms))
     refusal = _find_refusal(decision, caller)
     if refusal is not None:
         return refusal
-    steps = list_steps(decision.connection, "open")
+    newest, level = newest_version(decision.connection), decision.params.async_level
+    opened = list_steps(decision.connection, "open")
+    steps = [step for step in opened if version <= newest and is_allowed(step.step, version, level)]
+    if opened and not steps:
+        return _refuse_lease("version", f"no open step accepts rollouts of v{version}; newest is v{newest}", retry_s=1)
     rooms = {step.step: find_room(decision, step, caller.owner.owner) for step in steps}
     choice = _choose_range(decision, caller, steps, rooms)
     if choice is None:
@@ -111,7 +122,7 @@ def grant_lease(decision: Decision, node: str, request_key: str) -> LeaseAnswer:
     if shortage:
         return _refuse_lease("room", shortage, retry_s=_ROOM_RETRY_S)
     name = f"l{decision.next_seq}"
-    decision.append(name, _describe_lease(decision, caller, request_key, choice))
+    decision.append(name, _describe_lease(decision, caller, request_key, choice, version))
     lease = require_row(leases.find_lease(decision.connection, name), "the lease was granted above")
     return _answer_lease(decision, lease)
 
@@ -135,11 +146,28 @@ def return_lease(decision: Decision, node: str, lease_id: str) -> ReturnAnswer:
 
 
 def expire_leases(decision: Decision) -> bool:
-    """End leases whose deadline has passed; return whether more may remain."""
+    """End leases whose deadline has passed, or extend those that progress; return whether more may remain."""
     due = leases.list_due(decision.connection, decision.now_ms, MAX_AT_ONCE)
     for lease in due:
-        end_lease(decision, lease, "expired", "expired before it was submitted", blame=True, keep=True)
+        if not extend_lease(decision, lease, decision.read_progress(lease.lease)):
+            end_lease(decision, lease, "expired", "expired before it was submitted", blame=True, keep=True)
     return len(due) == MAX_AT_ONCE
+
+
+def extend_lease(decision: Decision, lease: leases.LeaseRow, done: int) -> bool:
+    """Give a lease more time if its node reports more finished rollouts than when it last got some.
+
+    A node may report what it likes: it gets at most `lease_max_s` in all, and backups do not wait for it.
+    """
+    rollouts = lease.count * decision.params.group_size
+    if not lease.done < done <= rollouts:
+        return False
+    held_ms = decision.now_ms - lease.granted_ms - count_away(decision.connection, lease.granted_ms)
+    more_ms = rules.extend_time(decision.params, held_ms, done, rollouts) - held_ms
+    if more_ms <= 0:
+        return False
+    decision.append(lease.lease, LeaseExtend(deadline_ms=decision.now_ms + more_ms, done=done))
+    return True
 
 
 def _find_refusal(decision: Decision, caller: CallerRows) -> LeaseAnswer | None:
@@ -162,10 +190,14 @@ def _find_refusal(decision: Decision, caller: CallerRows) -> LeaseAnswer | None:
 def _check_lease_limit(decision: Decision, caller: CallerRows) -> LeaseAnswer | None:
     """Refuse if node or owner hold as many leases as they may."""
     params, (node, owner) = decision.params, caller
-    rest_ms = owner.failed_ms + rules.rest_time(owner.failures, params.reserve_s) - decision.now_ms
-    if owner.failures and rest_ms > 0:
-        reason = f"{owner.failures} consecutive leases of this owner failed; it must wait before the next lease"
+    rest_ms = owner.failed_ms - decision.now_ms
+    rest_ms += max(rules.rest_time(owner.failures, owner.strikes, params.reserve_s), owner.charge_ms)
+    if owner.failed_ms and rest_ms > 0:
+        reason = "leases of this owner failed or its work was rejected; it must wait before the next lease"
         return _refuse_lease("resting", reason, retry_s=math.ceil(rest_ms / 1000))
+    if needs_work(params, owner.strikes) and not owner.renewed:
+        reason = "too much work of this owner was rejected; join again with a new proof of work before the next lease"
+        return _refuse_lease("work", reason)
     held = leases.count_held(decision.connection, node.node, owner.owner)
     if held.node >= min(node.width, node.max_leases):
         return _refuse_lease("busy", f"this node holds {held.node} leases, its limit; deliver them first")
@@ -178,19 +210,39 @@ def _check_lease_limit(decision: Decision, caller: CallerRows) -> LeaseAnswer | 
 def _choose_range(
     decision: Decision, caller: CallerRows, steps: Sequence[StepRow], rooms: Mapping[int, ShareRoom]
 ) -> RangeChoice | None:
+    trials = leases.read_trials(decision.connection)
+    if not caller.owner.has_record and trials.spacing_ms:
+        is_early = decision.now_ms < trials.granted_ms + trials.spacing_ms
+        awaited = [step for step in steps if _is_awaited(decision, step, trials)]
+        if is_early and (is_suspect(caller.owner.strikes) or not awaited):
+            return None
+        if not awaited:
+            return _choose_trial(decision, caller, rooms)
+        steps = awaited
     until_ms = decision.now_ms - 1000 * decision.params.reserve_s
     for step in steps:
         offer = leases.find_offer(decision.connection, step.step, caller.owner.owner, until_ms)
         if offer is not None and offer.count <= rooms[step.step].groups:
             return RangeChoice(offer.step, offer.first, offer.count, offer.fence + 1)
         missing = count_missing(decision.params, step.signal, step.on_their_way, step.next_index)
-        count = min(missing, decision.params.groups_per_lease, rooms[step.step].groups)
+        count = min(missing, _choose_size(decision, caller.owner, step), rooms[step.step].groups)
         if count:
             return RangeChoice(step.step, step.next_index, count, fence=1, fresh=1)
     for step in steps:
-        kept = leases.find_kept(decision.connection, step.step, decision.now_ms - 1000 * RESCUE_S)
+        kept = leases.find_spared(decision.connection, step.step, decision.now_ms - 1000 * RESCUE_S)
         if kept is not None and kept.count <= rooms[step.step].groups:
             return RangeChoice(kept.step, kept.first, kept.count, kept.fence + 1)
+    slow = _choose_slow(decision, caller, steps, rooms)
+    if slow is not None or caller.owner.has_record:
+        return slow or _choose_tried(decision, caller, steps, rooms)
+    awaited = [step for step in steps if _is_awaited(decision, step, trials)]
+    return _choose_tried(decision, caller, awaited, rooms)
+
+
+def _choose_slow(
+    decision: Decision, caller: CallerRows, steps: Sequence[StepRow], rooms: Mapping[int, ShareRoom]
+) -> RangeChoice | None:
+    """Groups that another owner holds for too long."""
     for step in steps:
         slow = leases.find_slowest(decision.connection, step.step, caller.owner.owner)
         if slow is not None and slow.count <= rooms[step.step].groups and _is_slow(decision, slow):
@@ -198,10 +250,63 @@ def _choose_range(
     return None
 
 
+def _choose_tried(
+    decision: Decision, caller: CallerRows, steps: Sequence[StepRow], rooms: Mapping[int, ShareRoom]
+) -> RangeChoice | None:
+    """Groups that only owners without a record hold, for longer than usual; not for their like, if others are there."""
+    for step in steps:
+        tried = leases.find_tried(decision.connection, step.step, caller.owner.owner)
+        if tried is not None and tried.count <= rooms[step.step].groups and _is_trial_slow(decision, tried):
+            return RangeChoice(tried.step, tried.first, tried.count, tried.fence + 1, backup=1)
+    return None
+
+
+def _is_awaited(decision: Decision, step: StepRow, trials: leases.TrialRow) -> bool:
+    """Whether owners without a record may have any groups of a step: no owner of record wants them.
+
+    That is so if there is none yet, or none took a lease for as long as a lease takes while the step was open.
+    """
+    since_ms = max(trials.record_ms, step.opened_ms)
+    time_ms = rules.lease_time(decision.params, leases.list_group_times(decision.connection), 1)
+    return not trials.record_ms or decision.now_ms - since_ms - count_away(decision.connection, since_ms) > time_ms
+
+
+def _choose_trial(decision: Decision, caller: CallerRows, rooms: Mapping[int, ShareRoom]) -> RangeChoice | None:
+    """What is reserved for its owner; or a missing group of the highest step, which is needed last."""
+    steps = [step for step in list_steps(decision.connection, "open") if step.step in rooms]
+    for step in steps:
+        own = leases.find_own(decision.connection, step.step, caller.owner.owner)
+        if own is not None and own.count <= rooms[step.step].groups:
+            return RangeChoice(own.step, own.first, own.count, own.fence + 1)
+    for step in reversed(steps):
+        if rooms[step.step].groups and count_missing(decision.params, step.signal, step.on_their_way, step.next_index):
+            return RangeChoice(step.step, step.next_index, 1, fence=1, fresh=1)
+    return None
+
+
+def _choose_size(decision: Decision, owner: OwnerRow, step: StepRow) -> int:
+    """Groups of a new lease."""
+    params = decision.params
+    if params.groups_per_lease or not owner.has_record:
+        return params.groups_per_lease or 1
+    group_ms = leases.list_group_times(decision.connection)
+    return rules.lease_size(params, group_ms, leases.count_nodes(decision.connection, step.step))
+
+
+def _is_trial_slow(decision: Decision, lease: leases.LeaseRow) -> bool:
+    time_ms = rules.trial_time(decision.params, leases.list_group_times(decision.connection), lease.count)
+    return decision.now_ms - lease.granted_ms >= time_ms
+
+
 def _explain_none(
     decision: Decision, caller: CallerRows, steps: Sequence[StepRow], rooms: Mapping[int, ShareRoom]
 ) -> LeaseAnswer:
     """Why there is nothing for a caller: it has its share of the missing groups, or none are missing."""
+    trials = leases.read_trials(decision.connection)
+    if not caller.owner.has_record and trials.spacing_ms:
+        reason = "work of owners without a record failed lately; owners with accepted work are served first"
+        wait_ms = trials.granted_ms + trials.spacing_ms - decision.now_ms
+        return _refuse_lease("trial", reason, retry_s=max(1, math.ceil(wait_ms / 1000)))
     waits = [room.wait_s for room in rooms.values() if room.wait_s]
     boundless = {step.step: ShareRoom(decision.params.groups_per_batch) for step in steps}
     if waits and _choose_range(decision, caller, steps, boundless) is not None:
@@ -217,35 +322,38 @@ def _is_slow(decision: Decision, lease: leases.LeaseRow) -> bool:
     )
 
 
-def _describe_lease(decision: Decision, caller: CallerRows, request_key: str, choice: RangeChoice) -> LeaseGrant:
-    params = decision.params
+def _describe_lease(
+    decision: Decision, caller: CallerRows, request_key: str, choice: RangeChoice, version: int
+) -> LeaseGrant:
+    params, times = decision.params, leases.list_durations(decision.connection)
+    own_ms = [group_ms for owner, group_ms in times if owner == caller.owner.owner]
+    time_ms = rules.lease_time(params, [group_ms for _, group_ms in times], choice.count, own_ms)
     return build_from(
         LeaseGrant,
         choice,
-        deadline_ms=decision.now_ms + rules.lease_time(params, decision.context.cache.group_ms, choice.count),
+        deadline_ms=decision.now_ms + time_ms,
         duplicate_tokens=params.duplicate_tokens,
         file_bytes=limit_lease_file(params, choice.count),
-        newest_version=newest_version(decision.connection),
         node=caller.node.node,
         owner=caller.owner.owner,
         price=params.price,
         request_key=request_key,
+        trial=0 if caller.owner.has_record else 1,
         upload_s=params.upload_s,
+        version=version,
     )
 
 
 def _answer_lease(decision: Decision, row: leases.LeaseRow) -> LeaseAnswer:
     """The lease as it was granted."""
-    params, step = decision.params, find_step(decision.connection, row.step)
-    assert step is not None, "the step of a lease is open"
+    params, chain = decision.params, decision.context.chain
     lease = build_from(
         Lease,
         row,
         run=decision.run,
         group_size=params.group_size,
         max_tokens=params.max_tokens,
-        beacon=step.beacon,
-        oldest_version=oldest_version(row.step, params.async_level),
+        seeds=chain.reveal_groups(row.step, row.first, row.count, params.group_size),
     )
     return LeaseAnswer(lease=lease, document=decision.sign(Tag.LEASE, lease))
 
@@ -261,18 +369,33 @@ def end_lease(
     node, owner = find_node(decision.connection, lease.node), find_owner(decision.connection, lease.owner)
     assert node is not None and owner is not None, "every lease has a node, and every node an owner"
     limit = rules.halve_limit(node.lease_limit) if blame else node.lease_limit
+    # Leases that were held concurrently and failed together count as one failure.
+    is_failure = blame and lease.granted_ms > owner.failed_ms
     body = build_from(
         LeaseEnd,
         lease,
         because=because,
-        # Leases that were held concurrently and failed together count as one failure.
-        failures=owner.failures + int(blame and lease.granted_ms > owner.failed_ms),
+        failures=owner.failures + is_failure,
         progress=limit.progress,
         reserved=lease.owner if keep and lease.fence < _MAX_RESERVED else "",
+        spacing_ms=next_spacing(decision, lease, failed=True if blame or _is_trial_slow(decision, lease) else None),
         state=state,
+        strikes=count_fault(owner.strikes) if is_failure else owner.strikes,
         width=limit.width,
     )
     decision.append(lease.lease, body)
+
+
+def next_spacing(decision: Decision, lease: leases.LeaseRow, *, failed: bool | None) -> int:
+    """Milliseconds between trials after a lease failed or its work was accepted; None: neither.
+
+    A trial that others had to make up for has failed too, although its owner is not blamed: it may only be slow.
+    """
+    spacing_ms = leases.read_trials(decision.connection).spacing_ms
+    if failed is None or not lease.trial:
+        return spacing_ms
+    time_ms = rules.usual_time(leases.list_group_times(decision.connection)) * lease.count
+    return rules.space_trials(spacing_ms, time_ms, failed=failed)
 
 
 def drop_upload(

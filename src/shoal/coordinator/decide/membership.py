@@ -4,6 +4,7 @@ from sqlalchemy import text
 
 from shoal.coordinator.decide.context import Decision, build_from, check_ban, require_member, require_row
 from shoal.coordinator.decide.leases import end_lease
+from shoal.coordinator.rules.standing import needs_work
 from shoal.coordinator.state.leases import list_of_owner
 from shoal.coordinator.state.members import NodeRow, find_node, find_owner, list_limited
 from shoal.identity.authenticator import check_delegation, refuse_revoked
@@ -40,7 +41,9 @@ def record_stop(decision: Decision) -> None:
 def join_node(decision: Decision, node: str, document: bytes, *, is_paid: bool = True) -> MemberInfo:
     """Add a node; with a new delegation of the same owner, renew its permissions.
 
-    Without payment it only repeats its last answer: each event has a proof of work of its own."""
+    Without payment it only repeats its last answer: each event has a proof of work of its own. An owner with too much
+    rejected work pays again before its next lease, which is recorded as a join.
+    """
     delegation = _open_delegation(decision, node, document)
     row = find_node(decision.connection, node)
     check_ban(decision, node, delegation.owner)
@@ -50,10 +53,12 @@ def join_node(decision: Decision, node: str, document: bytes, *, is_paid: bool =
         raise refuse_revoked()
     if row is not None and delegation.grant.not_before_ms < row.not_before_ms:
         raise ApiError(409, "older", "a newer delegation of this node is known; use that one, or issue a new one")
-    if row is None or row.gone or row.digest != delegation.digest:
+    owner = find_owner(decision.connection, delegation.owner)
+    renews = owner is not None and needs_work(decision.params, owner.strikes) and not owner.renewed
+    if row is None or row.gone or row.digest != delegation.digest or renews:
         if not is_paid:
             raise ApiError(401, "work", "the proof-of-work stamp was used before; request a new challenge")
-        body = events.NodeJoin if row is None or row.gone else events.NodeDelegate
+        body = events.NodeJoin if row is None or row.gone or renews else events.NodeDelegate
         grant = delegation.grant
         scopes = tuple(sorted(scope.value for scope in grant.scopes))
         about = {"delegation": document.decode(), "digest": delegation.digest, "owner": delegation.owner}

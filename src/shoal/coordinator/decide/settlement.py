@@ -12,13 +12,13 @@ from typing import Any
 
 from shoal.coordinator.decide.context import Decision, build_from, require_row
 from shoal.coordinator.decide.drift_watch import end_watch
-from shoal.coordinator.decide.leases import drop_upload, end_lease
-from shoal.coordinator.rules.leases import LeaseLimit, halve_limit, raise_limit
+from shoal.coordinator.decide.leases import drop_upload, end_lease, next_spacing
+from shoal.coordinator.rules.leases import LeaseLimit, charge_time, halve_limit, raise_limit
 from shoal.coordinator.rules.pay import Payment, burn_accounts, count_loss, pay_tokens, pay_verdicts, post_payments
-from shoal.coordinator.rules.standing import count_soft, next_standing
+from shoal.coordinator.rules.standing import STRIKE, count_strikes, is_shut_out, next_standing
 from shoal.coordinator.rules.suspicion import CONVICTIONS
 from shoal.coordinator.state.credit import find_appeal, find_loss, list_bonds
-from shoal.coordinator.state.leases import LeaseRow, find_lease, list_of_owner
+from shoal.coordinator.state.leases import LeaseRow, find_lease, list_of_owner, read_trials
 from shoal.coordinator.state.members import OwnerRow, find_ban, find_node, find_owner
 from shoal.coordinator.state.submissions import SubmissionRow, list_open
 from shoal.coordinator.state.suspicion import list_proven
@@ -54,6 +54,10 @@ def settle_submission(decision: Decision, submission: SubmissionRow, finding: Se
     assert owner.standing != Standing.BANNED, "the work of a banned owner is void"
     body, payments = _describe_outcome(decision, submission, owner, finding)
     decision.append(submission.submission, body, post_payments(payments))
+    if is_shut_out(decision.params, finding.state, body.strikes):
+        decision.append(owner.owner, Ban(reason=name_shut_out(submission.submission), target=owner.owner))
+        void_work(decision, owner.owner)
+        return
     _change_standing(decision, owner, finding.state)
     if finding.state is SubmissionState.ACCEPTED:
         end_watch(decision, submission.owner)
@@ -66,7 +70,8 @@ def settle_appeal(decision: Decision, submission: SubmissionRow, finding: Settle
     reverses = finding.state is SubmissionState.ACCEPTED
     state = finding.state if reverses else SubmissionState(submission.state)
     ban = find_ban(decision.connection, submission.owner, submission.owner)
-    if reverses and ban is not None and ban.reason == name_conviction(submission.submission):
+    causes = name_conviction(submission.submission), name_shut_out(submission.submission)
+    if reverses and ban is not None and ban.reason in causes:
         # A ban for another reason stays.
         decision.append(submission.owner, Unban(reason="its appeal was right", target=submission.owner))
     body = empty_outcome(decision, submission, state, finding.because)
@@ -85,6 +90,7 @@ def settle_appeal(decision: Decision, submission: SubmissionRow, finding: Settle
             holds=_list_holds(payments, owner),
             paid=sum(payment.amount for payment in payments),
             purse="pending",
+            strikes=max(0, owner.strikes - STRIKE),
             tokens=finding.tokens,
         )
     postings = _post_appeal(decision, submission, payments) if reverses else []
@@ -134,25 +140,59 @@ def name_conviction(submission: str) -> str:
     return f"hard verdict on {submission}"
 
 
+def name_shut_out(submission: str) -> str:
+    """The reason of a ban for rejected work that accepted work does not outweigh."""
+    return f"too much rejected work, the last of it {submission}"
+
+
 def _describe_outcome(
     decision: Decision, submission: SubmissionRow, owner: OwnerRow, finding: Settlement
 ) -> tuple[SubmissionOutcome, list[Payment]]:
     width = _change_lease_limit(decision, submission.node, finding.state)
     body: dict[str, Any] = dict(empty_outcome(decision, submission, finding.state, finding.because))
-    body |= {"progress": width.progress, "soft_row": count_soft(owner.soft_row, finding.state), "width": width.width}
+    body |= {"progress": width.progress, "width": width.width, **_count_record(decision, submission, owner, finding)}
     judges = _list_validator_owners(decision, finding)
     payments = pay_verdicts(decision.params, {judge.owner: judge.staked for judge in judges})
     if finding.state is SubmissionState.ACCEPTED:
         lease = _find_lease(decision, submission)
         pay = pay_tokens(decision.params, lease.price, submission.owner, finding.tokens, owner.staked)
+        # Of groups that its owner did not know before, and of owners whose durations are worth something.
+        is_measured = lease.fence == 1 and not lease.trial
         group_ms = (lease.ended_ms - lease.granted_ms) // lease.count
-        body |= {"group_ms": group_ms, "signals": finding.signals, "tokens": finding.tokens, **finding.work}
+        body |= {
+            "group_ms": max(1, group_ms) if is_measured else 0,
+            "signals": finding.signals,
+            "tokens": finding.tokens,
+            **finding.work,
+        }
         if pay is not None:
             body |= {"earned": pay.amount, "paid": pay.amount, "purse": pay.account}
             payments.append(pay)
     body |= {"holds": _list_holds(payments, owner), "round": finding.round, "spared": finding.spared}
     body["staked"] = tuple(payment.owner for payment in payments if payment.account == "stake")
     return SubmissionOutcome(**body), payments
+
+
+def _count_record(
+    decision: Decision, submission: SubmissionRow, owner: OwnerRow, finding: Settlement
+) -> dict[str, int]:
+    """The owner's strikes, failures and rest after an outcome, and the time between trials.
+
+    Work that could not be judged is no fault. But it cost as much: of an owner without a record the CPU time is charged
+    too, and a trial that led to nothing has failed.
+    """
+    lease, state = _find_lease(decision, submission), finding.state
+    strikes = count_strikes(owner.strikes, state)
+    if state is SubmissionState.ACCEPTED:
+        spacing_ms = next_spacing(decision, lease, failed=False)
+        return {"charge_ms": 0, "failures": 0, "spacing_ms": spacing_ms, "strikes": strikes}
+    is_charged = state in REJECTED or not owner.has_record
+    charge_ms = charge_time(sum(vote.cpu_ms for vote in finding.votes)) if is_charged else 0
+    # Work of leases that were held concurrently and failed together counts as one failure.
+    failures = owner.failures + int(state in REJECTED and lease.granted_ms > owner.failed_ms)
+    spacing_ms = next_spacing(decision, lease, failed=True)
+    charge_ms = max(charge_ms, owner.charge_ms)
+    return {"charge_ms": charge_ms, "failures": failures, "spacing_ms": spacing_ms, "strikes": strikes}
 
 
 def _list_holds(payments: Sequence[Payment], owner: OwnerRow) -> tuple[PayHold, ...]:
@@ -188,7 +228,7 @@ def _change_standing(decision: Decision, old: OwnerRow, state: SubmissionState) 
         Standing(owner.standing),
         state,
         accepted=owner.accepted,
-        soft_row=owner.soft_row,
+        strikes=owner.strikes,
         judges=owner.standing == Standing.LIMITED and _is_judge(decision, owner.owner),
     )
     if standing != owner.standing:
@@ -239,5 +279,7 @@ def empty_outcome(
     """An outcome that pays nothing and changes no record."""
     node, owner = find_node(decision.connection, submission.node), find_owner(decision.connection, submission.owner)
     assert node is not None and owner is not None, "every submission has a node, and every node an owner"
-    record = {"progress": node.progress, "soft_row": owner.soft_row, "width": node.width}
-    return build_from(SubmissionOutcome, submission, because=because, state=state, **record)
+    record = {"charge_ms": owner.charge_ms, "failures": owner.failures, "strikes": owner.strikes}
+    record |= {"progress": node.progress, "width": node.width}
+    spacing_ms = read_trials(decision.connection).spacing_ms
+    return build_from(SubmissionOutcome, submission, because=because, spacing_ms=spacing_ms, state=state, **record)

@@ -26,7 +26,7 @@ from shoal.coordinator.rules.room import appeal_time, find_patience
 from shoal.coordinator.state import submissions
 from shoal.coordinator.state.leases import LeaseRow, find_lease, find_range, list_on_range
 from shoal.coordinator.state.room import find_total_room
-from shoal.coordinator.state.run import count_away, find_step, newest_version
+from shoal.coordinator.state.run import count_away, find_step
 from shoal.identity.delegation import Scope
 from shoal.identity.documents import Tag
 from shoal.net.api_error import ApiError
@@ -139,11 +139,9 @@ def _check_manifest(decision: Decision, lease: LeaseRow, manifest: Manifest) -> 
         raise ApiError(
             413, "too_large", f"invalid file size: a lease of {lease.count} groups has at most {lease.file_bytes} bytes"
         )
-    newest = newest_version(decision.connection)
-    if manifest.version > newest or not is_allowed(lease.step, manifest.version, params.async_level):
-        raise ApiError(
-            409, "version", f"step {lease.step} does not accept rollouts of v{manifest.version}; newest is v{newest}"
-        )
+    if manifest.version != lease.version:
+        raise ApiError(409, "version", f"the lease is for rollouts of v{lease.version}, not of v{manifest.version}")
+    assert is_allowed(lease.step, lease.version, params.async_level), "checked when the lease was granted"
     for other in submissions.list_with_blob(decision.connection, manifest.blob):
         if (other.step, other.first) != (lease.step, lease.first):
             raise ApiError(409, "blob_known", "this file was already submitted for other groups")

@@ -4,9 +4,9 @@ Second opinions. One verdict decides most submissions, so a share of verdicts is
 
     accepted     `second_share` of them, drawn with the coordinator's secret after the verdict, so unpredictable
     rejected     `reject_share`, by default all of them: honest work is hardly ever rejected, so this
-                 costs almost nothing, and a validator that rejects good work is contradicted at once. A limited owner
-                 has just had several rejections confirmed; only a share of its work is drawn, so that bad work does not
-                 cost twice
+                 costs almost nothing, and a validator that rejects good work is contradicted at once. A suspect has
+                 just had a rejection confirmed; only a share of its work is drawn, so that bad work does not cost
+                 twice, except for the rejection that would ban it
     watched      all submissions of an owner whose work drifts away from that of others
 
 Each owner judges a submission once, including appeals, and never its own work. So a second opinion takes two owners, an
@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 from shoal.coordinator.decide.context import Decision, RunView, require_row, require_validator
 from shoal.coordinator.decide.settlement import burn_credit, void_work
+from shoal.coordinator.rules.standing import STRIKE, is_shut_out, is_suspect
 from shoal.coordinator.rules.validator_trust import (
     BANNED_AT,
     LIMITED_AT,
@@ -118,7 +119,8 @@ def _choose_share(decision: Decision, owner: OwnerRow, verdict: Verdict) -> tupl
     params = decision.params
     if is_watched(decision.connection, owner.owner):
         return "watched", MILLION
-    if verdict is not Verdict.ACCEPTED and owner.standing != Standing.LIMITED:
+    is_last = is_shut_out(params, SubmissionState.SOFT, owner.strikes + STRIKE)
+    if verdict is not Verdict.ACCEPTED and (is_last or not is_suspect(owner.strikes)):
         return "rejected", params.reject_share
     return "drawn", params.second_share
 

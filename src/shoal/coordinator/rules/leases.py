@@ -2,10 +2,20 @@
 
 How many at once: one more for every few accepted submissions, half after each failure. This is the rule that avoids
 congestion in networks (additive increase, multiplicative decrease): a node that delivers soon reaches the maximum, one
-that hoards, expires or is rejected soon has one, and one is always left to recover with. An owner whose leases fail
-repeatedly must pause between two of them: longer than work is reserved for it, so that others get that work.
+that hoards, expires or is rejected soon has one, and one is always left to recover with. An owner whose leases fail or
+whose work is rejected repeatedly must pause between two leases: longer than work is reserved for it, so that others get
+that work; and after a rejection for `CHARGE` times the CPU time that validators spent on it.
 
-How long: derived from how long earlier leases took.
+Who first: owners of record (`rules.standing`). Leases of all other owners are trials. While trials fail, there is one
+per `spacing` of all these owners together, whatever their number; it doubles with each trial that fails and is halved
+by each that is accepted. So identities that cost nothing cannot delay a run more often than that.
+
+How long: derived from how long earlier leases of owners of record took. Only a range's first lease is measured: an
+owner that held a range before may have computed it in advance. The deadline follows from a high quantile, so many fast
+owners do not shorten the deadlines of slower ones, and from the owner's own times. A lease that makes progress is
+extended.
+
+How many groups: as many as take about `AIM_S`, if the run does not say otherwise; one for a trial.
 
 How much of a batch: bounded influence, whatever an owner's work is like. Work in which no check finds a fault may still
 be chosen to do harm, and the harm one owner can do is bounded by its part of a batch. The bound is
@@ -25,14 +35,18 @@ the work of joining, few leases on probation, full checks of new owners, a bond 
 """
 
 from collections.abc import Sequence
-from statistics import median_low
 from typing import NamedTuple
 
+from shoal.coordinator.rules.standing import MAX_FAULTS, STRIKE
 from shoal.protocol.params import MILLION, RunParams
 
 FREE_FAILURES = 3
 """consecutive failures before an owner has to pause"""
-_REST_S, _MAX_REST_S = 40, 80
+_REST_S, _MAX_REST_S, _MAX_REJECTED_REST_S = 40, 80, 3600
+CHARGE = 400
+"""time without a lease, as a multiple of the validators' CPU time on rejected work: N owners use N / 400 cores"""
+SPACING_S, MAX_SPACING_S, SPACED_LEASES = 1, 64, 8
+"""time between trials after the first one failed; the most, in seconds or in lease times, whichever is longer"""
 
 
 class LeaseLimit(NamedTuple):
@@ -55,28 +69,76 @@ def halve_limit(old: LeaseLimit) -> LeaseLimit:
     return LeaseLimit(max(1, old.width // 2), 0)
 
 
-def rest_time(failures: int, reserve_s: int) -> int:
+def rest_time(failures: int, strikes: int, reserve_s: int) -> int:
     """Milliseconds after its last failure in which an owner gets no lease; longer than work is reserved for it."""
-    if failures < FREE_FAILURES:
+    count = max(failures, strikes // STRIKE)
+    if count < FREE_FAILURES:
         return 0
-    doubled = _REST_S << min(failures - FREE_FAILURES, 16)
-    return 1000 * max(min(doubled, _MAX_REST_S), reserve_s + 1)
+    doubled = _REST_S << min(count - FREE_FAILURES, 16)
+    most = _MAX_REJECTED_REST_S if strikes > MAX_FAULTS else _MAX_REST_S
+    return 1000 * max(min(doubled, most), reserve_s + 1)
+
+
+def charge_time(cpu_ms: int) -> int:
+    """Milliseconds without a lease for the CPU time that validators spent on rejected work."""
+    return min(CHARGE * cpu_ms, 1000 * _MAX_REJECTED_REST_S)
+
+
+def space_trials(spacing_ms: int, time_ms: int, *, failed: bool) -> int:
+    """Milliseconds between two trials, after one failed or was accepted; `time_ms` is how long a lease takes."""
+    if not failed:
+        return spacing_ms // 2 if spacing_ms > 1000 * SPACING_S else 0
+    return min(max(2 * spacing_ms, 1000 * SPACING_S), max(1000 * MAX_SPACING_S, SPACED_LEASES * time_ms))
 
 
 MIN_MEASURED = 5
-"""number of measured leases from which their median is used"""
+"""number of measured leases from which their durations are used"""
+MAX_TIMES, MAX_OWN_TIMES = 64, 8
+"""leases whose durations are used, in total and per owner"""
+AIM_S = 10
+"""duration of a lease whose size the run does not fix"""
+_FIRST_TRIALS = 20
+"""before durations are known, part of `lease_first_s` after which a trial gets a backup"""
 ROLLOUT_BYTES = 262_144
 """size of a rollout with its prompt and proofs, for which an upload gets time"""
 UPLOAD_BYTES_S = 65_536
 """slowest upload rate that is allowed; also the server's limit for request bodies"""
 
 
-def lease_time(params: RunParams, group_ms: Sequence[int], count: int) -> int:
-    """Milliseconds for a lease of `count` groups; `group_ms` is the time per group of earlier leases."""
-    if len(group_ms) < MIN_MEASURED:
+def usual_time(group_ms: Sequence[int]) -> int:
+    """Milliseconds in which nine of ten groups are done; 0 until enough were measured."""
+    return 0 if len(group_ms) < MIN_MEASURED else sorted(group_ms)[-(-9 * len(group_ms) // 10) - 1]
+
+
+def lease_time(params: RunParams, group_ms: Sequence[int], count: int, own_ms: Sequence[int] = ()) -> int:
+    """Milliseconds for a lease of `count` groups; `group_ms` are times per group of earlier leases, `own_ms` those of
+    its owner, which give itself more time and nobody less."""
+    usual_ms = usual_time(group_ms)
+    if not usual_ms:
         return 1000 * params.lease_first_s
-    wanted = params.lease_factor * median_low(group_ms) * count
+    wanted = params.lease_factor * max(usual_ms, *own_ms, 0) * count
     return min(max(wanted, 1000 * params.lease_min_s), 1000 * params.lease_max_s)
+
+
+def extend_time(params: RunParams, held_ms: int, done: int, rollouts: int) -> int:
+    """Milliseconds from its grant that a lease gets if `done` of its rollouts are finished after `held_ms`: half more
+    than it needs at its own speed."""
+    return min(held_ms * rollouts * 3 // (2 * done), 1000 * params.lease_max_s)
+
+
+def lease_size(params: RunParams, group_ms: Sequence[int], nodes: int) -> int:
+    """Groups of one lease, if so many are missing; `nodes` share a batch."""
+    if params.groups_per_lease:
+        return params.groups_per_lease
+    usual_ms = usual_time(group_ms)
+    if not usual_ms:
+        return 1
+    return max(1, min(1000 * AIM_S // usual_ms, params.most_per_lease, -(-params.groups_per_batch // max(1, nodes))))
+
+
+def trial_time(params: RunParams, group_ms: Sequence[int], count: int) -> int:
+    """Milliseconds after which groups that only trials hold get a further holder."""
+    return usual_time(group_ms) * count or 1000 * params.lease_first_s // _FIRST_TRIALS
 
 
 def upload_time(upload_s: int, size: int, rollouts: int) -> int:
@@ -97,7 +159,7 @@ def is_backup_due(params: RunParams, age_ms: int, time_ms: int) -> bool:
 
 def progress_time(params: RunParams, group_ms: Sequence[int]) -> int:
     """Milliseconds within which some work for a step should arrive: two consecutive leases, and an upload."""
-    return 2 * lease_time(params, group_ms, params.groups_per_lease) + 1000 * params.upload_s
+    return 2 * lease_time(params, group_ms, params.groups_per_lease or 1) + 1000 * params.upload_s
 
 
 def is_bounded(params: RunParams) -> bool:

@@ -103,7 +103,8 @@ def find_patience(params: RunParams, all_over: int) -> int:
     """Bytes above which an owner without accepted work has its files that were not accepted deleted early."""
     if 2 * POOL_PART * all_over > params.store_bytes:
         return 0
-    return limit_owner(params, limit_lease_file(params, params.groups_per_lease)) // 2
+    # Leases of such owners have one group, if the run does not fix their size.
+    return limit_owner(params, limit_lease_file(params, params.groups_per_lease or 1)) // 2
 
 
 def appeal_time(params: RunParams, state: SubmissionState) -> int:

@@ -17,11 +17,13 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection, Index
 
+from shoal.coordinator.rules.leases import MAX_OWN_TIMES, MAX_TIMES
+from shoal.coordinator.rules.standing import STRIKE
 from shoal.coordinator.state.run import move_groups
 from shoal.ledger import db
 from shoal.ledger.event import Event
 from shoal.protocol import events
-from shoal.protocol.events import read_body
+from shoal.protocol.events import parse_event, read_body
 from shoal.protocol.messages import BatchEntry, Manifest, SubmissionState
 from shoal.protocol.params import hash_batch
 
@@ -46,10 +48,14 @@ class LeaseRow:
     ended_ms: int
     upload_s: int
     duplicate_tokens: int
-    newest_version: int
+    version: int
     price: int
     file_bytes: int
     """largest file; room for it is reserved"""
+    trial: int
+    """1 if its owner had no record"""
+    done: int
+    """finished rollouts for which its deadline was moved"""
 
 
 LEASE = db.define_table("lease", LeaseRow, key="lease")
@@ -75,12 +81,13 @@ _SELECT_SLOWEST = db.Sql(
     "AND l.fence = s.fence AND l.state IN ('active', 'submitted') AND l.owner <> :owner "
     "ORDER BY s.granted_ms, s.first LIMIT 1"
 )
-_SELECT_TIMES = db.Sql(
-    "SELECT owner, time_ms FROM (SELECT l.owner, (l.ended_ms - l.granted_ms) / l.count AS time_ms, s.decided_ms, "
-    "row_number() OVER (PARTITION BY l.owner ORDER BY s.decided_ms DESC, s.submission DESC) AS place "
-    "FROM submission s JOIN lease l ON l.lease = s.lease WHERE s.state = 'accepted') AS timed "
-    "WHERE place <= :most_own ORDER BY decided_ms DESC LIMIT :most"
+_SELECT_TRIED = db.Sql(
+    f"SELECT {db.list_columns(LEASE, 'l.')} FROM span s CROSS JOIN lease l "
+    "WHERE s.state = 'leased' AND s.holders = s.trials AND s.step = :step AND l.step = s.step AND l.first = s.first "
+    "AND l.fence = s.fence AND NOT EXISTS (SELECT 1 FROM lease o WHERE o.step = s.step AND o.first = s.first "
+    "AND o.owner = :owner AND o.state IN ('active', 'submitted')) ORDER BY l.granted_ms, s.first LIMIT 1"
 )
+_COUNT_NODES = db.Sql("SELECT count(DISTINCT node) FROM lease WHERE step >= :step - 1 AND step <= :step AND trial = 0")
 _COUNT_HELD = db.Sql("SELECT count(*) FROM lease WHERE state = 'active' AND owner = :owner")
 _COUNT_NODE = db.Sql("SELECT count(*) FROM lease WHERE state = 'active' AND owner = :owner AND node = :node")
 _COUNT_SHARE = db.Sql(
@@ -142,10 +149,15 @@ def find_slowest(connection: Connection, step: int, owner: str) -> LeaseRow | No
     return db.fetch_row(connection, _SELECT_SLOWEST, LeaseRow, step=step, owner=owner)
 
 
-def list_times(connection: Connection, most: int, most_own: int) -> list[tuple[str, int]]:
-    """Owner and milliseconds per group of the newest accepted leases, at most `most_own` per owner; newest last."""
-    rows = _SELECT_TIMES.run(connection, {"most": most, "most_own": most_own})
-    return [(str(owner), int(time_ms)) for owner, time_ms in rows][::-1]
+def find_tried(connection: Connection, step: int, owner: str) -> LeaseRow | None:
+    """The newest lease of groups of a step that only trials hold, none of this owner: of those whose newest lease was
+    granted first."""
+    return db.fetch_row(connection, _SELECT_TRIED, LeaseRow, step=step, owner=owner)
+
+
+def count_nodes(connection: Connection, step: int) -> int:
+    """Nodes of owners of record with leases of a step or the one before."""
+    return db.fetch_number(connection, _COUNT_NODES, step=step)
 
 
 def count_held(connection: Connection, node: str, owner: str) -> HeldLeases:
@@ -178,8 +190,16 @@ def last_other(connection: Connection, step: int, owner: str) -> int:
 def add_lease(event: Event, connection: Connection) -> None:
     """lease.grant"""
     row = dict(read_body(event, events.LeaseGrant))
-    row |= {"lease": event.subject, "state": "active", "granted_ms": event.time_ms, "ended_ms": 0}
+    row |= {"lease": event.subject, "state": "active", "granted_ms": event.time_ms, "ended_ms": 0, "done": 0}
     db.insert_rows(connection, LEASE, row)
+
+
+def extend_lease(event: Event, connection: Connection) -> None:
+    """lease.extend"""
+    body = read_body(event, events.LeaseExtend)
+    changes = {"deadline_ms": body.deadline_ms, "done": body.done}
+    if not db.update_rows(connection, LEASE, changes, lease=event.subject, state="active"):
+        raise ValueError(f"{event.subject}: a lease that ended was extended")
 
 
 def end_lease(event: Event, connection: Connection) -> None:
@@ -205,6 +225,74 @@ def shift_deadlines(event: Event, connection: Connection) -> None:
 def _move_lease(connection: Connection, event: Event, lease: str, old: str, new: str) -> None:
     if not db.update_rows(connection, LEASE, {"state": new, "ended_ms": event.time_ms}, lease=lease, state=old):
         raise ValueError(f"{lease}: lease ended twice")
+
+
+class TrialRow(NamedTuple):
+    """Leases of owners without a record, all together."""
+
+    key: int
+    spacing_ms: int
+    """least time between two of them"""
+    granted_ms: int
+    """when the last one was granted"""
+    record_ms: int
+    """when an owner of record last got a lease, or work was last accepted"""
+
+
+TRIAL = db.define_table("trial", TrialRow, key="key")
+DURATION = db.define_table("lease_duration", {"seq": int, "owner": str, "group_ms": int}, key="seq")
+_NO_TRIAL = TrialRow(0, 0, 0, 0)
+_DROP_DURATIONS = db.Sql(
+    "DELETE FROM lease_duration WHERE seq NOT IN (SELECT seq FROM lease_duration ORDER BY seq DESC LIMIT :most) "
+    "OR (owner = :owner AND seq NOT IN (SELECT seq FROM lease_duration WHERE owner = :owner ORDER BY seq DESC "
+    "LIMIT :most_own))"
+)
+
+
+def read_trials(connection: Connection) -> TrialRow:
+    return db.find_row(connection, TrialRow, key=0) or _NO_TRIAL
+
+
+def list_durations(connection: Connection) -> list[tuple[str, int]]:
+    """Owner and milliseconds per group of the newest measured leases, at most a few per owner."""
+    rows = db.fetch_rows(connection, "SELECT owner, group_ms FROM lease_duration ORDER BY seq", lambda *row: row)
+    return [(str(owner), int(group_ms)) for owner, group_ms in rows]
+
+
+def list_group_times(connection: Connection) -> list[int]:
+    """Milliseconds per group of the newest measured leases."""
+    return [group_ms for _, group_ms in list_durations(connection)]
+
+
+def note_grant(event: Event, connection: Connection) -> None:
+    """lease.grant"""
+    field = "granted_ms" if read_body(event, events.LeaseGrant).trial else "record_ms"
+    _change_trials(connection, **{field: event.time_ms})
+
+
+def set_spacing(event: Event, connection: Connection) -> None:
+    """lease.end, sub.outcome"""
+    body = parse_event(event)
+    assert isinstance(body, events.LeaseEnd | events.SubmissionOutcome), "one of these two kinds"
+    changes = {"spacing_ms": body.spacing_ms}
+    if isinstance(body, events.SubmissionOutcome) and body.state is SubmissionState.ACCEPTED:
+        changes["record_ms"] = event.time_ms
+    _change_trials(connection, **changes)
+
+
+def note_duration(event: Event, connection: Connection) -> None:
+    """sub.outcome"""
+    body = read_body(event, events.SubmissionOutcome)
+    if body.group_ms:
+        db.insert_rows(connection, DURATION, {"seq": event.seq, "owner": body.owner, "group_ms": body.group_ms})
+        _DROP_DURATIONS.run(connection, {"owner": body.owner, "most": MAX_TIMES, "most_own": MAX_OWN_TIMES})
+
+
+def _change_trials(connection: Connection, **changes: int) -> None:
+    old = read_trials(connection)
+    new = old._replace(**changes)
+    if new != old:
+        db.replace_rows(connection, TRIAL, new._asdict())
 
 
 GROUP = db.define_table(
@@ -236,6 +324,8 @@ class GroupRangeRow:
     """fence of the newest lease"""
     holders: int
     """leases that are active or whose file is expected"""
+    trials: int
+    """those of them whose owners have no record"""
     reserved: str
     """owner that is offered the range first; empty for none"""
     granted_ms: int
@@ -247,9 +337,11 @@ class GroupRangeRow:
 
 SPAN = db.define_table("span", GroupRangeRow, key=("step", "first"))
 _OFFERED, _HELD_ONCE = "state = 'offered'", "state = 'leased' AND holders = 1"
+_TRIED = "state = 'leased' AND holders = trials"
 db.index_some("span_offer", _OFFERED, SPAN.c.step, SPAN.c.reserved, SPAN.c.first)
 db.index_some("span_offered", _OFFERED, SPAN.c.step, SPAN.c.offered_ms, SPAN.c.first)
 db.index_some("span_slow", _HELD_ONCE, SPAN.c.step, SPAN.c.granted_ms, SPAN.c.first)
+db.index_some("span_tried", _TRIED, SPAN.c.step, SPAN.c.first)
 
 
 _SPANS = f"SELECT {db.list_columns(SPAN)} FROM span"
@@ -257,17 +349,25 @@ _SELECT_RESERVED = db.Sql(
     f"{_SPANS} WHERE state = 'offered' AND step = :step AND reserved = :reserved ORDER BY first LIMIT 1"
 )
 _LEASE = db.Sql(
-    "UPDATE span SET state = 'leased', fence = :fence, holders = holders + 1, reserved = '' "
+    "UPDATE span SET state = 'leased', fence = :fence, holders = holders + 1, trials = trials + :trial, reserved = '' "
     "WHERE step = :step AND first = :first AND state IN ('offered', 'leased') AND fence = :fence - 1"
 )
-_LEAVE = db.Sql("UPDATE span SET holders = holders - 1 WHERE step = :step AND first = :first AND holders > 0")
+_LEAVE = db.Sql(
+    "UPDATE span SET holders = holders - 1, trials = trials - :trial WHERE step = :step AND first = :first "
+    "AND holders > 0"
+)
 _RETAKE = db.Sql(
-    "UPDATE span SET state = 'leased', holders = holders + 1, reserved = '' WHERE step = :step AND first = :first "
-    "AND state IN ('offered', 'leased')"
+    "UPDATE span SET state = 'leased', holders = holders + 1, trials = trials + :trial, reserved = '' "
+    "WHERE step = :step AND first = :first AND state IN ('offered', 'leased')"
 )
 _DELIVER = db.Sql(
-    "UPDATE span SET state = 'delivered', holders = holders - 1, submission = :submission, reserved = '' "
-    "WHERE step = :step AND first = :first AND state = 'leased'"
+    "UPDATE span SET state = 'delivered', holders = holders - 1, trials = trials - :trial, "
+    "submission = :submission, reserved = '' WHERE step = :step AND first = :first AND state = 'leased'"
+)
+_SELECT_KEPT = db.Sql(
+    f"SELECT {db.list_columns(SPAN, 's.')} FROM span s LEFT JOIN owner o ON o.owner = s.reserved "
+    "WHERE s.state = 'offered' AND s.step = :step AND (s.offered_ms <= :until OR o.accepted = 0 "
+    "OR o.strikes >= :strikes) ORDER BY s.offered_ms, s.first LIMIT 1"
 )
 _ENTRIES = "SELECT position, submission, place, version, blob FROM trained_group"
 _WITHDRAW = db.Sql("DELETE FROM trained_group WHERE step = :step AND submission = :submission AND batched = 0")
@@ -281,7 +381,7 @@ def find_range(connection: Connection, step: int, first: int) -> GroupRangeRow |
 
 def find_offer(connection: Connection, step: int, owner: str, until_ms: int) -> GroupRangeRow | None:
     """Groups to grant again: reserved for this owner, or for nobody, or offered since `until_ms`."""
-    own = db.fetch_row(connection, _SELECT_RESERVED, GroupRangeRow, step=step, reserved=owner)
+    own = find_own(connection, step, owner)
     if own is not None:
         return own
     free = db.fetch_row(connection, _SELECT_RESERVED, GroupRangeRow, step=step, reserved="")
@@ -293,6 +393,16 @@ def find_kept(connection: Connection, step: int, until_ms: int) -> GroupRangeRow
     """A range of groups offered since `until_ms`, regardless of its reservation."""
     condition = "WHERE state = 'offered' AND step = :step AND offered_ms <= :until ORDER BY offered_ms, first LIMIT 1"
     return db.find_row(connection, GroupRangeRow, condition, step=step, until=until_ms)
+
+
+def find_own(connection: Connection, step: int, owner: str) -> GroupRangeRow | None:
+    """A range of groups reserved for an owner."""
+    return db.fetch_row(connection, _SELECT_RESERVED, GroupRangeRow, step=step, reserved=owner)
+
+
+def find_spared(connection: Connection, step: int, until_ms: int) -> GroupRangeRow | None:
+    """A range of groups offered since `until_ms`, or reserved for an owner without a record."""
+    return db.fetch_row(connection, _SELECT_KEPT, GroupRangeRow, step=step, until=until_ms, strikes=STRIKE)
 
 
 def list_entries(connection: Connection, step: int, most: int) -> list[BatchEntry]:
@@ -329,12 +439,13 @@ def lease_range(event: Event, connection: Connection) -> None:
     body = read_body(event, events.LeaseGrant)
     row = {"step": body.step, "first": body.first, "fence": body.fence}
     if body.fresh:
-        empty = {"holders": 1, "reserved": "", "granted_ms": event.time_ms, "offered_ms": 0, "submission": ""}
+        empty: dict[str, str | int] = {"holders": 1, "trials": body.trial, "reserved": "", "submission": ""}
+        empty |= {"granted_ms": event.time_ms, "offered_ms": 0}
         db.insert_rows(connection, SPAN, {**row, "count": body.count, "state": "leased", **empty})
         move_groups(connection, body.step, leased=body.count)
         return
     groups = _require_range(connection, body.step, body.first)
-    db.change_one(connection, _LEASE, "lease of delivered groups, or with a wrong fence", **row)
+    db.change_one(connection, _LEASE, "lease of delivered groups, or with a wrong fence", **row, trial=body.trial)
     _take_offer(connection, groups)
 
 
@@ -343,16 +454,17 @@ def release_range(event: Event, connection: Connection) -> None:
     body = read_body(event, events.LeaseEnd)
     groups = _require_range(connection, body.step, body.first)
     place = {"step": groups.step, "first": groups.first}
-    db.change_one(connection, _LEAVE, "end of a lease that nobody held", **place)
+    trial = _find_trial(connection, event.subject)
+    db.change_one(connection, _LEAVE, "end of a lease that nobody held", **place, trial=trial)
     changes = {"state": "offered", "reserved": body.reserved, "offered_ms": event.time_ms}
     if db.update_rows(connection, SPAN, changes, **place, state="leased", holders=0):
         move_groups(connection, groups.step, leased=-groups.count, offered=groups.count)
 
 
-def retake_range(connection: Connection, step: int, first: int) -> None:
+def retake_range(connection: Connection, lease: LeaseRow) -> None:
     """sub.commit of a lease that had expired: its groups are held again"""
-    place = {"step": step, "first": first}
-    groups = _require_range(connection, step, first)
+    place = {"step": lease.step, "first": lease.first, "trial": lease.trial}
+    groups = _require_range(connection, lease.step, lease.first)
     db.change_one(connection, _RETAKE, "late submission of groups that were already delivered", **place)
     _take_offer(connection, groups)
 
@@ -362,6 +474,7 @@ def deliver_range(event: Event, connection: Connection) -> None:
     body = read_body(event, events.SubmissionReceipt)
     groups = _require_range(connection, body.step, body.first)
     values = {"step": groups.step, "first": groups.first, "submission": event.subject}
+    values["trial"] = _find_trial(connection, body.lease)
     db.change_one(connection, _DELIVER, "receipt for groups that were already delivered", **values)
     move_groups(connection, groups.step, leased=-groups.count, delivered=groups.count)
 
@@ -429,6 +542,13 @@ def _take_offer(connection: Connection, groups: GroupRangeRow) -> None:
     """Count the groups of a range as leased, if nobody held them before."""
     if groups.state == "offered":
         move_groups(connection, groups.step, offered=-groups.count, leased=groups.count)
+
+
+def _find_trial(connection: Connection, lease: str) -> int:
+    row = find_lease(connection, lease)
+    if row is None:
+        raise ValueError(f"{lease}: never granted")
+    return row.trial
 
 
 def _require_range(connection: Connection, step: int, first: int) -> GroupRangeRow:

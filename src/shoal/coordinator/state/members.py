@@ -9,12 +9,15 @@ from typing import NamedTuple
 from sqlalchemy import Connection, Index
 
 from shoal.coordinator.rules.leases import LeaseLimit
-from shoal.coordinator.rules.standing import MOVES
+from shoal.coordinator.rules.standing import MOVES, has_record, is_suspect
 from shoal.ledger import db
 from shoal.ledger.event import Event
 from shoal.protocol import events
 from shoal.protocol.events import parse_event, read_ban, read_body
 from shoal.protocol.messages import REJECTED, Standing, SubmissionState
+
+SUSPECT = 2
+"""the last rank"""
 
 
 class OwnerRow(NamedTuple):
@@ -25,7 +28,8 @@ class OwnerRow(NamedTuple):
     since_ms: int
     accepted: int
     rejected: int
-    soft_row: int
+    strikes: int
+    """rejected work and failed leases that accepted work does not outweigh, see `rules.standing`"""
     staked: int
     """submissions and verdicts whose pay went into the bond"""
     tokens: int
@@ -33,8 +37,21 @@ class OwnerRow(NamedTuple):
     lapses: int
     """lapsed claims of its validators since the last verdict"""
     failures: int
-    """consecutive failures of leases since its work was last accepted"""
+    """consecutive failures of leases and rejections since its work was last accepted"""
     failed_ms: int
+    charge_ms: int
+    """time without a lease since then, for the CPU time of validators"""
+    renewed: int
+    """1 after a new proof of work, until the next rejection"""
+
+    @property
+    def has_record(self) -> bool:
+        return has_record(self.accepted, self.strikes)
+
+    @property
+    def rank(self) -> int:
+        """Order in which owners are served: 0 with a record, 1 new, 2 suspect."""
+        return 0 if self.has_record else SUSPECT if is_suspect(self.strikes) else 1
 
 
 OWNER = db.define_table("owner", OwnerRow, key="owner")
@@ -85,11 +102,14 @@ _SELECT_SCOPES = db.Sql(
 _SELECT_BANS = db.Sql("SELECT target, reason, seq FROM ban ORDER BY target")
 _SELECT_BAN = db.Sql("SELECT target, reason, seq FROM ban WHERE target = :node OR target = :owner ORDER BY target")
 _COUNT_OUTCOME = db.Sql(
-    "UPDATE owner SET accepted = accepted + :accepted, rejected = rejected + :rejected, soft_row = :soft_row, "
-    "tokens = tokens + :tokens, earned = earned + :earned, failures = failures * (1 - :accepted) WHERE owner = :owner"
+    "UPDATE owner SET accepted = accepted + :accepted, rejected = rejected + :rejected, strikes = :strikes, "
+    "tokens = tokens + :tokens, earned = earned + :earned, renewed = CASE WHEN :rejected > 0 THEN 0 ELSE renewed END "
+    "WHERE owner = :owner"
 )
 _SET_FAILURES = db.Sql(
-    "UPDATE owner SET failures = :failures, failed_ms = :time_ms WHERE owner = :owner AND failures < :failures"
+    "UPDATE owner SET failures = :failures, charge_ms = :charge_ms, "
+    "failed_ms = CASE WHEN failures < :failures OR charge_ms < :charge_ms THEN :time_ms ELSE failed_ms END "
+    "WHERE owner = :owner"
 )
 _SELECT_LAPSERS = db.Sql("SELECT owner FROM lapse WHERE submission = :submission AND round = :round")
 _COUNT_TOGETHER = db.Sql(
@@ -101,7 +121,10 @@ _END_LAPSES = db.Sql(
 )
 _DELETE_BAN = db.Sql("DELETE FROM ban WHERE target = :target")
 
-_RECORD = ("accepted", "rejected", "soft_row", "staked", "tokens", "earned", "lapses", "failures", "failed_ms")
+_RECORD = (
+    *("accepted", "rejected", "strikes", "staked", "tokens", "earned", "lapses", "failures", "failed_ms"),
+    *("charge_ms", "renewed"),
+)
 
 
 class BanRow(NamedTuple):
@@ -198,6 +221,8 @@ def add_node(event: Event, connection: Connection) -> None:
         standing = Standing.PROBATION if ban is None else Standing.BANNED
         values = {"owner": body.owner, "standing": standing.value, "since_ms": event.time_ms, **empty}
         db.insert_rows(connection, OWNER, values)
+    else:  # joining takes a proof of work, also for an owner that has nodes
+        db.update_rows(connection, OWNER, {"renewed": 1}, owner=body.owner)
     if find_node(connection, event.subject) is None:
         fresh = {"seq": event.seq, "width": 1, "progress": 0}
         db.insert_rows(connection, NODE, {"node": event.subject, **delegated, **fresh})
@@ -232,6 +257,8 @@ def lift_ban(event: Event, connection: Connection) -> None:
     """unban"""
     target = read_ban(event).target
     if _DELETE_BAN.run(connection, {"target": target}).rowcount:
+        forgiven = dict.fromkeys(("strikes", "failures", "charge_ms"), 0)
+        db.update_rows(connection, OWNER, forgiven, owner=target)
         _write_standing(connection, target, Standing.PROBATION.value, event.time_ms)
 
 
@@ -245,7 +272,11 @@ def set_lease_limit(event: Event, connection: Connection) -> None:
 def count_failure(event: Event, connection: Connection) -> None:
     """lease.end"""
     body = read_body(event, events.LeaseEnd)
-    _SET_FAILURES.run(connection, {"owner": body.owner, "failures": body.failures, "time_ms": event.time_ms})
+    owner = find_owner(connection, body.owner)
+    charge_ms = 0 if owner is None else owner.charge_ms
+    values = {"owner": body.owner, "failures": body.failures, "charge_ms": charge_ms}
+    _SET_FAILURES.run(connection, {**values, "time_ms": event.time_ms})
+    db.update_rows(connection, OWNER, {"strikes": body.strikes}, owner=body.owner)
 
 
 def count_outcome(event: Event, connection: Connection) -> None:
@@ -255,11 +286,13 @@ def count_outcome(event: Event, connection: Connection) -> None:
         "owner": body.owner,
         "accepted": int(body.state is SubmissionState.ACCEPTED),
         "rejected": int(body.state in REJECTED) - body.appeal,  # already counted before the appeal
-        "soft_row": body.soft_row,
+        "strikes": body.strikes,
         "tokens": body.tokens,
         "earned": body.earned,
     }
     _COUNT_OUTCOME.run(connection, values)
+    failed = {"failures": body.failures, "charge_ms": body.charge_ms, "time_ms": event.time_ms}
+    _SET_FAILURES.run(connection, {"owner": body.owner, **failed})
     for owner in body.staked:
         db.execute(connection, "UPDATE owner SET staked = staked + 1 WHERE owner = :owner", owner=owner)
 

@@ -3,7 +3,9 @@
     job: queued <-> claimed, -> done;   an appeal makes a done job queued again
 
 A claim that passed its deadline has lapsed: the job goes to another owner, and to the same one only if it finds no
-other job. Owners take turns: the next job belongs to the owner that was served longest ago.
+other job. Work of owners of record comes first, then that of new owners, then that of suspects; a job that waits for
+as long as a claim lasts is treated as one of the first. Among these, owners take turns: the next job belongs to the
+owner that was served longest ago.
 
 Invariant: queries that run every second, or for each claim, each have their own index, so their cost does not depend on
 the length of the queue or the number of done jobs. The job contains what those indexes need: its owner's turn, who
@@ -15,6 +17,7 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection
 
+from shoal.coordinator.state.members import find_owner
 from shoal.coordinator.state.validators import note_result, record_verdict
 from shoal.ledger import db
 from shoal.ledger.event import Event, EventKind
@@ -58,13 +61,16 @@ class JobRow(NamedTuple):
     blocked: int
     """1 while an earlier submission with one of its rollouts is not decided"""
     seq: int
+    rank: int
+    """how its owner stood when the file arrived, see `OwnerRow.rank`"""
     check_ppm: int
     """share of rollouts that its last claim covers"""
 
 
 JOB = db.define_table("job", JobRow, key="submission")
 db.index_some("job_queued", "state = 'queued'", JOB.c.since_ms)
-db.index_some("job_next", _READY, JOB.c.judge, JOB.c.turn, JOB.c.seq)
+db.index_some("job_next", _READY, JOB.c.judge, JOB.c.rank, JOB.c.turn, JOB.c.seq)
+db.index_some("job_aged", f"{_READY} AND rank > 0", JOB.c.judge, JOB.c.since_ms, JOB.c.seq)
 db.index_some("job_owner", "state = 'queued'", JOB.c.owner)
 db.index_some("job_claimed", _CLAIMED, JOB.c.deadline_ms, JOB.c.submission)
 db.index_some("job_tired", _WAITING, JOB.c.claims, JOB.c.submission)
@@ -77,18 +83,19 @@ _SELECT_BARRED = db.Sql(
     "JOIN owner o ON o.owner = n.owner WHERE o.standing IN ('limited', 'banned') ORDER BY j.submission LIMIT :most"
 )
 _SELECT_LIKE = db.Sql(
-    f"SELECT j.* FROM ({_JOBS} WHERE {_READY} AND judge = '' ORDER BY turn, seq LIMIT :window) AS j "
+    f"SELECT j.* FROM ({_JOBS} WHERE {_READY} AND judge = '' AND rank = :rank ORDER BY turn, seq LIMIT :window) AS j "
     "JOIN submission s ON s.submission = j.submission AND s.version = :version "
     "WHERE j.claims = 0 AND j.owner <> :owner ORDER BY j.turn, j.seq LIMIT 1"
 )
 _COUNT_READY = db.Sql(f"SELECT count(*) FROM (SELECT 1 FROM job WHERE {_READY} LIMIT :most) AS jobs")
-_SELECT_NEXT = db.Sql(
+_FOR_VALIDATOR = (
     f"{_JOBS} WHERE {_READY} AND judge = :judge AND owner <> :owner AND NOT EXISTS ("
     "SELECT 1 FROM verdict v JOIN node n ON n.node = v.validator WHERE v.submission = job.submission "
     "AND (v.validator = :validator OR n.owner = :owner)) AND (claims < :most_claims OR NOT EXISTS ("
     "SELECT 1 FROM lapse l WHERE l.submission = job.submission AND l.owner = :owner)) "
-    "ORDER BY turn, seq LIMIT 1"
 )
+_SELECT_NEXT = db.Sql(f"{_FOR_VALIDATOR} ORDER BY rank, turn, seq LIMIT 1")
+_SELECT_AGED = db.Sql(f"{_FOR_VALIDATOR} AND rank > 0 AND since_ms <= :aged_ms ORDER BY since_ms, seq LIMIT 1")
 _SELECT_JUDGE = db.Sql(f"SELECT judge FROM job WHERE {_READY} AND judge > :after ORDER BY judge LIMIT 1")
 _SELECT_LAPSE = db.Sql(
     "SELECT validator FROM lapse WHERE submission = :submission AND owner = :owner AND round = :round"
@@ -145,8 +152,10 @@ def list_claimed(connection: Connection, validator: str, now_ms: int) -> list[Jo
     return db.list_rows(connection, JobRow, condition, validator=validator, now_ms=now_ms)
 
 
-def find_next(connection: Connection, validator: str, owner: str, max_claims: int) -> JobRow | None:
+def find_next(connection: Connection, validator: str, owner: str, max_claims: int, aged_ms: int = 0) -> JobRow | None:
     """The next job for a validator: never its own owner's work, never a submission that its owner already judged.
+
+    A job that waits since `aged_ms` is treated like those of owners of record.
 
     A job that its owner let lapse only if there is nothing else, and only while it was claimed less than `max_claims`
     times: a file that crashes its validator does so a few times and not forever. Lapsed claims have ended before.
@@ -154,21 +163,26 @@ def find_next(connection: Connection, validator: str, owner: str, max_claims: in
     values = {"validator": validator, "owner": owner}
     for most_claims in (0, max_claims):
         # For each judge whose jobs wait for a second opinion, the first of them; there are few judges.
-        rows = [
-            db.fetch_row(connection, _SELECT_NEXT, JobRow, **values, judge=judge, most_claims=most_claims)
-            for judge in ("", *_list_validator_owners(connection, owner))
-        ]
-        if found := [row for row in rows if row is not None]:
-            return min(found, key=lambda job: (job.turn, job.seq))
+        found = list[JobRow]()
+        for judge in ("", *_list_validator_owners(connection, owner)):
+            wanted = {**values, "judge": judge, "most_claims": most_claims}
+            rows = (
+                db.fetch_row(connection, _SELECT_NEXT, JobRow, **wanted),
+                db.fetch_row(connection, _SELECT_AGED, JobRow, **wanted, aged_ms=aged_ms),
+            )
+            found += [row for row in rows if row is not None]
+        if found:
+            return min(found, key=lambda job: (job.rank if job.since_ms > aged_ms else 0, job.turn, job.seq))
     return None
 
 
-def find_like(connection: Connection, owner: str, version: int) -> JobRow | None:
-    """One more job for a validator's owner in addition to others of a version: a first opinion that was never claimed.
+def find_like(connection: Connection, owner: str, version: int, rank: int) -> JobRow | None:
+    """One more job for a validator's owner in addition to others of a version and rank: a first opinion that was never
+    claimed.
 
     Searched among the jobs whose turn is next, so that no owner's work is delayed by it.
     """
-    return db.fetch_row(connection, _SELECT_LIKE, JobRow, owner=owner, version=version, window=_WINDOW)
+    return db.fetch_row(connection, _SELECT_LIKE, JobRow, owner=owner, version=version, rank=rank, window=_WINDOW)
 
 
 def count_ready(connection: Connection, most: int) -> int:
@@ -234,7 +248,11 @@ def oldest_queued(connection: Connection) -> int:
 def queue_job(event: Event, connection: Connection) -> None:
     """sub.receipt"""
     owner = read_body(event, events.SubmissionReceipt).owner
-    row = {"submission": event.subject, "owner": owner, "state": "queued", "round": 1, "since_ms": event.time_ms}
+    record = find_owner(connection, owner)
+    if record is None:
+        raise ValueError("file of an unknown owner")
+    row: dict[str, str | int] = {"rank": record.rank}
+    row |= {"submission": event.subject, "owner": owner, "state": "queued", "round": 1, "since_ms": event.time_ms}
     row |= {"turn": db.fetch_number(connection, _SELECT_TURN, owner=owner), "seq": event.seq}
     empty = {"claims": 0, "validator": "", "deadline_ms": 0, "appeal": 0, "judge": "", "blocked": 0, "check_ppm": 0}
     db.insert_rows(connection, JOB, {**row, **empty})

@@ -106,6 +106,7 @@ class StepRow(NamedTuple):
     state: str
     """open, cut or trained"""
     beacon: str
+    """empty until its batch is cut"""
     next_index: int
     """groups with a lower index were granted"""
     batch: str
@@ -175,7 +176,7 @@ def open_step(event: Event, connection: Connection) -> None:
     """step.open"""
     times = {"opened_ms": event.time_ms, "delivered_ms": 0, "cut_ms": 0, "trained_ms": 0}
     row = {**dict(read_body(event, events.StepOpen)), "state": "open"}
-    db.insert_rows(connection, STEP, {**row, "next_index": 0, "batch": "", **times, **_NO_GROUPS})
+    db.insert_rows(connection, STEP, {**row, "beacon": "", "next_index": 0, "batch": "", **times, **_NO_GROUPS})
 
 
 def take_indices(event: Event, connection: Connection) -> None:
@@ -195,7 +196,7 @@ def note_delivery(event: Event, connection: Connection) -> None:
 def cut_step(event: Event, connection: Connection) -> None:
     """batch.cut"""
     body = read_body(event, events.BatchCut)
-    changes = {"state": "cut", "batch": body.hash, "cut_ms": event.time_ms}
+    changes = {"state": "cut", "batch": body.hash, "beacon": body.beacon, "cut_ms": event.time_ms}
     if not db.update_rows(connection, STEP, changes, step=body.step, state="open"):
         raise ValueError("batch of a step that is not open")
 

@@ -237,7 +237,7 @@ def add_submission(event: Event, connection: Connection) -> None:
     manifest = read_body(event, Manifest)
     lease = submit_lease(event, connection)
     if lease.state == "expired":
-        retake_range(connection, lease.step, lease.first)
+        retake_range(connection, lease)
     name = f"s{event.seq}"
     row: dict[str, Any] = {name: getattr(manifest, name) for name in ("lease", "version", "blob", "size")}
     row |= {name: getattr(lease, name) for name in ("node", "owner", "step", "first", "count")}

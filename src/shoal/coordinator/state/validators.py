@@ -37,6 +37,8 @@ class VerdictRow(NamedTuple):
     """for an acceptance: a 1 or a 0 for each group, whether it has a signal"""
     sure: int
     """1 if its numbers are so far from their thresholds that no honest validator could find the opposite"""
+    cpu_ms: int
+    """CPU time of its validator"""
 
 
 VERDICT = db.define_table("verdict", VerdictRow, key=("submission", "round"))
@@ -55,7 +57,7 @@ def record_verdict(event: Event, connection: Connection, *, appeal: int) -> None
     row = {"submission": said.submission, "round": said.round, "verdict": said.verdict.value, "tokens": said.tokens}
     row |= {"validator": event.actor, "time_ms": event.time_ms, "seq": event.seq, "appeal": appeal}
     crashed = any(finding.check == CRASH_CHECK for finding in said.findings)
-    row |= {"crashed": int(crashed and said.verdict is Verdict.INCONCLUSIVE), "paid": 0}
+    row |= {"crashed": int(crashed and said.verdict is Verdict.INCONCLUSIVE), "paid": 0, "cpu_ms": said.cpu_ms}
     row |= {
         "signals": "".join(str(int(group.signal)) for group in said.groups),
         "sure": int(is_sure(said.findings, accepts=said.verdict is Verdict.ACCEPTED)),

@@ -15,6 +15,11 @@ SignatureText = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")]
 RequestKey = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 """chosen at random by the caller; repeating it returns the first answer"""
 LeaseId = Annotated[str, StringConstraints(pattern=r"^l[0-9]{1,18}$")]
+GroupSeedTexts = Annotated[
+    tuple[Annotated[str, StringConstraints(pattern=rf"^([0-9a-f]{{16}}){{2,{MAX_ROLLOUTS + 1}}}$")], ...],
+    Field(max_length=MAX_ROLLOUTS),
+]
+"""seeds of consecutive groups, see `beacon.show_seeds`"""
 SubmissionId = Annotated[str, StringConstraints(pattern=r"^s[0-9]{1,18}$")]
 Number = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 ShortText = Annotated[str, StringConstraints(max_length=80, pattern=r"^[ -~]*$")]

@@ -8,6 +8,7 @@ from shoal.protocol.messages.base import (
     MAX_ROLLOUTS,
     Decimal,
     Digest,
+    GroupSeedTexts,
     Message,
     Number,
     ShortText,
@@ -20,6 +21,7 @@ from shoal.protocol.messages.base import (
 from shoal.protocol.messages.work import Manifest
 
 MAX_CHUNKS = 1 << 24
+MAX_CPU_MS = 3_600_000
 Millionths = Annotated[int, Field(ge=-(10**12), le=10**12)]
 
 
@@ -46,7 +48,8 @@ class Job(Message):
     count: Number
     group_size: Number
     max_tokens: Number
-    beacon: Digest
+    seeds: GroupSeedTexts
+    """of each group, see `Lease`"""
     version: Number
     manifest: Manifest
     """its signature was checked when it was committed"""
@@ -54,6 +57,8 @@ class Job(Message):
     """share of rollouts whose proof is to be checked, in millionths"""
     check_seed: Digest
     """selects the rollouts; unpredictable before the manifest was committed"""
+    bounded: bool
+    """whether its file must be read with little more CPU time than honest files need: its owner has no record"""
     duplicates: tuple[Number, ...]
     """positions of rollouts whose tokens also occur in an earlier submission"""
     deadline_ms: Number
@@ -146,6 +151,8 @@ class VerdictStatement(Message):
     """of full chunks and of short ones, at each level"""
     odds: Annotated[tuple[RivalOdds, ...], Field(max_length=3)] = ()
     """of accepted work, by rival; none in float32"""
+    cpu_ms: Annotated[int, Field(ge=0, le=MAX_CPU_MS)] = 0
+    """CPU time that it took; charged to the owner of work that is rejected"""
 
 
 class SignedVerdict(Message):

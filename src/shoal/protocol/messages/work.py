@@ -7,6 +7,7 @@ from pydantic import Field
 from shoal.protocol.messages.base import (
     MAX_ROLLOUTS,
     Digest,
+    GroupSeedTexts,
     LeaseId,
     LongText,
     Message,
@@ -24,6 +25,8 @@ class LeaseRequest(Message):
     """A node requests work."""
 
     request_key: RequestKey
+    version: Number
+    """version that it will use: fixed before it knows the tasks"""
     wait_s: WaitSeconds = 0
 
 
@@ -38,13 +41,11 @@ class Lease(Message):
     count: Number
     group_size: Number
     max_tokens: Number
-    beacon: Digest
-    """determines tasks and seeds: `beacon.derive_group`"""
+    seeds: GroupSeedTexts
+    """of each group: task and rollouts follow from them (`beacon.read_seeds`). The step's beacon gives the same"""
     fence: Number
-    newest_version: Number
-    """newest version at the time of the grant"""
-    oldest_version: Number
-    """work computed with an older version is refused"""
+    version: Number
+    """the version that generates the rollouts; work of any other is refused"""
     granted_ms: Number
     deadline_ms: Number
     price: Number
@@ -57,7 +58,7 @@ class LeaseAnswer(Message):
     lease: Lease | None
     document: str = ""
     code: ShortText = ""
-    """finished, stopped, no_version, no_need, busy, queue_full, too_many, limited"""
+    """finished, stopped, no_version, no_need, busy, queue_full, too_many, resting, share, version, work, trial"""
     reason: LongText = ""
     retry_after_s: Number = 0
 

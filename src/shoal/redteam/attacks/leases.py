@@ -1,8 +1,9 @@
 """Abuse of leases: keep only easy ones, hold without answering, submit late or twice, use many identities.
 
 Why each gains nothing:
-- tasks follow from the beacon, so a worker knows them as soon as it has a lease. Groups that an owner returns or drops
-  are reserved for it, whatever request key or node it uses next. Repeated returns lower its limit, then pause it;
+- tasks follow from the step's beacon, and a worker knows those of its own leases only. Groups that an owner returns or
+  drops are reserved for it, whatever request key or node it uses next. Repeated returns lower its limit, then pause it;
+- the version is fixed with the lease, before the tasks are known: the better of two versions cannot be chosen;
 - an owner on probation holds few leases, a slow one gets a backup, and expired groups are offered to others;
 - of several holders, the first with a complete file is paid, once. Later ones are refused;
 - the first manifest is in the ledger before its file is accepted. A second manifest is refused but not punished: an
@@ -17,8 +18,10 @@ from collections.abc import Awaitable, Callable
 from statistics import median_low
 from typing import TYPE_CHECKING
 
-from shoal.protocol.beacon import derive_group
+from shoal.net.retry import RefusedError
+from shoal.protocol.beacon import read_seeds
 from shoal.protocol.messages import CommitAnswer, Heartbeat, Lease, LeaseProgress, Manifest
+from shoal.redteam.raw_requests import BudgetError
 from shoal.redteam.registry import Expected, attack
 from shoal.redteam.scripted import OVERTAKEN, AttackerIdentity, AttackSession
 from shoal.tasks.base import Task, at_step
@@ -26,16 +29,18 @@ from shoal.tasks.split import train_task
 from shoal.util.clock import read_clock
 
 if TYPE_CHECKING:
+    from shoal.redteam.behaviours.rubbish import RubbishWriter
     from shoal.worker.behaviour import PendingSubmission
 
 
 MARGIN_S = 1.5
 """after a deadline, until the coordinator has processed what expired"""
 NUM_GRINDERS, NUM_PARALLEL, NUM_HOARDERS, NUM_SYBILS, MAX_CHERRY_LEASES = 3, 4, 8, 100, 12
+NUM_RUBBISH = 16
 _REQUEST_KEY = "0" * 32
 POLL_S, HOARD_POLL_S = 0.5, 1.0
 NUM_SAMPLED = 16
-"""number of groups of the same step that a lease is compared with"""
+"""number of tasks that a lease is compared with"""
 JOIN_SHARE = 0.5
 """maximum share of its time to spend on joining"""
 LetGo = Callable[[AttackSession, AttackerIdentity, Lease], Awaitable[None]]
@@ -44,6 +49,7 @@ LetGo = Callable[[AttackSession, AttackerIdentity, Lease], Awaitable[None]]
 @attack("late", expect=Expected.REFUSED, text="work is submitted after its lease ended")
 async def submit_late(session: AttackSession) -> None:
     """First the trials that need no waiting, then the deadline, if there is time."""
+    await session.prepare_work()
     early = await session.join()
     late = await session.join(early.owner)
     await submit_returned(session, early, late)
@@ -65,7 +71,7 @@ async def submit_returned(session: AttackSession, early: AttackerIdentity, late:
         return
     with session.refused("lease_ended", what="work for a returned lease", moot=("superseded",)):
         await early.client.commit(pending.manifest)
-    second = (await session.ask_lease(late)).lease
+    second = await session.take_lease(late)
     if second is None or (second.step, second.first) != (first.step, first.first):
         session.note("its groups went to another node")
         return
@@ -87,7 +93,7 @@ async def submit_expired(session: AttackSession, slow: AttackerIdentity) -> None
     pending = await session.write_work(slow, lease)
     successor = await session.join(slow.owner)
     await session.sleep(count_seconds_left(lease) + MARGIN_S)
-    taken = (await session.ask_lease(successor)).lease
+    taken = await session.take_lease(successor)
     if taken is None or (taken.step, taken.first) != (lease.step, lease.first):
         session.note("its groups went to another node")
         taken = None
@@ -154,6 +160,7 @@ async def leave_run(session: AttackSession, node: AttackerIdentity, lease: Lease
 @attack("two_manifests", expect=Expected.REFUSED, text="two manifests are signed for one lease")
 async def commit_twice(session: AttackSession) -> None:
     """Further manifests after the first: immediately, after the commitment, after the upload; and a different file."""
+    await session.prepare_work()
     attacker = await session.join()
     pending, committed = await commit_first(session, attacker)
     first = pending.manifest
@@ -193,16 +200,17 @@ def rank_task(task: Task) -> tuple[int, str]:
 def is_hard(session: AttackSession, lease: Lease) -> bool:
     """Whether a lease has a task that is harder than most in its step."""
     family = at_step(session.recipe.open_family(), lease.step)
-    ranks = [rank_task(train_task(family, derive_group(lease.beacon, index, 1).task)) for index in range(NUM_SAMPLED)]
+    # Other groups of the step are unknown, so it compares with tasks of its own choice.
+    ranks = [rank_task(train_task(family, index)) for index in range(NUM_SAMPLED)]
     usual = median_low(ranks)
-    wanted = range(lease.first, lease.first + lease.count)
-    own = (rank_task(train_task(family, derive_group(lease.beacon, index, 1).task)) for index in wanted)
+    own = (rank_task(train_task(family, read_seeds(text).task)) for text in lease.seeds)
     return any(rank > usual for rank in own)
 
 
 @attack("cherry_leases", expect=Expected.FRUITLESS, text="leases with hard tasks are returned")
 async def pick_leases(session: AttackSession) -> None:
     """Keep the easy ones and return the others, as long as there are leases."""
+    await session.prepare_work()
     picker, returned = await session.join(), set[tuple[int, int]]()
     for _ in range(MAX_CHERRY_LEASES):
         lease = await session.take_lease(picker)
@@ -245,6 +253,7 @@ async def hoard_leases(session: AttackSession) -> None:
 @attack("sybil", expect=Expected.FRUITLESS, text="a hundred identities instead of one")
 async def use_sybils(session: AttackSession) -> None:
     """Create identities for half of the time, then work under each in turn."""
+    await session.prepare_work()
     names, joining_s = list[AttackerIdentity](), JOIN_SHARE * session.left_s
     begun = time.monotonic()
     while len(names) < NUM_SYBILS and time.monotonic() - begun < joining_s:
@@ -255,6 +264,65 @@ async def use_sybils(session: AttackSession) -> None:
         handed_in = [await work_once(session, name) for name in names]
         if not any(handed_in):
             await session.sleep(1.0)
+
+
+@attack("rubbish", expect=Expected.FRUITLESS, text="many owners without compute take leases and submit rubbish")
+async def submit_rubbish(session: AttackSession) -> None:
+    """Owners with a form of rubbish each; those that are shut out are replaced."""
+    await flood_rubbish(session, NUM_RUBBISH)
+
+
+async def flood_rubbish(session: AttackSession, num_owners: int, *, replaced: bool = True) -> None:
+    """Let so many owners submit rubbish until time is up; `replaced`: new ones join for those that are shut out."""
+    from shoal.redteam.behaviours.rubbish import FORMS, RubbishWriter
+
+    writer = RubbishWriter(session.recipe)
+    forms = [FORMS[number % len(FORMS)] for number in range(num_owners)]
+    await asyncio.gather(*(_waste_leases(session, writer, form, replaced=replaced) for form in forms))
+
+
+async def _waste_leases(session: AttackSession, writer: "RubbishWriter", form: str, *, replaced: bool) -> None:
+    """One owner after another takes leases until it is shut out."""
+    while session.left_s:
+        try:
+            owner = await session.join()
+            while session.left_s:
+                answer = await session.ask_lease(owner)
+                if answer.code == "finished":
+                    return
+                if answer.lease is None:
+                    if replaced and answer.code in ("resting", "work"):
+                        break  # a new identity is cheaper
+                    await session.sleep(min(answer.retry_after_s, POLL_S))
+                else:
+                    await _waste_lease(session, writer, form, owner, answer.lease)
+        except (RefusedError, BudgetError) as error:
+            session.note(f"{form}: {error}")
+            session.evidence.count("shut_out")
+            if not replaced or isinstance(error, BudgetError):
+                return
+
+
+async def _waste_lease(
+    session: AttackSession, writer: "RubbishWriter", form: str, owner: AttackerIdentity, lease: Lease
+) -> None:
+    if form == "returned":
+        await owner.client.return_lease(lease.lease)
+        return
+    if form == "silent":
+        return
+    path = owner.folder / f"{lease.lease}.parquet"
+    manifest = await asyncio.to_thread(writer.write, form, lease, path)
+    try:
+        committed = await owner.client.commit(manifest)
+        if form != "unsent":
+            await owner.client.upload(committed, manifest, path)
+            session.evidence.count("handed_in")
+    except RefusedError as error:
+        if error.refusal.code not in (*OVERTAKEN, "blob_known"):
+            raise
+    finally:
+        path.unlink(missing_ok=True)
 
 
 async def work_once(session: AttackSession, name: AttackerIdentity) -> bool:

@@ -111,7 +111,7 @@ async def alter_headers(session: AttackSession, victim: AttackerIdentity) -> Non
 async def forge_statements(session: AttackSession, victim: AttackerIdentity, thief: AttackerIdentity) -> None:
     """Forged statements inside validly signed requests: a manifest, a command, actions outside the delegated scope."""
     entry = messages.RolloutEntry(hash=os.urandom(32).hex(), tokens=1)
-    size = session.params.group_size * session.params.groups_per_lease
+    size = session.params.group_size * session.params.most_per_lease
     lease = (await session.ask_lease(victim)).lease
     name, fence = ("l1", 1) if lease is None else (lease.lease, lease.fence)
     blob, rollouts = os.urandom(32).hex(), (entry,) * size
@@ -235,7 +235,7 @@ def promise_file(session: AttackSession, lease: messages.Lease, size: int, blob:
     """A manifest for a file that does not exist, unless `blob` is its hash."""
     count = lease.count * session.params.group_size
     entries = [messages.RolloutEntry(hash=os.urandom(32).hex(), tokens=1) for _ in range(count)]
-    version, blob = min(lease.newest_version, lease.step - 1), blob or os.urandom(32).hex()
+    version, blob = lease.version, blob or os.urandom(32).hex()
     return messages.Manifest(
         lease=lease.lease, fence=lease.fence, blob=blob, size=size, version=version, rollouts=tuple(entries)
     )
