@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from forgers import Outlook, fit_channels, fit_constant, share_residues
+from forgers import Prediction, fit_channels, fit_constant, share_residues
 from guesses import Guess, Limits, Texts, compare_patterns, interpolate_guess, measure_guesses, passes
 from shoal.redteam.behaviours.forged_work import pick_pattern
 from shoal.toploc.field import P, Vandermonde, to_canonical
@@ -68,7 +68,7 @@ def test_channel_patterns_pass_the_published_rule_where_few_channels_dominate() 
 def test_one_residue_serves_places_of_like_patterns() -> None:
     chances = np.array([0.9, 0.8, 0.1, 0.7])
     patterns = np.array([0x4000, 0x4100, 0x4004, 0x4002], dtype=np.uint16)
-    _, guess = share_residues(Outlook(chances, patterns, np.zeros(4)), 3)  # positions 0 and 3 share residue 0
+    _, guess = share_residues(Prediction(chances, patterns, np.zeros(4)), 3)  # positions 0 and 3 share residue 0
     served = dict(zip(guess.residues.tolist(), guess.patterns.tolist(), strict=True))
     assert served[0] in (0x4000, 0x4001, 0x4002)
     assert served[1] == 0x4100

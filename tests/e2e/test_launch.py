@@ -122,7 +122,8 @@ def test_a_swarm_survives_its_cheat_its_user_and_a_kill(
     check_weights(root, out / "alone")
 
     code, said = type_command(capsys, "run", *settings)
-    assert code == 0 and said.splitlines() == shown.splitlines()[-5:], "a finished run only prints its report"
+    assert code == 0 and said.splitlines()[:5] == shown.splitlines()[-5:], "a finished run only prints its report"
+    assert "is already finished (3 of 3 steps); nothing was started" in said
 
 
 def list_paid(root: Path) -> set[str]:

@@ -218,7 +218,7 @@ def check_words(live_run: LiveRun, submission: str) -> None:
     (first, *_) = json.loads(live_run.type("leaderboard", live_run.url, "--json"))["leaders"]
     assert (first["owner"], first["tokens"], first["accepted"], first["earned"]) == (live_run.keys["ann"], 200, 1, 200)
     best = live_run.type("leaderboard", live_run.url).splitlines()[1]
-    assert best.split() == ["1", "200", "1", "0", "0.000200", "probation", live_run.keys["ann"]]
+    assert best.split() == ["1", "200", "1", "0", "0.000200", "probation", "work", live_run.keys["ann"]]
     assert "no such submission" in live_run.type("explain", live_run.url, "s999", code=1)
 
 

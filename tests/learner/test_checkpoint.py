@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shoal.config.run import LearnerConfig
+from shoal.config.run import LearnerConfig, PolicyConfig
 from shoal.errors import ConfigError
 from shoal.learner.checkpoint import (
     find_newest,
@@ -63,7 +63,7 @@ def test_a_restored_learner_continues_bit_for_bit(
     tmp_path: Path, trained: tuple[Policy, Learner], groups: list[Group]
 ) -> None:
     path = save(tmp_path, 1, trained)
-    policy = load_checkpoint_policy(path, torch.float32)
+    policy = load_checkpoint_policy(path, PolicyConfig(device="cpu"))
     learner = build_learner(policy)
     restore_learner(learner, path, read_state(path))
     assert learner.num_updates == trained[1].num_updates == 2
@@ -102,7 +102,7 @@ def test_the_random_state_of_torch_is_restored(tmp_path: Path, trained: tuple[Po
     torch.manual_seed(5)
     path = save(tmp_path, 1, trained)
     expected = torch.rand(3)
-    restore_learner(build_learner(load_checkpoint_policy(path, torch.float32)), path, read_state(path))
+    restore_learner(build_learner(load_checkpoint_policy(path, PolicyConfig(device="cpu"))), path, read_state(path))
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -111,7 +111,7 @@ def test_a_learner_that_never_trained_can_be_saved(
 ) -> None:
     policy = make_policy(0)
     path = save(tmp_path, 0, (policy, build_learner(policy)))
-    other = load_checkpoint_policy(path, torch.float32)
+    other = load_checkpoint_policy(path, PolicyConfig(device="cpu"))
     learner = build_learner(other)
     restore_learner(learner, path, read_state(path))
     assert learner.train_step(groups) == build_learner(policy).train_step(groups)

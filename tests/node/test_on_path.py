@@ -15,7 +15,8 @@ import pytest
 from tests.fixtures.api_server import Stand
 
 from shoal.errors import UnreachableError
-from shoal.identity.authenticator import Member
+from shoal.identity.authenticator import BanNotice, Member
+from shoal.identity.delegation import sign_revocation
 from shoal.identity.keys import Key
 from shoal.identity.signatures import ResponseSigner
 from shoal.net.client import parse_endpoint
@@ -32,6 +33,7 @@ from shoal.protocol.messages import (
     sign_message,
 )
 
+REVOCATION = sign_revocation(Key.generate(), Key.generate().public, "demo").decode()
 BEAT = Heartbeat(role="validator", wait=None, version=-1, leases=())
 BANNED = b'{"code":"banned","server_time_ms":1,"text":"this node or its owner is banned from this run"}'
 
@@ -95,7 +97,7 @@ class Interceptor:
 @asynccontextmanager
 async def meddled(stand: Stand, meddle: Any, key: Key) -> AsyncIterator[NodeClient]:
     proxy = Interceptor(stand, meddle)
-    stand.coordinator.admit(proxy.other.public, is_banned=True)
+    stand.coordinator.admit(proxy.other.public, ban=BanNotice(1, "a test"))
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     place = parse_endpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     folder, asker = stand.folder / "nodes" / key.public[:8], RetryingClient(RetryPolicy(tries=2, first_s=0.01))
@@ -241,12 +243,12 @@ ATTACKS = [
 CALLS: dict[str, Callable[[NodeClient], Awaitable[Any]]] = {
     "heartbeat": lambda client: client.send_heartbeat(BEAT),
     "claim": lambda client: client.claim_jobs(),
-    "lease": lambda client: client.ask_lease(),
+    "lease": lambda client: client.ask_lease(version=0),
     "batch": lambda client: client.cut_batch(1),
     "join": lambda client: client.join(b"{}"),
     "params": lambda client: client.read_params(),
     "return": lambda client: client.return_lease("l1"),
-    "revocation": lambda client: client.bring("/v1/revocations", RevokeRequest(revocation="{}"), Done),
+    "revocation": lambda client: client.bring("/v1/revocations", RevokeRequest(revocation=REVOCATION), Done),
 }
 
 
@@ -291,7 +293,9 @@ def test_a_genuine_ban_ends_the_node(open_stand: Any) -> None:
     async def check() -> None:
         key = Key.generate()
         async with open_stand() as stand:
-            stand.coordinator.members[key.public] = Member(owner=key.public, scopes=frozenset(), is_banned=True)
+            stand.coordinator.members[key.public] = Member(
+                owner=key.public, scopes=frozenset(), ban=BanNotice(1, "a test")
+            )
             async with meddled(stand, lambda proxy, request: proxy.forward(request), key) as client:
                 with pytest.raises(RefusedError, match="banned"):
                     await client.send_heartbeat(BEAT)

@@ -121,7 +121,7 @@ def _weigh_power(validation: ValidationConfig, params: dict[str, Any], calibrati
     except OSError as error:
         raise ConfigError(f"{calibration}: cannot be read ({error.strerror})") from None
     sizes = build_params(params)
-    rollouts = sizes.groups_per_lease * sizes.group_size
+    rollouts = (sizes.groups_per_lease or 1) * sizes.group_size
     return Dial(validation, powers, rollouts=rollouts, validators=len(sizes.validators)).set_params()
 
 

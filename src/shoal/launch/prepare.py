@@ -181,7 +181,7 @@ def open_dial(prepared: PreparedSwarm) -> Dial:
     return Dial(
         config.validation,
         read_power(prepared.layout.calibration.read_bytes()),
-        rollouts=config.swarm.groups_per_lease * config.batch.group_size,
+        rollouts=(config.swarm.groups_per_lease or 1) * config.batch.group_size,
         validators=len(prepared.validators),
     )
 

@@ -237,17 +237,15 @@ def test_a_score_that_depends_on_addresses_is_used_against_nobody(boxes):
     source = "class A:\n  pass\nitems = [A(), A(), A()]\nfor n, item in enumerate(items): item.n = n\n"
     source += "def f(x): return next(iter(set(items))).n"
     text = f"```python\n{source}\n```"
-    values = {}
+    doubts = 0
     for wanted in range(3):
         info = {"test_cases": [{"type": "function_call", "fn_name": "f", "input": [1], "output": wanted}]}
         found = boxes.score(info, "", text)
-        values[wanted] = found.value
         again = partial(boxes.score_again, Attempt(info, "", text), found)
         assert is_firm(found)
-        if found.value:
-            assert compare_claim(0.0, found, again) is Agreement.UNSURE
-            assert compare_claim(1.0, found, again) is Agreement.AGREES
-    assert sum(values.values()) == 1.0
+        assert compare_claim(found.value, found, again) is Agreement.AGREES
+        doubts += compare_claim(1.0 - found.value, found, again) is Agreement.UNSURE
+    assert doubts, "no order of the set is the same under all addresses"
 
 
 def test_a_score_that_depends_on_nothing_is_firm_also_when_it_is_scored_again(boxes):
