@@ -30,7 +30,7 @@ from shoal.coordinator.state.run import list_steps
 from shoal.coordinator.state.submissions import find_submission
 from shoal.identity.delegation import Scope
 from shoal.net.api_error import ApiError
-from shoal.protocol.messages import Action, Heartbeat, Verdict
+from shoal.protocol.messages import Action, Heartbeat, LeaseProgress, Verdict
 from shoal.protocol.params import is_allowed
 
 WORKERS = {"a1": "ann", "a2": "ann", "b1": "bob", "b2": "bob", "c1": "cleo"}
@@ -108,10 +108,11 @@ class Swarm(RuleBasedStateMachine):
     def pass_time(self, seconds):
         self.world.wait(seconds)
 
-    @rule(node=st.sampled_from(sorted(WORKERS)))
-    def ask_lease(self, node):
+    @rule(node=st.sampled_from(sorted(WORKERS)), age=st.sampled_from([0, 1, 2]))
+    def ask_lease(self, node, age):
+        newest = self.world.coordinator.cache.newest_version
         with contextlib.suppress(ApiError):
-            answer = self.world.ask(node)
+            answer = self.world.ask(node, version=max(0, newest - age))
             if answer.lease is not None:
                 self.leases[node].append(answer.lease)
 
@@ -121,13 +122,18 @@ class Swarm(RuleBasedStateMachine):
             with contextlib.suppress(ApiError):
                 self.world.run(self.world.coordinator.return_lease(self.world.id(node), self.leases[node].pop().lease))
 
-    @rule(node=st.sampled_from(sorted(WORKERS)), salt=st.sampled_from(["", "x"]), newest=st.booleans())
-    def commit_work(self, node, salt, newest):
+    @rule(node=st.sampled_from(sorted(WORKERS)), done=st.sampled_from([0, 1, 2, 9]))
+    def report_progress(self, node, done):
+        leases = tuple(LeaseProgress(lease=lease.lease, done=done) for lease in self.leases[node])
+        with contextlib.suppress(ApiError):  # it left
+            self.world.coordinator.heartbeat(self.world.id(node), Heartbeat(leases=leases))
+
+    @rule(node=st.sampled_from(sorted(WORKERS)), salt=st.sampled_from(["", "x"]))
+    def commit_work(self, node, salt):
         if self.leases[node]:
             lease = self.leases[node].pop(0)
-            manifest = self.world.make_manifest(lease, salt=salt, version=None if newest else lease.oldest_version)
             with contextlib.suppress(ApiError):
-                answer = self.world.commit(node, manifest)
+                answer = self.world.commit(node, self.world.make_manifest(lease, salt=salt))
                 self.uploads.append((node, answer.submission, (lease.lease + salt).encode()))
 
     @rule()
@@ -417,12 +423,13 @@ class Swarm(RuleBasedStateMachine):
         world = self.world
         members = {node: world.coordinator.find_member(world.id(node)) for node in WORKERS}
         standings = dict(world.coordinator.cache.standings)
+        records = {owner: world.coordinator.cache.has_record(owner) for owner in standings}
         beats = {}
         for node in WORKERS:
             with contextlib.suppress(ApiError):  # it left
                 beats[node] = world.coordinator.heartbeat(world.id(node), Heartbeat()).newest_version
         leases = set(world.coordinator.cache.leases)
-        return members, standings, beats, leases, world.coordinator.read_leaders()
+        return members, standings, records, beats, leases, world.coordinator.read_leaders()
 
     def read(self, statement):
         with self.world.coordinator.ledger.read() as connection:

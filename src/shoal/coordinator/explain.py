@@ -6,10 +6,12 @@ from sqlalchemy import Connection, text
 
 from shoal.coordinator.decide.context import RunSnapshot
 from shoal.coordinator.decide.drift_watch import describe_watch
+from shoal.coordinator.decide.settlement import name_shut_out
 from shoal.coordinator.decide.validators import refuse_vain
 from shoal.coordinator.rules.room import appeal_time
 from shoal.coordinator.state.credit import find_appeal
 from shoal.coordinator.state.drift import find_history
+from shoal.coordinator.state.members import find_ban
 from shoal.coordinator.state.queue import find_job
 from shoal.coordinator.state.run import count_away, read_run
 from shoal.coordinator.state.submissions import SubmissionRow, find_submission, list_duplicates
@@ -188,6 +190,9 @@ def _describe_rest(connection: Connection, row: SubmissionRow, now_ms: int) -> I
         yield f"It waits for verdict {job.round}, claimed {count_things(job.claims, 'time')} so far."
     if row.state == SubmissionState.HARD:
         yield "Two validators found it faked, so its owner was banned."
+    ban = find_ban(connection, row.owner, row.owner)
+    if ban is not None and ban.reason == name_shut_out(row.submission):
+        yield "Too much work of its owner was rejected, so it was banned. A right appeal lifts the ban."
     if appeal is not None:
         yield f"The appeal is {appeal.state}."
     elif row.state in REJECTED and row.dropped:

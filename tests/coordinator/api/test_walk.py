@@ -19,7 +19,7 @@ from shoal.protocol.messages import LeaseRequest, SignedVersion, VersionStatemen
 from shoal.protocol.params import RunParams
 from shoal.util.clock import read_clock
 
-MAX_FILES, MAX_ROUTE_FILES = 33, 17
+MAX_FILES, MAX_ROUTE_FILES = 35, 17
 """limit for all files, and for those between the socket and the decision: the others decide, or write the ledger"""
 DECISION = ("coordinator/decide/", "coordinator/rules/", "coordinator/state/", "ledger/", "protocol/")
 SOURCE = Path(shoal.__file__).parent
@@ -47,7 +47,7 @@ def serve_in_thread(folder: Path) -> Iterator[CoordinatorService]:
     made: list[CoordinatorService] = []
 
     async def serve() -> None:
-        params = RunParams(steps=2, group_size=2, max_tokens=100, trainers=(OWNER.public,))
+        params = RunParams(groups_per_lease=1, steps=2, group_size=2, max_tokens=100, trainers=(OWNER.public,))
         config = ServiceConfig(run="demo", port=0, join_work=16, params=params)
         async with open_service(config, folder) as service:
             now_ms = read_clock()

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.coordinator.decide.submissions import APPEAL_SLACK_S, CLEANUP_EVERY_S
 from shoal.coordinator.rules.leases import MAX_SPACING_S
-from shoal.coordinator.rules.room import LEAST_FILES, MIN_FILES, POOL_PART, limit_lease_file
+from shoal.coordinator.rules.room import LEAST_FILES, MIN_FILES, POOL_PART, find_patience, limit_lease_file
 from shoal.coordinator.state.room import find_owner_room, find_total_room
 from shoal.coordinator.state.submissions import find_submission
 from shoal.net.api_error import ApiError
@@ -85,6 +85,11 @@ def test_the_largest_file_follows_from_groups_tokens_and_prompts():
     assert limit_lease_file(params.model_copy(update={"max_prompt_tokens": 64}), 1) < sizes[0]
     assert limit_lease_file(params.model_copy(update={"max_tokens": 2000}), 1) > sizes[0]
     assert limit_lease_file(params.model_copy(update={"blob_max_bytes": 1000}), 64) == 1000
+
+
+def test_files_of_new_owners_are_deleted_early_however_large_a_lease_of_others_may_be():
+    fixed, free = (RunParams(groups_per_batch=64, groups_per_lease=groups) for groups in (1, 0))
+    assert free.most_per_lease == 32 and find_patience(free, 0) == find_patience(fixed, 0)
 
 
 def test_an_owner_without_accepted_work_occupies_little_and_others_deliver_all_the_while(tight):

@@ -97,6 +97,8 @@ def test_the_ban_of_rejected_work_ends_with_a_right_appeal(run):
         submissions.append(run.submit("w2", insist(run, "w2", "bob")))
         run.judge("judge-a", Verdict.SOFT)
     assert run.query(find_ban, run.id("w2"), run.owner_id("bob")) is not None
+    assert "too much rejected work" in run.coordinator.find_member(run.id("w2")).ban.reason
+    assert "A right appeal lifts the ban" in run.coordinator.explain(submissions[-1])
     run.appeal("bob", submissions[-1])
     run.judge("judge-b")
     assert run.query(find_ban, run.id("w2"), run.owner_id("bob")) is None
@@ -113,6 +115,31 @@ def test_a_proof_of_work_that_was_done_before_does_not_count(run):
     run.work("w2", Verdict.FORM)
     run.wait(100)
     assert run.ask("w2").code == "work", "each further rejection takes another one"
+
+
+def test_a_stamp_that_was_used_does_not_pay_for_further_leases(run):
+    for _ in range(3):
+        run.wait(64)
+        run.work("w2", Verdict.FORM)
+    run.wait(64)
+    with pytest.raises(ApiError, match="used before"):
+        run.join("w2", "bob", is_paid=False)
+    assert run.ask("w2").code == "work"
+    run.join("w2", "bob")
+    assert run.lease("w2")
+    run.join("w2", "bob", is_paid=False)
+    assert run.verify().holds
+
+
+def test_whoever_is_not_of_record_is_a_stranger_when_it_joins_and_uploads(run):
+    assert run.coordinator.find_payer(run.id("w1")) == run.owner_id("ann")
+    submission = run.work("w1", Verdict.SOFT)
+    assert run.coordinator.find_payer(run.id("w1")) == ""
+    run.restart()
+    assert run.coordinator.find_payer(run.id("w1")) == ""
+    run.appeal("ann", submission)
+    run.judge("judge-b")
+    assert run.coordinator.find_payer(run.id("w1")) == run.owner_id("ann")
 
 
 def test_cpu_time_of_validators_is_charged(run):

@@ -58,7 +58,7 @@ class LeaseAnswer(Message):
     lease: Lease | None
     document: str = ""
     code: ShortText = ""
-    """finished, stopped, no_version, no_need, busy, queue_full, too_many, resting, share, version, work, trial"""
+    """finished, stopped, no_version, no_need, busy, queue_full, too_many, resting, share, version, work, trial, room"""
     reason: LongText = ""
     retry_after_s: Number = 0
 

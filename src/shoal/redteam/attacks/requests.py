@@ -43,7 +43,7 @@ MAX_COMMITS = 24
 NUM_DRIPPING, DRIP_BYTES, DRIP_S = 4, 64, 0.05
 FILE_BYTES = 1 << 17
 HUGE = 10**9
-NO_LEASE = ("too_many", "busy", "no_need", "resting", "queue_full", "room")
+NO_LEASE = ("too_many", "busy", "no_need", "resting", "queue_full", "room", "trial", "version", "work")
 """codes of refused leases"""
 NUM_FILLERS, MAX_FILES = 4, 64
 NUM_CHURNS = 20
