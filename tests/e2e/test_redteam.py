@@ -35,6 +35,7 @@ SETTINGS = (
         "swarm.workers=1",
         "swarm.groups_per_lease=4",
         "swarm.heartbeat_s=1",
+        "swarm.trial_max_s=0",
         "swarm.lease_s=10",
     ),
     *("eval.tasks=1", "eval.samples=1", "eval.k=1", "eval.every=0", "checkpoint.every=500"),

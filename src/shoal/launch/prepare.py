@@ -162,6 +162,7 @@ def build_params(prepared: PreparedSwarm) -> RunParams:
         max_tokens=config.engine.max_tokens,
         max_prompt_tokens=_read_context(prepared.layout),
         groups_per_lease=swarm.groups_per_lease,
+        trial_max_s=swarm.trial_max_s,
         heartbeat_s=swarm.heartbeat_s,
         stale_s=STALE_BEATS * swarm.heartbeat_s,
         gone_s=GONE_BEATS * swarm.heartbeat_s,

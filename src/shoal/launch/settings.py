@@ -58,6 +58,8 @@ class SwarmConfig(Settings):
     """rollouts that a worker decodes side by side; 0: `engine.slots`"""
     groups_per_lease: Annotated[int, Field(ge=0, le=256)] = 0
     """groups that a worker takes at a time; 0: as many as take some seconds, by measured durations"""
+    trial_max_s: Annotated[int, Field(ge=0, le=3600)] = 64
+    """longest time between leases of owners without accepted work while such leases fail; 0: no pauses"""
     heartbeat_s: Annotated[int, Field(ge=1, le=60)] = 2
     """between two signs of life of a node"""
     lease_s: Annotated[int, Field(ge=10, le=3600)] = 120

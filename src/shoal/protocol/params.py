@@ -55,6 +55,7 @@ PARAM_GROUPS = {
     "nodes": ("heartbeat_s", "stale_s", "gone_s"),
     "leases": (
         *("groups_per_lease", "lease_min_s", "lease_first_s", "lease_max_s", "lease_factor", "late_s", "reserve_s"),
+        "trial_max_s",
         *("backup_after", "max_leases_per_owner", "probation_leases", "max_width", "raise_after"),
         *("owner_share", "share_wait_s"),
     ),
@@ -117,6 +118,9 @@ class RunParams(Settings):
     """how long after its end an expired lease may still be submitted, if nobody else delivered"""
     reserve_s: Natural = 30
     """how long groups that an owner returned or let expire are offered to that owner alone"""
+    trial_max_s: Natural = 64
+    """longest time between two leases of owners without a record, while such leases fail; 0: neither that nor pauses
+    after rejections, for a red team"""
     backup_after: Share = 500_000
     """share of its time after which a lease gets a backup, if there is nothing else to do"""
     upload_s: Seconds = 120

@@ -3,7 +3,6 @@
 import pytest
 
 from shoal.coordinator.decide.submissions import APPEAL_SLACK_S, CLEANUP_EVERY_S
-from shoal.coordinator.rules.leases import MAX_SPACING_S
 from shoal.coordinator.rules.room import LEAST_FILES, MIN_FILES, POOL_PART, find_patience, limit_lease_file
 from shoal.coordinator.state.room import find_owner_room, find_total_room
 from shoal.coordinator.state.submissions import find_submission
@@ -128,7 +127,7 @@ def test_the_pool_is_free_again_after_a_while_though_it_was_filled_with_rejected
     files, _ = fill(tight, *names)
     tight.join("new", "newcomer")
     assert tight.ask("new").code == "trial"
-    tight.wait(MAX_SPACING_S)
+    tight.wait(tight.coordinator.params.trial_max_s)
     assert tight.ask("new").code == "room"
     tight.wait(tight.params.form_keep_s + APPEAL_SLACK_S + CLEANUP_EVERY_S)
     assert tight.ask("new").lease is not None

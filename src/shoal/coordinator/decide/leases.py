@@ -191,7 +191,7 @@ def _check_lease_limit(decision: Decision, caller: CallerRows) -> LeaseAnswer | 
     """Refuse if node or owner hold as many leases as they may."""
     params, (node, owner) = decision.params, caller
     rest_ms = owner.failed_ms - decision.now_ms
-    rest_ms += max(rules.rest_time(owner.failures, owner.strikes, params.reserve_s), owner.charge_ms)
+    rest_ms += rules.rest_time(params, owner.failures, owner.strikes, owner.charge_ms)
     if owner.failed_ms and rest_ms > 0:
         reason = "leases of this owner failed or its work was rejected; it must wait before the next lease"
         return _refuse_lease("resting", reason, retry_s=math.ceil(rest_ms / 1000))
@@ -395,7 +395,7 @@ def next_spacing(decision: Decision, lease: leases.LeaseRow, *, failed: bool | N
     if failed is None or not lease.trial:
         return spacing_ms
     time_ms = rules.usual_time(leases.list_group_times(decision.connection)) * lease.count
-    return rules.space_trials(spacing_ms, time_ms, failed=failed)
+    return rules.space_trials(decision.params, spacing_ms, time_ms, failed=failed)
 
 
 def drop_upload(

@@ -45,8 +45,8 @@ FREE_FAILURES = 3
 _REST_S, _MAX_REST_S, _MAX_REJECTED_REST_S = 40, 80, 3600
 CHARGE = 400
 """time without a lease, as a multiple of the validators' CPU time on rejected work: N owners use N / 400 cores"""
-SPACING_S, MAX_SPACING_S, SPACED_LEASES = 1, 64, 8
-"""time between trials after the first one failed; the most, in seconds or in lease times, whichever is longer"""
+SPACING_S, SPACED_LEASES = 1, 8
+"""time between trials after the first one failed; the most is `trial_max_s`, or so many lease times if longer"""
 
 
 class LeaseLimit(NamedTuple):
@@ -69,8 +69,14 @@ def halve_limit(old: LeaseLimit) -> LeaseLimit:
     return LeaseLimit(max(1, old.width // 2), 0)
 
 
-def rest_time(failures: int, strikes: int, reserve_s: int) -> int:
+def rest_time(params: RunParams, failures: int, strikes: int, charge_ms: int = 0) -> int:
     """Milliseconds after its last failure in which an owner gets no lease; longer than work is reserved for it."""
+    if not params.trial_max_s:
+        strikes = charge_ms = 0
+    return max(_failure_rest(failures, strikes, params.reserve_s), charge_ms)
+
+
+def _failure_rest(failures: int, strikes: int, reserve_s: int) -> int:
     count = max(failures, strikes // STRIKE)
     if count < FREE_FAILURES:
         return 0
@@ -84,11 +90,12 @@ def charge_time(cpu_ms: int) -> int:
     return min(CHARGE * cpu_ms, 1000 * _MAX_REJECTED_REST_S)
 
 
-def space_trials(spacing_ms: int, time_ms: int, *, failed: bool) -> int:
+def space_trials(params: RunParams, spacing_ms: int, time_ms: int, *, failed: bool) -> int:
     """Milliseconds between two trials, after one failed or was accepted; `time_ms` is how long a lease takes."""
     if not failed:
         return spacing_ms // 2 if spacing_ms > 1000 * SPACING_S else 0
-    return min(max(2 * spacing_ms, 1000 * SPACING_S), max(1000 * MAX_SPACING_S, SPACED_LEASES * time_ms))
+    most_ms = max(1000 * params.trial_max_s, SPACED_LEASES * time_ms) if params.trial_max_s else 0
+    return min(max(2 * spacing_ms, 1000 * SPACING_S), most_ms)
 
 
 MIN_MEASURED = 5
