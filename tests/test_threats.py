@@ -153,7 +153,7 @@ THREATS = {
         coordinator/test_state_machine.py::test_anything_in_any_order_keeps_the_rules_and_can_be_finished
         coordinator/test_standing_machine.py::test_only_an_unban_leads_from_banned_to_paid
         coordinator/decide/test_credit.py::test_a_ban_ends_all_that_an_owner_has_begun
-        coordinator/decide/test_credit.py::test_who_is_banned_before_it_joins_does_not_join
+        coordinator/decide/test_credit.py::test_a_banned_owner_cannot_join_with_another_node
         coordinator/api/test_attacks.py::test_a_banned_node_is_refused_on_every_route_that_knows_its_caller
         coordinator/rules/test_standing.py::test_no_outcome_lifts_a_ban
     """,
