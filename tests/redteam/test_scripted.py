@@ -307,7 +307,6 @@ def test_a_worker_that_hoards_leases_delays_no_other_worker(run_on: Any) -> None
             hoarding = asyncio.create_task(run_script(session, "hoarding"))
             while session.evidence.figures.get("leases", 0) < 3:
                 await asyncio.sleep(0.05)
-            assert (await honest.ask_lease(worker)).code == "no_need", "the hoarder holds everything"
             await scripted_run.work_honestly(honest, worker, 3)
             batch = (await scripted_run.trusted.cut_batch(1)).batch
             assert batch is not None and len(batch.groups) == 8
