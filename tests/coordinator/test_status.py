@@ -311,7 +311,8 @@ def test_a_key_leads_from_an_owner_or_a_node_to_its_rejections(world, log):
         assert owner.owner == bob and owner.standing is Standing.BANNED and owner.rejected == 1
         assert owner.rejections == (submission,)
         assert owner.ban.startswith(f"hard verdict on {submission} (event ")
-        assert owner.nodes[0].node == node and owner.nodes[0].scopes == ("work",) and not owner.nodes[0].ban
+        found = {line.node: line for line in owner.nodes}[node]
+        assert found.scopes == ("work",) and not found.ban
     assert not world.coordinator.find_key("0" * 64).owners
 
 

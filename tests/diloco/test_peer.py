@@ -346,16 +346,19 @@ def test_slow_peers_take_fewer_steps() -> None:
     def update(peer: str, steps: int, compute_ms: int) -> Update:
         return Update(key, peer, 1, steps, b"", "fp32", compute_ms=compute_ms)
 
+    def share_all(updates: list[Update]) -> tuple[int, ...]:
+        return share_steps(updates, 50, updates)
+
     fast = [update(name, 50, 1000) for name in "abc"]
-    assert share_steps([*fast, update("slow", 50, 5000)], 50) == (50, 50, 50, 10)
-    assert share_steps([*fast, update("slow", 10, 1000)], 50) == (50, 50, 50, 10)
-    assert share_steps([*fast, update("liar", 50, 1)], 50) == (50,) * 4
-    assert share_steps([update("a", 50, 1000), update("b", 50, 5000)], 50) == (50, 10)
-    assert share_steps([*fast, update("x", 50, 0)], 50) == (50,) * 4
+    assert share_all([*fast, update("slow", 50, 5000)]) == (50, 50, 50, 10)
+    assert share_all([*fast, update("slow", 10, 1000)]) == (50, 50, 50, 10)
+    assert share_all([*fast, update("liar", 50, 1)]) == (50,) * 4
+    assert share_all([update("a", 50, 1000), update("b", 50, 5000)]) == (50, 10)
+    assert share_all([*fast, update("x", 50, 0)]) == (50,) * 4
     slow, *unmeasured = update("slow", 50, 5000), update("x", 50, 0), update("y", 0, 1000)
-    assert share_steps([*fast, slow, *unmeasured], 50) == (50, 50, 50, 10, 50, 50), "nobody else's measure is undone"
-    assert share_steps(unmeasured, 50) == (50, 50)
-    assert share_steps([*fast, update("very slow", 1, 10**9)], 50) == (50, 50, 50, 1)
+    assert share_all([*fast, slow, *unmeasured]) == (50, 50, 50, 10, 50, 50), "nobody else's measure is undone"
+    assert share_all(unmeasured) == (50, 50)
+    assert share_all([*fast, update("very slow", 1, 10**9)]) == (50, 50, 50, 1)
 
 
 def test_a_peer_follows_its_pace_and_still_ends_each_round_on_the_shared_step() -> None:

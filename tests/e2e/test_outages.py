@@ -198,7 +198,7 @@ def test_nothing_was_lost_by_all_that(processes: Processes) -> None:
         report = verify_ledger(engine, projections=PROJECTIONS)
     finally:
         engine.dispose()
-    assert report.holds, report.findings
+    assert not report.findings, "nothing is wrong, although the coordinator was killed before it signed the last events"
     lines = [json.loads(line) for line in (processes.root / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert not any(line["batch/left_out"] for line in lines)

@@ -25,7 +25,7 @@ from warm import PATIENCE_S, SWARM, Warm
 
 TRIED = (
     *("int8", "small", "stale", "greedy", "edited_tokens", "foreign_text", "constant_proof", "truncation", "copy_all"),
-    *("flipped_reward", "padding", "garbage", "bomb_pages"),
+    *("flipped_reward", "padding", "garbage"),
     *("cherry_leases", "two_manifests", "signatures", "noise"),
 )
 SETTINGS = (

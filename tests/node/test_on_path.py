@@ -33,7 +33,12 @@ from shoal.protocol.messages import (
     sign_message,
 )
 
-REVOCATION = sign_revocation(Key.generate(), Key.generate().public, "demo").decode()
+
+def sign_own(key: Key) -> str:
+    """A revocation by an owner that is its own node."""
+    return sign_revocation(key, key.public, "demo").decode()
+
+
 BEAT = Heartbeat(role="validator", wait=None, version=-1, leases=())
 BANNED = b'{"code":"banned","server_time_ms":1,"text":"this node or its owner is banned from this run"}'
 
@@ -248,7 +253,7 @@ CALLS: dict[str, Callable[[NodeClient], Awaitable[Any]]] = {
     "join": lambda client: client.join(b"{}"),
     "params": lambda client: client.read_params(),
     "return": lambda client: client.return_lease("l1"),
-    "revocation": lambda client: client.bring("/v1/revocations", RevokeRequest(revocation=REVOCATION), Done),
+    "revocation": lambda client: client.bring("/v1/revocations", RevokeRequest(revocation=sign_own(client._key)), Done),
 }
 
 

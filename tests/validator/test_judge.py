@@ -85,7 +85,7 @@ def test_a_reward_that_our_verifier_cannot_decide_is_inconclusive(hand_in, monke
 
 
 @pytest.mark.parametrize(
-    ("is_same", "verdict", "check"), [(True, Verdict.SOFT, "reward"), (False, Verdict.INCONCLUSIVE, "limit")]
+    ("is_same", "verdict", "check"), [(True, Verdict.HARD, "reward"), (False, Verdict.INCONCLUSIVE, "limit")]
 )
 def test_a_reward_that_differs_under_other_conditions_is_inconclusive(
     hand_in, monkeypatch, is_same: bool, verdict: Verdict, check: str

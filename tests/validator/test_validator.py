@@ -78,6 +78,9 @@ class FakeCache:
 class FakeJudge:
     """Accepts everything, and records what it was given at once."""
 
+    needs_previous = False
+    previous: Any = None
+
     def __init__(self) -> None:
         self.shown: list[list[str]] = []
         self.is_done = asyncio.Event()

@@ -26,7 +26,7 @@ is expensive, only a share of each group, drawn by the job's seed.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -115,15 +115,14 @@ class ConsistencyCheck:
     def _check_reward(self, claim: "_Claim", found: Score, doubts: "_Doubts") -> Iterator[Finding]:
         def score_more() -> Iterator[Score]:
             text = decode_completion(self._tokenizer, claim.rollout.token_ids)
-            return doubts.limit(score_again(self._family, claim.plan.task, text, found))
+            return doubts.limit(score_again(self._family, claim.plan.task, text, found), is_low=is_low)
 
         where = f"{claim.rollout.id}: {claim.reward!r} claimed"
+        is_low = claim.is_timed and claim.reward < found.value
         match compare_claim(claim.reward, found, score_more):
-            case Agreement.DIFFERS if claim.is_timed and claim.reward < found.value:
-                yield violation(LOW_REWARD_CHECK, f"{where}, {found.value!r} found")
             case Agreement.DIFFERS:
-                doubts.is_proven = True
-                yield violation(REWARD_CHECK, f"{where}, {found.value!r} found")
+                doubts.proven.add(is_low)
+                yield violation(LOW_REWARD_CHECK if is_low else REWARD_CHECK, f"{where}, {found.value!r} found")
             case Agreement.UNSURE:
                 yield violation(LIMIT_CHECK, f"{where}, {found.reason}")
 
@@ -158,13 +157,15 @@ class _Doubts:
     """How many false claims of a submission may still be scored again: each costs a validator several scores."""
 
     left: int = 4
-    is_proven: bool = False
-    """whether a claim was found to be false: that decides, and no other needs to be scored again"""
+    proven: set[bool] = field(default_factory=set)
+    """kinds of claims found to be false (True: too low): another of a kind decides nothing and is not scored again"""
 
-    def limit(self, scores: Iterator[Score]) -> Iterator[Score]:
+    def limit(self, scores: Iterator[Score], *, is_low: bool) -> Iterator[Score]:
         """The scores; none if they do not matter, and one without certainty if the submission has used up its share."""
-        self.left -= not self.is_proven
-        return iter(()) if self.is_proven else scores if self.left >= 0 else iter((give_up("too many doubts"),))
+        if is_low in self.proven:
+            return iter(())
+        self.left -= 1
+        return scores if self.left >= 0 else iter((give_up("too many doubts"),))
 
 
 def measure_nats(rollout: Rollout) -> float:
