@@ -222,10 +222,16 @@ def check_words(live_run: LiveRun, submission: str) -> None:
     assert "no such submission" in live_run.type("explain", live_run.url, "s999", code=1)
 
 
+def verify_unsigned(live_run: LiveRun, *words: Any) -> dict[str, Any]:
+    """The report on the ledger of a running coordinator, which has not signed its last events yet."""
+    assert main([str(word) for word in ("ledger", "verify", live_run.data, "--json", *words)]) == 1
+    report: dict[str, Any] = json.loads(live_run.capsys.readouterr().out)
+    return report
+
+
 def check_ledger(live_run: LiveRun) -> None:
     """The same from the database next to its writer, and over HTTP once a head covers it."""
-    words = ("ledger", "verify", live_run.data, "--json", "--head", live_run.folder / "ann" / "head.json")
-    report = json.loads(live_run.type(*words, code=1))
+    report = verify_unsigned(live_run, "--head", live_run.folder / "ann" / "head.json")
     assert report["findings"] == [] and report["tables"] > 20, "only the last events are not signed yet"
     live_run.restart()  # signs a head over everything before
     await_true(lambda: read_size(live_run) >= report["events"], "head")
@@ -364,7 +370,7 @@ def test_a_validator_that_accepts_a_canary_is_found_by_the_operators_command(
     assert main([str(word) for word in ("canary", "reveal", live_run.url, *flags)]) == 1
     event = shown.splitlines()[0].rpartition(" ")[2]
     assert live_run.capsys.readouterr().out.startswith(f"{done.name}: revealed, recorded as event {event}\n")
-    assert json.loads(live_run.type("ledger", "verify", live_run.data, "--json", code=1))["findings"] == []
+    assert verify_unsigned(live_run)["findings"] == []
 
 
 def ask_stranger(live_run: LiveRun) -> Any:
