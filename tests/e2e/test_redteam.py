@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from warm import PATIENCE_S, SWARM, Warm
 
 TRIED = (
-    *("int8", "small", "stale", "greedy", "edited_tokens", "foreign_text", "constant_proof", "truncation", "copy_all"),
+    *("int8", "small", "stale", "greedy", "edited_tokens", "foreign_text", "constant_proof", "copy_all"),
     *("flipped_reward", "padding", "garbage"),
     *("cherry_leases", "two_manifests", "signatures", "noise"),
 )
