@@ -219,7 +219,8 @@ async def hand_in(worker: Caller) -> float:
     assert lease is not None, "no lease"
     took_s = time.perf_counter() - began
     blob = random.randbytes(BLOB_BYTES)
-    entries = tuple(RolloutEntry(hash=random.randbytes(32).hex(), tokens=100) for _ in range(lease.group_size))
+    count = lease.count * lease.group_size
+    entries = tuple(RolloutEntry(hash=random.randbytes(32).hex(), tokens=100) for _ in range(count))
     manifest = Manifest(
         lease=lease.lease,
         fence=lease.fence,

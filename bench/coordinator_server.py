@@ -64,6 +64,7 @@ def make_config(database: str) -> Any:
     params = RunParams(
         steps=3,
         groups_per_batch=20_000,
+        groups_per_lease=1,
         max_queue=100_000,
         max_pending_per_owner=1000,
         probation_leases=1000,
