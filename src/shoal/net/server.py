@@ -254,6 +254,12 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):  # type: ign
         else:
             self._end_request()
 
+    @property
+    def has_input(self) -> bool:
+        """Whether the app can read without waiting for the peer. Also right while a further request waits behind the
+        current one, whose body has then arrived."""
+        return self.cycle is not None and self.cycle.message_event.is_set()
+
     def count_answer(self, status: int) -> None:
         """Count a response in the metrics."""
         self._metrics.requests.labels(str(status)).inc()
@@ -415,7 +421,10 @@ class Exchange:
             return {"type": "http.disconnect"}
         protocol.wants_body, self._expects = True, False
         while True:
-            message = await keep_rate(protocol.reading, lambda: protocol.received_bytes, self._receive)
+            if protocol.has_input:
+                message = await self._receive()  # returns at once
+            else:
+                message = await keep_rate(protocol.reading, lambda: protocol.received_bytes, self._receive)
             if message["type"] == "http.disconnect":
                 raise HttpError("connection closed in the middle of a body")
             self._unread -= len(message["body"])
