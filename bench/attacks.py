@@ -19,14 +19,13 @@ from transformers import PreTrainedModel
 
 from altered import step_back
 from models import load_subject
-from shoal.engine.sampling import choose_tokens
+from shoal.engine.sampling import Choose, choose_tokens
 from shoal.policy.altered import add_adapter, map_linears, round_channels, round_groups
 from shoal.redteam.attacks.sampling import NUM_TRIES, draw_places, list_tries
 from shoal.redteam.attacks.sampling import edit_prompt as bend_prompt
 from shoal.redteam.behaviours.forged_work import ForgedRollouts, fit_proofs
 from shoal.redteam.behaviours.sampling import (
     choose_cooler,
-    choose_fixed,
     choose_likeliest,
     choose_nucleus,
     choose_others,
@@ -175,6 +174,16 @@ def edit_five(stage: Stage) -> ForgedRollouts:
 @attack("50 tokens edited", chooses=True)
 def edit_fifty(stage: Stage) -> ForgedRollouts:
     return _edit_tokens(stage, 50)
+
+
+def choose_fixed(planned: Tensor, token: int) -> Choose:
+    """At the planned draws, a fixed token."""
+
+    def choose(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = choose_tokens(logits, temperatures, uniforms)[0]
+        return claim_tokens(logits, temperatures, torch.where(torch.isin(uniforms, planned), token, tokens))
+
+    return choose
 
 
 @attack("cut off with a forced end", chooses=True)

@@ -21,9 +21,9 @@ from shoal.policy.model import Policy
 from shoal.recipe import Recipe, load_recipe
 from shoal.redteam.behaviours.forged_work import list_rollouts
 from shoal.seeds import derive_group_seeds, derive_seed
+from shoal.toploc.build import ProofBuilder
 from shoal.toploc.calibration import Calibration, load_calibration
 from shoal.toploc.check import RolloutReport, check_rollouts
-from shoal.toploc.stream import ProofBuilder
 from shoal.worker.behaviour import FinishedWork, WorkerBehaviour
 from shoal.worker.orders import LeaseOrder
 

@@ -46,7 +46,7 @@ from shoal.protocol.check_rate import ValidationConfig
 from shoal.protocol.power import Dial, read_power
 from shoal.seeds import derive_seed
 from shoal.toploc.calibration import Calibration
-from shoal.toploc.odds import SHARES, mix_odds, spell_odds
+from shoal.toploc.finding import SHARES, mix_odds, spell_odds
 from shoal.toploc.rivals import make_rivals
 from shoal.util.process import tune_process
 

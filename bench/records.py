@@ -17,7 +17,7 @@ from attacks import Attack
 from shoal.engine.base import CHUNK
 from shoal.redteam.behaviours.forged_work import ForgedRollouts
 from shoal.rollout import Finish, Request, Rollout, VersionRange
-from shoal.toploc.calibration import PUBLISHED, Calibration
+from shoal.toploc.calibration import Calibration
 from shoal.toploc.check import RolloutChecker, RolloutReport, weigh_reports
 from shoal.toploc.finding import Check
 from shoal.toploc.proof import Fault
@@ -26,6 +26,8 @@ from shoal.toploc.shape_test import check_odds, trace_choices
 from shoal.toploc.verify import ChunkResult, verify_batch
 from stage import Stage
 
+PUBLISHED = {Check.EXPONENT: 38.0, Check.MANTISSA: 10.0, Check.MEDIAN: 8.0}
+"""The paper's thresholds for bfloat16, one set for all models."""
 WINDOWS = (32, 128, 512)
 SUBMISSION = 16
 FAMILIES = {

@@ -33,9 +33,8 @@ from shoal.engine import open_engine
 from shoal.engine.base import Engine
 from shoal.policy.model import Policy, load_policy
 from shoal.rollout import Request, Rollout
-from shoal.toploc.build import build_proofs
+from shoal.toploc.build import ProofBuilder, build_proofs
 from shoal.toploc.replay import replay_rollouts
-from shoal.toploc.stream import ProofBuilder
 from shoal.toploc.verify import verify_batch, verify_proofs
 from shoal.util.process import tune_process
 

@@ -20,7 +20,7 @@ class Stage:
 
 STAGES = (
     Stage("generate", ("shoal.engine.torch:TorchEngine.submit", "shoal.engine.torch:TorchEngine.step"), is_model=True),
-    Stage("prove", ("shoal.toploc.stream:ProofBuilder.__call__", "shoal.toploc.stream:ProofBuilder.take_many")),
+    Stage("prove", ("shoal.toploc.build:ProofBuilder.__call__", "shoal.toploc.build:ProofBuilder.take_many")),
     Stage("plan", ("shoal.group:plan_groups",)),
     Stage("score", ("shoal.group:score_group",)),
     Stage("write", ("shoal.worker.behaviour:pack_work",)),

@@ -10,10 +10,10 @@ from shoal.calibrate.prompts import PromptSource, draw_requests
 from shoal.calibrate.variants import VariantSetup, probe_dtype, run_variant
 from shoal.policy.altered import map_linears, round_channels, shift_weights
 from shoal.policy.model import Policy
+from shoal.toploc.build import ProofBuilder
 from shoal.toploc.calibration import Calibration
 from shoal.toploc.check import CheckBatch, check_batches, judge_rivals
 from shoal.toploc.rivals import Rival, make_rivals
-from shoal.toploc.stream import ProofBuilder
 from shoal.validator.finding import state_odds
 
 SOURCE = PromptSource(tokens=64, temperature=1.0, seed=0)

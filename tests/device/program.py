@@ -32,8 +32,8 @@ from shoal.policy.model import Policy, load_policy  # noqa: E402
 from shoal.policy.packing import build_packs  # noqa: E402
 from shoal.rollout import Group, Request, Rollout, Score  # noqa: E402
 from shoal.tasks.open import open_tasks  # noqa: E402
+from shoal.toploc.build import ProofBuilder  # noqa: E402
 from shoal.toploc.replay import replay_rollouts  # noqa: E402
-from shoal.toploc.stream import ProofBuilder  # noqa: E402
 from shoal.train import sft  # noqa: E402
 from shoal.train.eval import evaluate  # noqa: E402
 

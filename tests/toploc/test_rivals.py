@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.toploc.chunks import STATISTICS, ChunkStats
-from shoal.toploc.odds import MAX_ODDS, SHARES, mix_odds, spell_odds, sum_odds
+from shoal.toploc.finding import MAX_ODDS, SHARES, mix_odds, spell_odds, sum_odds
 from shoal.toploc.rivals import (
     NUM_LEVELS,
     Lean,

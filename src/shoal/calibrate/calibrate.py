@@ -27,6 +27,7 @@ from shoal.errors import ConfigError
 from shoal.learner.checkpoint import find_newest
 from shoal.policy.model import Policy, choose_device, open_policy
 from shoal.rollout import Request
+from shoal.toploc.build import ProofBuilder
 from shoal.toploc.calibration import (
     LIMITED,
     SHARES,
@@ -41,7 +42,6 @@ from shoal.toploc.calibration import (
 from shoal.toploc.chunks import ChunkStats, measure_chunks, stack_stats
 from shoal.toploc.finding import Check
 from shoal.toploc.sequential_test import CALIBRATED, Bet, EvidenceStream, Level, SequentialEvidence, read_stream
-from shoal.toploc.stream import ProofBuilder
 from shoal.toploc.threshold import bound_rate, pick_threshold
 from shoal.toploc.verify import verify_batch
 

@@ -26,6 +26,7 @@ from shoal.calibrate.variants import VariantSetup, cast_models, replay_variant, 
 from shoal.policy.altered import add_adapter, map_linears, round_bytes, round_channels, round_groups, shift_weights
 from shoal.policy.model import Policy
 from shoal.rollout import Request
+from shoal.toploc.build import ProofBuilder
 from shoal.toploc.calibration import LIMITED, Calibration, Power
 from shoal.toploc.chunks import ChunkStats, measure_chunks
 from shoal.toploc.rivals import (
@@ -41,7 +42,6 @@ from shoal.toploc.rivals import (
     measure_change,
 )
 from shoal.toploc.sequential_test import Level, SequentialEvidence
-from shoal.toploc.stream import ProofBuilder
 from shoal.toploc.threshold import bound_rate
 from shoal.toploc.verify import verify_batch
 

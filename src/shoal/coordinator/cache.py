@@ -117,9 +117,6 @@ class RunCache:
         """Whether an owner is of record, see `rules.standing`."""
         return has_record(self._tallies.get(owner, (0, 0))[0], self._strikes.get(owner, 0))
 
-    def is_banned(self, key: str) -> bool:
-        return key in self._bans
-
     def take_events(self, recorded: Iterable[Event]) -> None:
         """Apply events that are on disk."""
         with self._lock:

@@ -29,7 +29,7 @@ from shoal.protocol.check_rate import (
     show_share,
 )
 from shoal.protocol.params import MILLION, set_check_rate
-from shoal.toploc.odds import SHARES, mix_odds
+from shoal.toploc.finding import SHARES, mix_odds
 
 _TRIED = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 """numbers of submissions within which an attack may be caught"""

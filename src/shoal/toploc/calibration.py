@@ -41,8 +41,6 @@ LIMITED = {
 """Checks with a threshold per chunk, and the statistic of each."""
 SHARES = len(LIMITED) + 7
 """Checks that share the rate: those above, places outside, end probability, hazard, shape, tail, sequence, rivals."""
-PUBLISHED = {Check.EXPONENT: 38.0, Check.MANTISSA: 10.0, Check.MEDIAN: 8.0}
-"""The paper's thresholds for bfloat16, one set for all models, for comparison."""
 _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"}
 
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]

@@ -5,8 +5,6 @@ states: at (flat index mod modulus) of each committed value, the polynomial over
 value's bfloat16 pattern. Every commitment has one encoding; any other bytes are a `Fault`, never an exception.
 """
 
-from base64 import b64decode, b64encode
-from binascii import Error as Base64Error
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -73,23 +71,3 @@ def find_fault(proof: object, *, points: int, values: int) -> Fault | None:
         return Fault.LENGTH
     lowest = P if values <= P else P - MODULUS_SLACK
     return None if lowest <= modulus <= P else Fault.MODULUS
-
-
-def encode_proofs(proofs: Sequence[bytes]) -> list[str]:
-    """Encode proofs as base64."""
-    return [b64encode(proof).decode() for proof in proofs]
-
-
-def decode_proofs(texts: Sequence[object]) -> list[bytes | None]:
-    """Decode proofs from base64; None, which verifies as `Fault.UNREADABLE`, for text that is not canonical base64."""
-    return [_decode_proof(text) for text in texts]
-
-
-def _decode_proof(text: object) -> bytes | None:
-    if not isinstance(text, str) or not text.isascii():
-        return None
-    try:
-        proof = b64decode(text, validate=True)
-    except Base64Error:
-        return None
-    return proof if b64encode(proof).decode() == text else None  # the last character may have unused bits

@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 from shoal.config.run import Settings
 from shoal.policy.altered import map_linears, round_bytes, round_channels
 from shoal.toploc.chunks import ChunkStats
-from shoal.toploc.odds import SHARES, sum_odds
+from shoal.toploc.finding import SHARES, sum_odds
 from shoal.toploc.sequential_test import Level
 
 NUM_LEVELS = 8

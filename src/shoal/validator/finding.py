@@ -27,7 +27,7 @@ from shoal.rollout import Group
 from shoal.toploc.calibration import Calibration
 from shoal.toploc.check import RolloutReport, list_odds
 from shoal.toploc.chunks import ChunkStats
-from shoal.toploc.odds import SHARES, spell_odds, sum_odds
+from shoal.toploc.finding import SHARES, spell_odds, sum_odds
 from shoal.toploc.sequential_test import EvidenceStream, Level
 
 MAX_FINDINGS = 64

@@ -29,7 +29,7 @@ from shoal.group import GroupPlan, score_group
 from shoal.policy.model import Policy
 from shoal.rollout import Group, Request, Rollout
 from shoal.tasks.verify.base import is_fault
-from shoal.toploc.stream import ProofBuilder
+from shoal.toploc.build import ProofBuilder
 from shoal.util.spans import SpanLog
 from shoal.worker.behaviour import FinishedWork, WorkerBehaviour, bound_prompts, fit_slots
 from shoal.worker.leases import LeaseState, LeaseTable

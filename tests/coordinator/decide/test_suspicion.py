@@ -4,7 +4,8 @@ import pytest
 
 from shoal.coordinator.rules.suspicion import LINE
 from shoal.coordinator.state.members import find_owner
-from shoal.coordinator.state.suspicion import list_proven, list_suspicion
+from shoal.coordinator.state.suspicion import SuspicionRow, list_proven
+from shoal.ledger import db
 from shoal.ledger.event import EventKind
 from shoal.ledger.reader import read_events
 from shoal.net.api_error import ApiError
@@ -37,6 +38,11 @@ def find_standing(world, owner: str) -> str:
     return world.query(lambda connection: find_owner(connection, world.owner_id(owner))).standing
 
 
+def list_suspicion(world, owner: str) -> list[SuspicionRow]:
+    public = world.owner_id(owner)
+    return world.query(lambda connection: db.list_rows(connection, SuspicionRow, "WHERE owner = :owner", owner=public))
+
+
 def list_bans(world) -> list:
     events = world.query(lambda connection: list(read_events(connection, 0, 10**6)))
     return [event for event in events if event.kind == EventKind.BAN]
@@ -52,7 +58,7 @@ def test_weak_odds_of_two_validators_convict_within_a_few_submissions_and_the_le
     assert ban.content["target"] == world.owner_id("ann")
     assert "closer to int8 weights than to the stated ones" in ban.content["reason"]
     assert world.balance("stake", "ann") == 0
-    assert world.query(lambda connection: list_suspicion(connection, world.owner_id("ann"))) == []
+    assert list_suspicion(world, "ann") == []
     assert world.verify().holds
 
 
@@ -76,7 +82,7 @@ def test_a_validator_that_states_no_odds_protects_nobody_from_the_others(world):
 def test_honest_odds_never_add_up(world):
     for number in range(30):
         hand_in(world, "w2", "judge-a" if number % 2 else "judge-b", CLEAN)
-    rows = world.query(lambda connection: list_suspicion(connection, world.owner_id("bob")))
+    rows = list_suspicion(world, "bob")
     assert len(rows) == 2 and all(row.evidence < 1000 for row in rows)
     assert find_standing(world, "bob") != Standing.BANNED and list_bans(world) == []
 

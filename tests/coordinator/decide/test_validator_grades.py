@@ -3,20 +3,16 @@
 They use the verdicts of `shoal.redteam.validators`; the two others report what the work is.
 """
 
+import math
 import random
 
 import pytest
 
 from shoal.coordinator.rules.validator_trust import (
     BANNED_AT,
-    BANNED_BY,
     LIMITED_AT,
-    LIMITED_BY,
     SILENT_AT,
-    count_jobs,
-    expose_accepting,
-    expose_rejecting,
-    find_liar,
+    WRONG,
     halve_silence,
     next_score,
     next_silence,
@@ -27,6 +23,8 @@ from shoal.net.api_error import ApiError
 from shoal.protocol.messages import Standing, Verdict
 from shoal.redteam.validators import abstain_job, accept_job, reject_job
 
+BANNED_BY, LIMITED_BY = -(-BANNED_AT // WRONG), -(-LIMITED_AT // WRONG)
+"""wrong grades of one side, without a right one, that lead to a ban"""
 LIMITS = {"sampling": 1e-5, "logprob": 1e-3}
 MILLION = 1_000_000
 SURE = 0.99
@@ -39,6 +37,34 @@ ROOM = {
     "max_queue": 4000,
     "lease_max_s": 10**6,
 }
+
+
+def expose_accepting(*, canaries: float, bad: float, second_share: float) -> float:
+    """Lower bound of h for a validator that accepts everything."""
+    return canaries + bad * second_share
+
+
+def expose_rejecting(*, good: float, reject_share: float, canaries: float = 0.0) -> float:
+    """h for a validator that rejects everything; `canaries` are those whose work is good."""
+    return canaries + good * reject_share
+
+
+def find_liar(chance: float, jobs: int, wrongs: int = BANNED_BY) -> float:
+    """The probability of at least so many wrong grades within so many jobs."""
+    odds = [math.comb(jobs, number) * chance**number * (1.0 - chance) ** (jobs - number) for number in range(wrongs)]
+    return max(0.0, 1.0 - sum(odds))
+
+
+def count_jobs(chance: float, probability: float, wrongs: int = BANNED_BY) -> int:
+    """The smallest number of jobs within which a liar gets so many wrong grades with this probability."""
+    assert 0.0 < chance <= 1.0 and 0.0 < probability < 1.0, "a liar that is never graded is never found"
+    low, high = wrongs, wrongs
+    while find_liar(chance, high, wrongs) < probability:
+        low, high = high + 1, 2 * high
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if find_liar(chance, middle, wrongs) >= probability else (middle + 1, high)
+    return low
 
 
 def begin(make_world, **changes):

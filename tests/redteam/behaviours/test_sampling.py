@@ -8,7 +8,6 @@ import torch
 from shoal.redteam.behaviours.sampling import (
     CloseChoice,
     choose_cooler,
-    choose_fixed,
     choose_likeliest,
     choose_nucleus,
     choose_others,
@@ -52,8 +51,6 @@ def test_planned_draws_are_those_of_their_places() -> None:
         (choose_cooler(0.1), 0.99, 1),
         (choose_others(draw(0.3)), 0.3, 3),  # the seed's is 1; 0.8 of the rest
         (choose_others(draw(0.4)), 0.3, 1),
-        (choose_fixed(draw(0.3), 2), 0.3, 2),
-        (choose_fixed(draw(0.4), 2), 0.3, 1),
     ],
 )
 def test_a_choice_takes_its_token_and_claims_the_honest_logprob(choose, u: float, token: int) -> None:

@@ -50,7 +50,6 @@ opinions are drawn with a secret and nothing distinguishes a canary before it is
 This needs three owners of validators: with two there is no majority. Canaries alone need no others.
 """
 
-import math
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -110,35 +109,3 @@ def is_plain(statistic: float, threshold: float, *, passed: bool) -> bool:
     if threshold <= 0:
         return True
     return statistic * MARGIN <= threshold if passed else statistic >= MARGIN * threshold
-
-
-BANNED_BY, LIMITED_BY = -(-BANNED_AT // WRONG), -(-LIMITED_AT // WRONG)
-"""wrong grades of one side, without a right one, that lead to a ban"""
-
-
-def expose_accepting(*, canaries: float, bad: float, second_share: float) -> float:
-    """Lower bound of h for a validator that accepts everything."""
-    return canaries + bad * second_share
-
-
-def expose_rejecting(*, good: float, reject_share: float, canaries: float = 0.0) -> float:
-    """h for a validator that rejects everything; `canaries` are those whose work is good."""
-    return canaries + good * reject_share
-
-
-def find_liar(chance: float, jobs: int, wrongs: int = BANNED_BY) -> float:
-    """The probability of at least so many wrong grades within so many jobs."""
-    odds = [math.comb(jobs, number) * chance**number * (1.0 - chance) ** (jobs - number) for number in range(wrongs)]
-    return max(0.0, 1.0 - sum(odds))
-
-
-def count_jobs(chance: float, probability: float, wrongs: int = BANNED_BY) -> int:
-    """The smallest number of jobs within which a liar gets so many wrong grades with this probability."""
-    assert 0.0 < chance <= 1.0 and 0.0 < probability < 1.0, "a liar that is never graded is never found"
-    low, high = wrongs, wrongs
-    while find_liar(chance, high, wrongs) < probability:
-        low, high = high + 1, 2 * high
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if find_liar(chance, middle, wrongs) >= probability else (middle + 1, high)
-    return low

@@ -43,11 +43,6 @@ def list_proven(connection: Connection, owner: str) -> list[SuspicionRow]:
     return db.list_rows(connection, SuspicionRow, condition, owner=owner, line=LINE)
 
 
-def list_suspicion(connection: Connection, owner: str) -> list[SuspicionRow]:
-    """All findings on an owner's work, strongest first."""
-    return db.list_rows(connection, SuspicionRow, "WHERE owner = :owner ORDER BY evidence DESC, judge", owner=owner)
-
-
 def weigh_odds(event: Event, connection: Connection) -> None:
     """val.verdict, before it changes the job"""
     said = read_body(event, VerdictStatement)

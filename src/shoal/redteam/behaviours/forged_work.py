@@ -34,11 +34,10 @@ from shoal.redteam.behaviours.weights import shrink_policy
 from shoal.rollout import Finish, Request, Rollout, VersionRange
 from shoal.seeds import derive_seed
 from shoal.submission.write import Proofs
-from shoal.toploc.build import build_batch
+from shoal.toploc.build import ProofBuilder, build_batch
 from shoal.toploc.field import P
 from shoal.toploc.proof import TOPK, pack_proofs
 from shoal.toploc.replay import replay_rollouts
-from shoal.toploc.stream import ProofBuilder
 from shoal.worker.behaviour import FinishedWork, WorkerBehaviour
 
 Tokens = Sequence[int] | np.ndarray

@@ -66,16 +66,6 @@ def choose_others(planned: Tensor) -> Choose:
     return choose
 
 
-def choose_fixed(planned: Tensor, token: int) -> Choose:
-    """At the planned draws, a fixed token."""
-
-    def choose(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = choose_tokens(logits, temperatures, uniforms)[0]
-        return claim_tokens(logits, temperatures, torch.where(torch.isin(uniforms, planned), token, tokens))
-
-    return choose
-
-
 class CloseChoice:
     """If other tokens are within `tolerance` of the draw, choose the likeliest of them.
 

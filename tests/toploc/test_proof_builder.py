@@ -11,8 +11,7 @@ from shoal.engine.torch import TorchEngine
 from shoal.policy.model import load_policy
 from shoal.rollout import Request
 from shoal.toploc import stream
-from shoal.toploc.build import build_proofs
-from shoal.toploc.stream import ProofBuilder
+from shoal.toploc.build import ProofBuilder, build_proofs
 
 ALPHABET = "0123456789abcdef"
 
