@@ -26,7 +26,6 @@ Invariants:
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated, NamedTuple
 
 from pydantic import Field
@@ -320,7 +319,6 @@ def _refuse_wait(wait_s: float) -> None:
         raise ApiError(429, "too_many", f"too many requests; try again in {after_s} s", retry_after_s=after_s)
 
 
-@lru_cache(maxsize=4096)
 def name_address(peer_ip: str) -> str:
     """The rate-limit key of a peer; a peer without an IP address (a local socket) uses the server's name for it."""
     try:

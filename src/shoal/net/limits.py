@@ -14,6 +14,7 @@ import ipaddress
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from typing import Annotated, TypeVar
 
 from pydantic import Field
@@ -281,6 +282,7 @@ class AddressTable:
         return [usage for usage in self._usages.values() if len(usage.connections)]
 
 
+@lru_cache(maxsize=4096)
 def name_peer(address: str) -> tuple[str, bool]:
     """The unit that counts as one peer, and whether it is this machine; in IPv6 one host controls a whole /64."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
