@@ -367,7 +367,6 @@ _TOKENS = ("signature-input", "signature")
 _ALWAYS = frozenset({"shoal-run", "shoal-audience", *_TOKENS})
 _BOUND = {name.encode(): name for name in (*BODY_COMPONENTS[3:], "shoal-work", *_TOKENS)}
 """headers of a request that its answer covers"""
-_VISIBLE = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 _CREATED = re.compile(r";created=([1-9][0-9]{0,14});")
 
 
@@ -426,7 +425,8 @@ def _pick_values(headers: RawHeaders) -> dict[str, str] | None:
         if name is None:
             continue
         value = raw_value.decode("latin-1").strip(" \t")
-        if name in values or len(value) > MAX_VALUE_CHARS or _VISIBLE.fullmatch(value) is None:
+        is_visible = value and value.isascii() and value.isprintable()
+        if name in values or len(value) > MAX_VALUE_CHARS or not is_visible:
             return None
         values[name] = value
     return values if values.keys() >= _ALWAYS else None
