@@ -10,7 +10,7 @@ from shoal.config.run import PolicyConfig, TinyConfig
 from shoal.engine.torch import TorchEngine
 from shoal.policy.model import load_policy
 from shoal.rollout import Request
-from shoal.toploc import stream
+from shoal.toploc import build
 from shoal.toploc.build import ProofBuilder, build_proofs
 
 ALPHABET = "0123456789abcdef"
@@ -48,7 +48,7 @@ def test_row_by_row_is_a_way_to_feed() -> None:
 
 @pytest.mark.parametrize("waiting", [0, 10_000, 10**9])
 def test_rollouts_side_by_side_keep_their_proofs_apart(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "WAITING_BYTES", waiting)
+    monkeypatch.setattr(build, "WAITING_BYTES", waiting)
     hiddens = {f"r{i}": draw_normal(5 + 9 * i, 48, seed=i) for i in range(40)}
     builder = ProofBuilder()
     for start in range(0, 400, 32):
@@ -124,7 +124,7 @@ def test_a_dropped_rollout_leaves_nothing_to_take() -> None:
 
 def test_full_chunks_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting chunks are bounded in bytes; afterwards only indices and patterns are kept."""
-    monkeypatch.setattr(stream, "WAITING_BYTES", 100_000)
+    monkeypatch.setattr(build, "WAITING_BYTES", 100_000)
     builder = ProofBuilder()
     for start in range(0, 32 * 50, 32):
         builder("a", start, draw_normal(32, 256))  # 16 kB of patterns each
@@ -133,7 +133,7 @@ def test_full_chunks_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_chunk_that_is_larger_than_what_may_wait_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "WAITING_BYTES", 1000)
+    monkeypatch.setattr(build, "WAITING_BYTES", 1000)
     hidden = draw_normal(70, 64)
     builder = ProofBuilder()
     builder("a", 0, hidden)
