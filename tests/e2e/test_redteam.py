@@ -28,8 +28,8 @@ TRIED = (
     *("flipped_reward", "padding", "bomb_pages", "garbage"),
     *("cherry_leases", "two_manifests", "signatures", "noise"),
 )
-# The learning rate keeps the policy as it is. One that has learned to give a single answer writes the same tokens at any
-# temperature, and cheats submit honest work.
+# The learning rate keeps the policy as it is. One that has learned to give a single answer writes the same tokens at
+# any temperature, and cheats submit honest work.
 SETTINGS = (
     *("steps=5000", "async_level=2", "policy.tiny.layers=2", WIDE, "learner.lr=1e-5", "engine.max_tokens=10"),
     *(

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from shoal.coordinator.decide.context import CallerRows, Decision, build_from, require_member, require_row
 from shoal.coordinator.rules import leases as rules
 from shoal.coordinator.rules.room import find_shortage, limit_lease_file
-from shoal.coordinator.rules.standing import count_fault, is_suspect, needs_work
+from shoal.coordinator.rules.standing import count_fault, is_suspect
 from shoal.coordinator.state import leases
 from shoal.coordinator.state.members import OwnerRow, find_node, find_owner
 from shoal.coordinator.state.queue import is_crowded
@@ -40,7 +40,7 @@ from shoal.ledger.reader import read_event
 from shoal.net.api_error import ApiError
 from shoal.protocol.events import Flag, LeaseEnd, LeaseExtend, LeaseGrant, read_body
 from shoal.protocol.messages import Lease, LeaseAnswer, ReturnAnswer, Standing, SubmissionState
-from shoal.protocol.params import count_missing, is_allowed
+from shoal.protocol.params import RunParams, count_missing, is_allowed
 
 MAX_AT_ONCE = 64
 RESCUE_S = 5
@@ -195,8 +195,8 @@ def _check_lease_limit(decision: Decision, caller: CallerRows) -> LeaseAnswer | 
     if owner.failed_ms and rest_ms > 0:
         reason = "leases of this owner failed or its work was rejected; it must wait before the next lease"
         return _refuse_lease("resting", reason, retry_s=math.ceil(rest_ms / 1000))
-    if needs_work(params, owner.strikes) and not owner.renewed:
-        reason = "too much work of this owner was rejected; join again with a new proof of work before the next lease"
+    if owes_work(params, owner):
+        reason = "too much work of this owner was rejected, or its leases failed; join again with a new proof of work"
         return _refuse_lease("work", reason)
     held = leases.count_held(decision.connection, node.node, owner.owner)
     if held.node >= min(node.width, node.max_leases):
@@ -205,6 +205,12 @@ def _check_lease_limit(decision: Decision, caller: CallerRows) -> LeaseAnswer | 
     if held.owner >= min(most.get(owner.standing, params.max_leases_per_owner), params.max_leases_per_owner):
         return _refuse_lease("busy", f"this owner holds {held.owner} leases, the limit of its standing")
     return None
+
+
+def owes_work(params: RunParams, owner: OwnerRow) -> bool:
+    """Whether an owner has to do a new proof of work before its next lease."""
+    is_due = rules.owes_work(params, owner.strikes, owner.failures, has_record=owner.has_record)
+    return is_due and not owner.renewed
 
 
 def _choose_range(

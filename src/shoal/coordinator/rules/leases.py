@@ -37,7 +37,7 @@ the work of joining, few leases on probation, full checks of new owners, a bond 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoal.coordinator.rules.standing import MAX_FAULTS, STRIKE
+from shoal.coordinator.rules.standing import MAX_FAULTS, STRIKE, needs_work
 from shoal.protocol.params import MILLION, RunParams
 
 FREE_FAILURES = 3
@@ -83,6 +83,14 @@ def _failure_rest(failures: int, strikes: int, reserve_s: int) -> int:
     doubled = _REST_S << min(count - FREE_FAILURES, 16)
     most = _MAX_REJECTED_REST_S if strikes > MAX_FAULTS else _MAX_REST_S
     return 1000 * max(min(doubled, most), reserve_s + 1)
+
+
+def owes_work(params: RunParams, strikes: int, failures: int, *, has_record: bool) -> bool:
+    """Whether an owner gets its next lease only after a new proof of work.
+
+    After too many rejections; and without a record after each failed lease but the first ones, which its first proof of
+    work paid for: a lease is two events of the ledger, whether or not anything is delivered."""
+    return needs_work(params, strikes) or (failures >= FREE_FAILURES and not has_record)
 
 
 def charge_time(cpu_ms: int) -> int:
