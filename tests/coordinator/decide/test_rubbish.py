@@ -14,6 +14,7 @@ from shoal.protocol.beacon import derive_group, show_seeds
 from shoal.protocol.messages import Heartbeat, LeaseProgress, SubmissionState, Verdict
 
 HOUR = 3600
+DATABASES = ("sqlite", "postgresql")
 
 
 @pytest.fixture
@@ -222,6 +223,23 @@ def test_trials_of_all_owners_without_a_record_together_are_rare_while_they_fail
     assert granted <= 40 + 12, "each once before the first failed, then 1, 2, 4, ... 64 s apart"
     assert spacing_of(run) == 64_000
     assert run.verify().holds
+
+
+def test_a_newcomer_gets_a_trial_although_others_ask_before_it_each_time(run):
+    names = [f"rubbish-{number}" for number in range(4)]
+    for name in ("newcomer", *names):
+        run.join(name, name)
+    run.work("w2", Verdict.FORM)
+    lost = 0
+    while run.ask("newcomer").lease is None:
+        run.wait(4)
+        for name in names:
+            if (lease := run.ask(name).lease) is not None:
+                lost += 1
+                run.submit(name, lease)
+                run.judge("judge-a", Verdict.FORM)
+        run.work("w1", signal=False)
+        assert lost <= len(names), "it waits for none of them twice"
 
 
 def test_a_trial_gets_a_group_of_the_highest_step_and_never_one_that_a_trial_lost(run):

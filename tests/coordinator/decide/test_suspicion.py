@@ -21,6 +21,7 @@ WEAK = {"int8": (30 * MILLION, 100 * MILLION, 300 * MILLION)}
 """one false alarm in 300: nobody is convicted by that alone"""
 CLEAN = {"int8": (900_000, 500_000, 1000)}
 MUTE = {"int8": (0, 0, 0)}
+DATABASES = ("sqlite", "postgresql")
 CALM = {"second_share": 0, "watch_rate": 0, "good_after": 100, "max_pending_per_owner": 64, "groups_per_batch": 64}
 
 

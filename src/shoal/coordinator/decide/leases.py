@@ -218,7 +218,7 @@ def _choose_range(
 ) -> RangeChoice | None:
     trials = leases.read_trials(decision.connection)
     if not caller.owner.has_record and trials.spacing_ms:
-        is_early = decision.now_ms < trials.granted_ms + trials.spacing_ms
+        is_early = _wait_trial(decision, caller.owner, trials) > 0
         awaited = [step for step in steps if _is_awaited(decision, step, trials)]
         if is_early and (is_suspect(caller.owner.strikes) or not awaited):
             return None
@@ -277,6 +277,13 @@ def _is_awaited(decision: Decision, step: StepRow, trials: leases.TrialRow) -> b
     return not trials.record_ms or decision.now_ms - since_ms - count_away(decision.connection, since_ms) > time_ms
 
 
+def _wait_trial(decision: Decision, owner: OwnerRow, trials: leases.TrialRow) -> int:
+    """Milliseconds until an owner may have a trial; not above 0 if it may now."""
+    is_first = owner.since_ms <= trials.granted_ms and not owner.failures and not owner.strikes
+    delay_ms = rules.trial_delay(owner.owner, trials.granted_ms, trials.spacing_ms, is_first=is_first)
+    return trials.granted_ms + trials.spacing_ms + delay_ms - decision.now_ms
+
+
 def _choose_trial(decision: Decision, caller: CallerRows, rooms: Mapping[int, ShareRoom]) -> RangeChoice | None:
     """What is reserved for its owner; or a missing group of the highest step, which is needed last."""
     steps = [step for step in list_steps(decision.connection, "open") if step.step in rooms]
@@ -311,7 +318,7 @@ def _explain_none(
     trials = leases.read_trials(decision.connection)
     if not caller.owner.has_record and trials.spacing_ms:
         reason = "work of owners without a record failed lately; owners with accepted work are served first"
-        wait_ms = trials.granted_ms + trials.spacing_ms - decision.now_ms
+        wait_ms = _wait_trial(decision, caller.owner, trials)
         return _refuse_lease("trial", reason, retry_s=max(1, math.ceil(wait_ms / 1000)))
     waits = [room.wait_s for room in rooms.values() if room.wait_s]
     boundless = {step.step: ShareRoom(decision.params.groups_per_batch) for step in steps}

@@ -8,7 +8,8 @@ that work; and after a rejection for `CHARGE` times the CPU time that validators
 
 Who first: owners of record (`rules.standing`). Leases of all other owners are trials. While trials fail, there is one
 per `spacing` of all these owners together, whatever their number; it doubles with each trial that fails and is halved
-by each that is accepted. So identities that cost nothing cannot delay a run more often than that.
+by each that is accepted. So identities that cost nothing cannot delay a run more often than that. Who gets the next one
+is drawn; an owner with a failure comes after those without one, so a newcomer waits for no owner twice.
 
 How long: derived from how long earlier leases of owners of record took. Only a range's first lease is measured: an
 owner that held a range before may have computed it in advance. The deadline follows from a high quantile, so many fast
@@ -34,6 +35,7 @@ An owner is an identity. Someone with many identities has as many parts, and is 
 the work of joining, few leases on probation, full checks of new owners, a bond that each has to earn.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -104,6 +106,15 @@ def space_trials(params: RunParams, spacing_ms: int, time_ms: int, *, failed: bo
         return spacing_ms // 2 if spacing_ms > 1000 * SPACING_S else 0
     most_ms = max(1000 * params.trial_max_s, SPACED_LEASES * time_ms) if params.trial_max_s else 0
     return min(max(2 * spacing_ms, 1000 * SPACING_S), most_ms)
+
+
+def trial_delay(owner: str, granted_ms: int, spacing_ms: int, *, is_first: bool) -> int:
+    """Milliseconds after the spacing from which an owner may have the next trial; `granted_ms` is that of the last one.
+
+    They are drawn for each trial, so it does not help to ask often. `is_first`: an owner without a failure that was
+    there before the last trial, so nobody can look for a key with a good draw; it comes before all others."""
+    drawn = int.from_bytes(hashlib.sha256(f"{granted_ms} {owner}".encode()).digest()[:4]) * spacing_ms >> 32
+    return drawn if is_first else spacing_ms + drawn
 
 
 MIN_MEASURED = 5
