@@ -101,9 +101,8 @@ def _end_waits(decision: Decision, jobs: Sequence[JobRow], because: str) -> None
     for waiting in jobs:
         submission, job = _find_job(decision, waiting.submission)
         if job.state == "queued":  # not already ended by a conviction
-            _settle(
-                decision, submission, job, _end_votes(submission, job, _list_votes(decision, submission, job), because)
-            )
+            votes = _list_votes(decision, submission, job)
+            _settle(decision, submission, job, _end_votes(submission, job, votes, because))
 
 
 def open_appeal(decision: Decision, signed: SignedAppeal, *, removing: Collection[str] = frozenset()) -> AppealAnswer:
@@ -295,17 +294,15 @@ def _describe_accepted(submission: SubmissionRow, votes: Sequence[VerdictRow], b
 
 def _settle(decision: Decision, submission: SubmissionRow, job: JobRow, finding: Settlement) -> None:
     votes = _list_votes(decision, submission, job)
-    # Odds are weak evidence, and two validators may find different ones: nobody is graded by them.
+    # Odds are weak evidence: nobody is graded by them.
+    is_graded = not finding.by_odds and not is_convicted_by_odds(decision.connection, submission)
     if job.appeal:
-        state, by_odds = (
-            settle_appeal(decision, submission, finding),
-            is_convicted_by_odds(decision.connection, submission),
-        )
-        if not by_odds:
+        state = settle_appeal(decision, submission, finding)
+        if is_graded:
             validators.grade_appeal(decision, submission, _list_all_votes(decision, submission), state)
     else:
         settle_submission(decision, submission, finding)
-        if not finding.by_odds:
+        if is_graded:
             validators.grade_verdicts(decision, submission, votes)
     validators.limit_silent(decision, submission, votes)
 
