@@ -24,12 +24,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from warm import PATIENCE_S, SWARM, Warm
 
 TRIED = (
-    *("int8", "small", "stale", "greedy", "edited_tokens", "foreign_text", "constant_proof", "copy_all"),
-    *("flipped_reward", "padding", "garbage"),
+    *("int8", "small", "stale", "greedy", "edited_tokens", "foreign_text", "constant_proof", "truncation", "copy_all"),
+    *("flipped_reward", "padding", "bomb_pages", "garbage"),
     *("cherry_leases", "two_manifests", "signatures", "noise"),
 )
+# The learning rate keeps the policy as it is. One that has learned to give a single answer writes the same tokens at
+# any temperature, and cheats submit honest work.
 SETTINGS = (
-    *("steps=5000", "async_level=2", "policy.tiny.layers=2", WIDE, "learner.lr=1e-3", "engine.max_tokens=10"),
+    *("steps=5000", "async_level=2", "policy.tiny.layers=2", WIDE, "learner.lr=1e-5", "engine.max_tokens=10"),
     *(
         "swarm.calibration=128",
         "swarm.workers=1",

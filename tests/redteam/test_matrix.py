@@ -172,6 +172,7 @@ def test_a_failed_attempt_does_not_meet_the_expectation() -> None:
         "greedy", CONVICTED, banned=True, ended="failed", text="KeyError"
     )
     assert "nobody joined" in find_fault("greedy", [], owners=())
+    assert find_fault("garbage", [], ended="refused", text="too long") == "no validator saw its work: too long"
 
 
 def test_honest_workers_are_counted() -> None:

@@ -15,7 +15,7 @@ from shoal.coordinator.state.members import find_ban
 from shoal.coordinator.state.queue import find_job
 from shoal.coordinator.state.run import count_away, read_run
 from shoal.coordinator.state.submissions import SubmissionRow, find_submission, list_duplicates
-from shoal.coordinator.state.validators import VerdictRow, list_verdicts
+from shoal.coordinator.state.validators import VerdictRow, is_convicted_by_odds, list_verdicts
 from shoal.errors import ConfigError
 from shoal.ledger.event import MICRO, Event, EventKind
 from shoal.ledger.reader import read_event
@@ -188,7 +188,9 @@ def _describe_rest(connection: Connection, row: SubmissionRow, now_ms: int) -> I
     job, appeal = find_job(connection, row.submission), find_appeal(connection, row.submission)
     if job is not None and job.state == "queued":
         yield f"It waits for verdict {job.round}, claimed {count_things(job.claims, 'time')} so far."
-    if row.state == SubmissionState.HARD:
+    if is_convicted_by_odds(connection, row):
+        yield "Its owner was banned for the odds of several submissions, of which this one is the last."
+    elif row.state == SubmissionState.HARD:
         yield "Two validators found it faked, so its owner was banned."
     ban = find_ban(connection, row.owner, row.owner)
     if ban is not None and ban.reason == name_shut_out(row.submission):

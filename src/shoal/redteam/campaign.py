@@ -6,8 +6,8 @@
 Invariants:
 - every attempt has its own nodes and owners, which did the proof of work for joining: what the ledger records about
   these owners is the outcome of the attempt;
-- an attempt ends when its first owner is banned or limited, when enough of its work was judged, or when its time is
-  up. An exception in an attack ends only that attempt, and is recorded;
+- an attempt ends when its first owner is banned or limited, when a manifest is refused for what it says, when enough of
+  its work was judged, or when its time is up. An exception in an attack ends only that attempt, and is recorded;
 - after a restart, recorded attempts are not repeated; attempts that were in progress are repeated with new owners.
 """
 
@@ -54,7 +54,7 @@ class AttackAttempt:
     owners: Sequence[str] = ()
     """public keys; the first one is the one that should gain"""
     ended: str = ""
-    """unwanted, banned, limited, judged, late, done or failed; empty before its end"""
+    """unwanted, banned, limited, refused, judged, late, done or failed; empty before its end"""
     text: str = ""
     """why it ended"""
     seconds: float = 0.0

@@ -288,6 +288,8 @@ def _find_fault(outcome: AttemptOutcome, ledger: LedgerSummary, owners: Sequence
     attempt = outcome.attempt
     if attempt.ended == "failed":
         return f"the attempt failed: {attempt.text}"
+    if attempt.ended == "refused":
+        return f"no validator saw its work: {attempt.text}"
     if not attempt.owners:
         return "nobody joined"
     if attempt.share < 1.0:

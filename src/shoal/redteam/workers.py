@@ -30,6 +30,7 @@ from shoal.worker.behaviour import FinishedWork, WorkerBehaviour
 from shoal.worker.generator import Generator
 from shoal.worker.leases import LeaseTable
 from shoal.worker.orders import LeaseOrder, WorkLimits
+from shoal.worker.submitter import SubmissionCounts
 from shoal.worker.worker import Worker
 
 POLL_S = 1.0
@@ -39,6 +40,8 @@ SHUTDOWN_GRACE_S = 20.0
 """time for its workers to return their leases"""
 _OPEN = (SubmissionState.COMMITTED, SubmissionState.RECEIVED)
 _ENDS = {Standing.BANNED: "banned", Standing.LIMITED: "limited"}
+_UNSUITABLE = frozenset({"rollouts", "tokens", "too_large", "version", "blob_known"})
+"""codes for a manifest that is refused for what it says: no validator will see the work"""
 
 
 class WorkerAttempt:
@@ -51,6 +54,8 @@ class WorkerAttempt:
         """whether anything was submitted"""
         self._honest: set[str] = set()
         """submissions from before the attack had what it needs"""
+        self._counts: SubmissionCounts | None = None
+        """of the first worker"""
 
     async def run(self) -> None:
         """Run it and fill in the outcome. Raises a worker's exception if no coordinator could have caused it."""
@@ -86,6 +91,8 @@ class WorkerAttempt:
         async with open_weights(session, folder / "weights", keep=session.params.async_level + 2) as weights:
             limits = WorkLimits(memory_mb=self._limits.memory_mb)
             worker = Worker(session, weights, behaviour, folder, limits=limits, slots=self._limits.slots)
+            if number == 1:
+                self._counts = worker.counts
             await session.keep(worker.run())
 
     async def _watch(
@@ -99,6 +106,8 @@ class WorkerAttempt:
                     return ended
             if word := _ENDS.get(first.answer.standing):
                 return word, ""
+            if refusal := self._find_refusal():
+                return "refused", refusal
             # A cheat that still waits for what it needs works honestly, and reports that with `is_honest`.
             await self._update_states(first, is_honest=bool(getattr(behaviour, "is_honest", False)))
             if not self._has_submitted and time.monotonic() < entered + START_S:
@@ -107,6 +116,11 @@ class WorkerAttempt:
                 return "judged", f"{len(self._states)} submissions"
             await asyncio.sleep(POLL_S)
         return "late", ""
+
+    def _find_refusal(self) -> str:
+        """Why a manifest of the first worker was refused for what it says; empty if none was."""
+        refusal = None if self._counts is None else self._counts.refusal
+        return refusal.text if refusal is not None and refusal.code in _UNSUITABLE else ""
 
     async def _update_states(self, first: Session, *, is_honest: bool) -> None:
         """Update the states of the first worker's submissions; retried later if the coordinator is unreachable."""

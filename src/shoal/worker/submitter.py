@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from shoal.net.api_error import ApiError
 from shoal.net.retry import RefusedError
 from shoal.node.session import Session
 from shoal.worker.leases import LeaseRecord, LeaseState, LeaseTable
@@ -29,6 +30,8 @@ class SubmissionCounts:
     delivered: int = 0
     dropped: int = 0
     tokens: int = 0
+    refusal: ApiError | None = None
+    """of the last one that was dropped"""
 
 
 class Submitter:
@@ -74,6 +77,7 @@ class Submitter:
         except RefusedError as error:
             logger.warning(f"lease {lease} was refused: {error}")
             self.counts.dropped += 1
+            self.counts.refusal = error.refusal
         else:
             self.counts.delivered += 1
             self.counts.tokens += sum(entry.tokens for entry in manifest.rollouts)

@@ -76,6 +76,7 @@ class Worker:
         )
         self._requester = LeaseRequester(session, self._leases, self._generator, behaviour.recipe, limits)
         self._submitter = Submitter(session, self._leases, self._requester.note_ended)
+        self.counts = self._submitter.counts
         self._version = -1
         """newest version on this machine"""
         self.has_left = False
@@ -107,7 +108,7 @@ class Worker:
             parts.append(requester.reason)
         parts += [
             count_things(len(self._leases), "lease"),
-            f"{self._submitter.counts.delivered} delivered",
+            f"{self.counts.delivered} delivered",
             f"owner: {answer.accepted} accepted, credit {answer.earned / MICRO:.3f}, standing {answer.standing.value}",
             f"{self._count_rate()} tokens/s",
         ]

@@ -7,12 +7,14 @@ from shoal.coordinator.rules.standing import STRIKE
 from shoal.coordinator.state.leases import find_range, list_group_times, read_trials
 from shoal.coordinator.state.members import find_ban, find_owner
 from shoal.coordinator.state.run import find_step
+from shoal.ledger.event import EventKind
 from shoal.ledger.reader import count_events, read_events
 from shoal.net.api_error import ApiError
 from shoal.protocol.beacon import derive_group, show_seeds
 from shoal.protocol.messages import Heartbeat, LeaseProgress, SubmissionState, Verdict
 
 HOUR = 3600
+DATABASES = ("sqlite", "postgresql")
 
 
 @pytest.fixture
@@ -41,6 +43,10 @@ def insist(world, node, owner):
         world.join(node, owner)
         answer = world.ask(node)
     return answer.lease
+
+
+def give_back(world, node, lease):
+    return world.run(world.coordinator.return_lease(world.id(node), lease.lease))
 
 
 def spacing_of(world):
@@ -117,6 +123,36 @@ def test_a_proof_of_work_that_was_done_before_does_not_count(run):
     assert run.ask("w2").code == "work", "each further rejection takes another one"
 
 
+@pytest.mark.parametrize("trial_max_s", [0, 64])
+def test_leases_without_any_delivery_are_paid_for(make_world, trial_max_s):
+    """Three are paid by the proof of work of joining, each further one takes another, at any spacing."""
+    world = make_world(groups_per_batch=50, trial_max_s=trial_max_s)
+    world.join("w2", "bob")
+    world.publish(0)
+    for number in range(6):
+        world.wait(2 * trial_max_s + 100)
+        if number >= 3:
+            assert world.ask("w2").code == "work"
+            with pytest.raises(ApiError, match="used before"):
+                world.join("w2", "bob", is_paid=False)
+            world.join("w2", "bob")
+        give_back(world, "w2", world.lease("w2"))
+    joins = [event for event in world.query(_read_events) if event.kind == EventKind.NODE_JOIN]
+    assert sum(event.content["owner"] == world.owner_id("bob") for event in joins) == 4
+
+
+def test_accepted_work_ends_the_payments_for_failed_leases(run):
+    for _ in range(4):
+        run.wait(HOUR)
+        give_back(run, "w2", insist(run, "w2", "bob"))
+    for _ in range(8):
+        run.wait(HOUR)
+        lease = insist(run, "w2", "bob")
+        run.submit("w2", lease)
+        run.judge("judge-a")
+    assert owner_of(run, "bob").has_record and run.ask("w2").code != "work"
+
+
 def test_a_stamp_that_was_used_does_not_pay_for_further_leases(run):
     for _ in range(3):
         run.wait(64)
@@ -187,6 +223,23 @@ def test_trials_of_all_owners_without_a_record_together_are_rare_while_they_fail
     assert granted <= 40 + 12, "each once before the first failed, then 1, 2, 4, ... 64 s apart"
     assert spacing_of(run) == 64_000
     assert run.verify().holds
+
+
+def test_a_newcomer_gets_a_trial_although_others_ask_before_it_each_time(run):
+    names = [f"rubbish-{number}" for number in range(4)]
+    for name in ("newcomer", *names):
+        run.join(name, name)
+    run.work("w2", Verdict.FORM)
+    lost = 0
+    while run.ask("newcomer").lease is None:
+        run.wait(4)
+        for name in names:
+            if (lease := run.ask(name).lease) is not None:
+                lost += 1
+                run.submit(name, lease)
+                run.judge("judge-a", Verdict.FORM)
+        run.work("w1", signal=False)
+        assert lost <= len(names), "it waits for none of them twice"
 
 
 def test_a_trial_gets_a_group_of_the_highest_step_and_never_one_that_a_trial_lost(run):

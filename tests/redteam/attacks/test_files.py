@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from shoal.coordinator.blobs.disk import DiskStore
 from shoal.protocol.messages import SubmissionState, Verdict
 from shoal.protocol.outcome import CRASH_CHECK, Vote, decide_outcome
-from shoal.protocol.params import RunParams
 from shoal.redteam.attacks import files
 from shoal.redteam.behaviours.bad_files import BadFileBehaviour, ParquetFooter, load_table, replace_column, save_table
 from shoal.redteam.registry import Expected, list_attacks, make_behaviours
-from shoal.submission.columns import COLUMN_NAMES
+from shoal.submission.columns import COLUMN_NAMES, limit_file
+from shoal.submission.limits import SubmissionLimits
 from shoal.validator.finding import Assessment
 
 FILES = [name for name, attack in list_attacks().items() if attack.expect is Expected.FORM]
@@ -66,10 +66,17 @@ def test_bad_files_are_taken_unread_and_refused_at_little_cost(open_lease_worker
 
 
 def check_upload(case, folder: Path) -> None:
-    """The coordinator has no reason to refuse it, and stores it unchanged."""
+    """The coordinator has no reason to refuse it, not even for its size, and stores it unchanged."""
     manifest, data = case.job.manifest, case.path.read_bytes()
+    limits = SubmissionLimits(
+        max_rollouts=case.job.count * case.job.group_size,
+        group_size=1,
+        max_tokens=case.job.max_tokens,
+        vocab_size=1,
+        max_prompt_tokens=case.policy.model.config.max_position_embeddings,
+    )
     assert (hashlib.sha256(data).hexdigest(), len(data)) == (manifest.blob, manifest.size)
-    assert manifest.size <= RunParams.model_fields["blob_max_bytes"].default
+    assert manifest.size <= limit_file(limits)
     assert len(manifest.rollouts) == case.job.count * case.job.group_size
     assert all(1 <= entry.tokens <= case.job.max_tokens for entry in manifest.rollouts)
     assert asyncio.run(store_file(folder, manifest.blob, data)) == data
@@ -105,20 +112,30 @@ async def store_file(folder: Path, name: str, data: bytes) -> bytes:
 
 def test_bombs_of_a_harmless_size_are_what_they_say(honest, monkeypatch):
     """Read without limits: they are rejected for their size, not because they are malformed."""
-    data = honest.path.read_bytes()
+    data, room = honest.path.read_bytes(), 1 << 30
     monkeypatch.setattr(files, "ENTRY_BYTES", 20)
     for way in (files.repeat_entry, files.repeat_openly):
-        assert load_table(way(data)).column("reason").to_pylist() == ["\0" * 20] * 8
+        assert load_table(way(data, room)).column("reason").to_pylist() == ["\0" * 20] * 8
     monkeypatch.setattr(files, "NUM_ROWS", 1000)
-    table = load_table(files.add_rows(data))
+    table = load_table(files.add_rows(data, room))
     assert table.num_rows == 1000 and table.schema.equals(load_table(data).schema)
     table.validate(full=True)
     monkeypatch.setattr(files, "MOST_VALUES", 10)
     for way, num_pages in ((files.fill_page, 1), (files.fill_pages, 5)):
-        footer = ParquetFooter(way(data))
+        footer = ParquetFooter(way(data, room))
         footer.meta("token_ids")[5][1] = 10 * num_pages
         column = pq.ParquetFile(io.BytesIO(footer.build())).reader.read_column(COLUMN_NAMES.index("token_ids"))
         assert column.to_pylist() == [[0] * 10 * num_pages]
+
+
+def test_bombs_unpack_to_as_much_as_their_lease_allows(honest):
+    """A file as large as the honest one could be unpacks to far more than a parser may use; a larger one to more."""
+    data = honest.path.read_bytes()
+    for room, least in ((1 << 15, 1 << 29), (1 << 20, 2**31 - 1000)):
+        file = files.fill_page(data, room)
+        header, _ = ParquetFooter(file).page("token_ids")
+        assert len(file) <= room and header[2][1] >= least
+        assert len(files.fill_pages(data, room)) <= room and len(files.waste_time(data, room)) <= room
 
 
 def judge_bytes(honest, data: bytes, folder: Path, **of_manifest: Any) -> Assessment:

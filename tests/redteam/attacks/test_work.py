@@ -4,6 +4,7 @@ The policy sorts some lists and fails on others, so that it matters which sample
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from shoal.recipe import Recipe, dump_recipe
 from shoal.redteam.attacks import sampling
 from shoal.redteam.behaviours.forged_work import fit_proofs, list_rollouts
 from shoal.redteam.registry import Expected, list_attacks, make_behaviours
+from shoal.rollout import Group
 from shoal.toploc.calibration import hash_model
 from shoal.worker.behaviour import FinishedWork, WorkerBehaviour
 
@@ -155,14 +157,23 @@ def test_poison_is_right(offline_run: OfflineRun, name: str) -> None:
         assert all(rollout.num_tokens == offline_run.recipe.max_tokens for rollout in list_rollouts(done))
 
 
-def test_loops_are_as_long_as_can_be_and_cuts_are_half(offline_run: OfflineRun) -> None:
+def test_loops_are_as_long_as_can_be(offline_run: OfflineRun) -> None:
     longest = offline_run.recipe.max_tokens
     done, base = write_both("loops", offline_run)
     for own, true in pair_rollouts(done, base):
         assert own.num_tokens == longest
         assert own.token_ids[: true.num_tokens - 1].tolist() == true.token_ids[:-1].tolist()
-    for own, true in pair_rollouts(*write_both("truncation", offline_run)):
-        assert own.token_ids[:-1].tolist() == true.token_ids[: true.num_tokens // 2].tolist()
+
+
+def test_a_cut_changes_every_answer_however_short(offline_run: OfflineRun) -> None:
+    """A policy may learn to answer in one token: a cut that rounds up would then submit honest work."""
+    (cheat,) = make_behaviours("truncation", offline_run.recipe)
+    end = cheat.open_policy(1, offline_run.folders[1]).eos_id
+    _, base = write_both("truncation", offline_run)
+    for length in range(1, offline_run.recipe.max_tokens):
+        work = replace(base, groups=tuple(shorten_answers(group, [end - 1] * length + [end]) for group in base.groups))
+        for ids in cheat.substitute((), work).values():
+            assert list(ids) == [end - 1] * (length // 2) + [end]
 
 
 def test_one_token_is_edited_and_the_rest_sampled(offline_run: OfflineRun) -> None:
@@ -227,3 +238,9 @@ def write_both(name: str, offline_run: OfflineRun) -> tuple[FinishedWork, Finish
 
 def pair_rollouts(done: FinishedWork, base: FinishedWork) -> Iterator:
     return zip(list_rollouts(done), list_rollouts(base), strict=True)
+
+
+def shorten_answers(group: Group, ids: list[int]) -> Group:
+    """A group whose rollouts all have the same tokens."""
+    tokens, logprobs = np.array(ids, dtype=np.int32), np.zeros(len(ids), dtype=np.float32)
+    return replace(group, rollouts=tuple(replace(r, token_ids=tokens, logprobs=logprobs) for r in group.rollouts))

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from shoal.coordinator.decide.context import CallerRows, Decision, build_from, require_member, require_row
 from shoal.coordinator.rules import leases as rules
 from shoal.coordinator.rules.room import find_shortage, limit_lease_file
-from shoal.coordinator.rules.standing import count_fault, is_suspect, needs_work
+from shoal.coordinator.rules.standing import count_fault, is_suspect
 from shoal.coordinator.state import leases
 from shoal.coordinator.state.members import OwnerRow, find_node, find_owner
 from shoal.coordinator.state.queue import is_crowded
@@ -40,7 +40,7 @@ from shoal.ledger.reader import read_event
 from shoal.net.api_error import ApiError
 from shoal.protocol.events import Flag, LeaseEnd, LeaseExtend, LeaseGrant, read_body
 from shoal.protocol.messages import Lease, LeaseAnswer, ReturnAnswer, Standing, SubmissionState
-from shoal.protocol.params import count_missing, is_allowed
+from shoal.protocol.params import RunParams, count_missing, is_allowed
 
 MAX_AT_ONCE = 64
 RESCUE_S = 5
@@ -195,8 +195,8 @@ def _check_lease_limit(decision: Decision, caller: CallerRows) -> LeaseAnswer | 
     if owner.failed_ms and rest_ms > 0:
         reason = "leases of this owner failed or its work was rejected; it must wait before the next lease"
         return _refuse_lease("resting", reason, retry_s=math.ceil(rest_ms / 1000))
-    if needs_work(params, owner.strikes) and not owner.renewed:
-        reason = "too much work of this owner was rejected; join again with a new proof of work before the next lease"
+    if owes_work(params, owner):
+        reason = "too much work of this owner was rejected, or its leases failed; join again with a new proof of work"
         return _refuse_lease("work", reason)
     held = leases.count_held(decision.connection, node.node, owner.owner)
     if held.node >= min(node.width, node.max_leases):
@@ -207,12 +207,18 @@ def _check_lease_limit(decision: Decision, caller: CallerRows) -> LeaseAnswer | 
     return None
 
 
+def owes_work(params: RunParams, owner: OwnerRow) -> bool:
+    """Whether an owner has to do a new proof of work before its next lease."""
+    is_due = rules.owes_work(params, owner.strikes, owner.failures, has_record=owner.has_record)
+    return is_due and not owner.renewed
+
+
 def _choose_range(
     decision: Decision, caller: CallerRows, steps: Sequence[StepRow], rooms: Mapping[int, ShareRoom]
 ) -> RangeChoice | None:
     trials = leases.read_trials(decision.connection)
     if not caller.owner.has_record and trials.spacing_ms:
-        is_early = decision.now_ms < trials.granted_ms + trials.spacing_ms
+        is_early = _wait_trial(decision, caller.owner, trials) > 0
         awaited = [step for step in steps if _is_awaited(decision, step, trials)]
         if is_early and (is_suspect(caller.owner.strikes) or not awaited):
             return None
@@ -271,6 +277,13 @@ def _is_awaited(decision: Decision, step: StepRow, trials: leases.TrialRow) -> b
     return not trials.record_ms or decision.now_ms - since_ms - count_away(decision.connection, since_ms) > time_ms
 
 
+def _wait_trial(decision: Decision, owner: OwnerRow, trials: leases.TrialRow) -> int:
+    """Milliseconds until an owner may have a trial; not above 0 if it may now."""
+    is_first = owner.since_ms <= trials.granted_ms and not owner.failures and not owner.strikes
+    delay_ms = rules.trial_delay(owner.owner, trials.granted_ms, trials.spacing_ms, is_first=is_first)
+    return trials.granted_ms + trials.spacing_ms + delay_ms - decision.now_ms
+
+
 def _choose_trial(decision: Decision, caller: CallerRows, rooms: Mapping[int, ShareRoom]) -> RangeChoice | None:
     """What is reserved for its owner; or a missing group of the highest step, which is needed last."""
     steps = [step for step in list_steps(decision.connection, "open") if step.step in rooms]
@@ -305,7 +318,7 @@ def _explain_none(
     trials = leases.read_trials(decision.connection)
     if not caller.owner.has_record and trials.spacing_ms:
         reason = "work of owners without a record failed lately; owners with accepted work are served first"
-        wait_ms = trials.granted_ms + trials.spacing_ms - decision.now_ms
+        wait_ms = _wait_trial(decision, caller.owner, trials)
         return _refuse_lease("trial", reason, retry_s=max(1, math.ceil(wait_ms / 1000)))
     waits = [room.wait_s for room in rooms.values() if room.wait_s]
     boundless = {step.step: ShareRoom(decision.params.groups_per_batch) for step in steps}

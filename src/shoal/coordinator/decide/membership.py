@@ -3,8 +3,7 @@
 from sqlalchemy import text
 
 from shoal.coordinator.decide.context import Decision, build_from, check_ban, require_member, require_row
-from shoal.coordinator.decide.leases import end_lease
-from shoal.coordinator.rules.standing import needs_work
+from shoal.coordinator.decide.leases import end_lease, owes_work
 from shoal.coordinator.state.leases import list_of_owner
 from shoal.coordinator.state.members import NodeRow, find_node, find_owner, list_limited
 from shoal.identity.authenticator import check_delegation, refuse_revoked
@@ -42,7 +41,7 @@ def join_node(decision: Decision, node: str, document: bytes, *, is_paid: bool =
     """Add a node; with a new delegation of the same owner, renew its permissions.
 
     Without payment it only repeats its last answer: each event has a proof of work of its own. An owner with too much
-    rejected work pays again before its next lease, which is recorded as a join.
+    rejected work, or with failed leases only, pays again before its next lease, which is recorded as a join.
     """
     delegation = _open_delegation(decision, node, document)
     row = find_node(decision.connection, node)
@@ -54,7 +53,7 @@ def join_node(decision: Decision, node: str, document: bytes, *, is_paid: bool =
     if row is not None and delegation.grant.not_before_ms < row.not_before_ms:
         raise ApiError(409, "older", "a newer delegation of this node is known; use that one, or issue a new one")
     owner = find_owner(decision.connection, delegation.owner)
-    renews = owner is not None and needs_work(decision.params, owner.strikes) and not owner.renewed
+    renews = owner is not None and owes_work(decision.params, owner)
     if row is None or row.gone or row.digest != delegation.digest or renews:
         if not is_paid:
             raise ApiError(401, "work", "the proof-of-work stamp was used before; request a new challenge")

@@ -44,6 +44,8 @@ class Settlement:
     signals: tuple[int, ...] = ()
     work: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     """statistics of an accepted submission, see `drift_watch.list_work`"""
+    by_odds: bool = False
+    """whether the odds of several submissions convict, and not the verdicts on this one"""
     spared: int = 0
     """probability, in millionths, of a second opinion that was drawn as not needed; 0 if nothing was drawn"""
 
@@ -62,7 +64,8 @@ def settle_submission(decision: Decision, submission: SubmissionRow, finding: Se
     if finding.state is SubmissionState.ACCEPTED:
         end_watch(decision, submission.owner)
     if finding.state is SubmissionState.HARD:
-        convict_owner(decision, submission)
+        reason = name_conviction(submission.submission)
+        convict_owner(decision, submission, f"{reason}: {finding.because}" if finding.by_odds else reason)
 
 
 def settle_appeal(decision: Decision, submission: SubmissionRow, finding: Settlement) -> SubmissionState:
@@ -70,8 +73,7 @@ def settle_appeal(decision: Decision, submission: SubmissionRow, finding: Settle
     reverses = finding.state is SubmissionState.ACCEPTED
     state = finding.state if reverses else SubmissionState(submission.state)
     ban = find_ban(decision.connection, submission.owner, submission.owner)
-    causes = name_conviction(submission.submission), name_shut_out(submission.submission)
-    if reverses and ban is not None and ban.reason in causes:
+    if reverses and ban is not None and is_cause(submission.submission, ban.reason):
         # A ban for another reason stays.
         decision.append(submission.owner, Unban(reason="its appeal was right", target=submission.owner))
     body = empty_outcome(decision, submission, state, finding.because)
@@ -98,24 +100,21 @@ def settle_appeal(decision: Decision, submission: SubmissionRow, finding: Settle
     return state
 
 
-def convict_owner(decision: Decision, submission: SubmissionRow) -> None:
+def convict_owner(decision: Decision, submission: SubmissionRow, because: str) -> None:
     """Two validators found a submission faked: burn its owner's credit, and ban the owner."""
     owner = submission.owner
     burn_credit(decision, submission, owner, ("pending", "stake", "unbond"))
-    decision.append(owner, Ban(reason=name_conviction(submission.submission), target=owner))
+    decision.append(owner, Ban(reason=because, target=owner))
     void_work(decision, owner)
 
 
-def convict_by_odds(decision: Decision, submission: SubmissionRow) -> None:
-    """Convict an owner if the odds of its submissions, the last one this one, prove it to two owners of validators."""
-    proven = list_proven(decision.connection, submission.owner)
-    if len(proven) < CONVICTIONS or find_ban(decision.connection, submission.owner, submission.owner) is not None:
-        return
-    burn_credit(decision, submission, submission.owner, ("pending", "stake", "unbond"))
+def describe_odds(decision: Decision, owner: str) -> str:
+    """What the odds of an owner's submissions prove, if they prove it to two owners of validators; else empty."""
+    proven = list_proven(decision.connection, owner)
+    if len(proven) < CONVICTIONS:
+        return ""
     number, rival = sum(row.submissions for row in proven), proven[0].leader
-    reason = f"{number} submissions up to {submission.submission} are closer to {rival} weights than to the stated ones"
-    decision.append(submission.owner, Ban(reason=reason, target=submission.owner))
-    void_work(decision, submission.owner)
+    return f"{number} submissions up to this one are closer to {rival} weights than to the stated ones"
 
 
 def burn_credit(decision: Decision, submission: SubmissionRow, owner: str, accounts: Sequence[str]) -> None:
@@ -136,8 +135,14 @@ def burn_credit(decision: Decision, submission: SubmissionRow, owner: str, accou
 
 
 def name_conviction(submission: str) -> str:
-    """The reason of a ban by verdict; an appeal uses it to find the ban."""
+    """The reason of a ban by verdict, or how it begins; an appeal uses it to find the ban."""
     return f"hard verdict on {submission}"
+
+
+def is_cause(submission: str, reason: str) -> bool:
+    """Whether a ban with this reason follows from a submission."""
+    conviction = name_conviction(submission)
+    return reason in (conviction, name_shut_out(submission)) or reason.startswith(f"{conviction}: ")
 
 
 def name_shut_out(submission: str) -> str:

@@ -7,16 +7,18 @@ from shoal.coordinator.decide import validators
 from shoal.coordinator.decide.claims import holds_claim
 from shoal.coordinator.decide.context import Decision, build_from, require_member, require_row, require_validator
 from shoal.coordinator.decide.drift_watch import check_numbers, list_work
-from shoal.coordinator.decide.settlement import Settlement, convict_by_odds, settle_appeal, settle_submission
+from shoal.coordinator.decide.settlement import Settlement, describe_odds, settle_appeal, settle_submission
 from shoal.coordinator.decide.validators import is_clear, read_votes
 from shoal.coordinator.rules.room import appeal_time
+from shoal.coordinator.rules.suspicion import is_doubtful
 from shoal.coordinator.state.canaries import is_revealed
 from shoal.coordinator.state.credit import find_appeal, last_appeal
 from shoal.coordinator.state.members import find_ban, find_node
 from shoal.coordinator.state.queue import JobRow, find_job, list_waiting
 from shoal.coordinator.state.run import count_away
 from shoal.coordinator.state.submissions import SubmissionRow, find_submission
-from shoal.coordinator.state.validators import VerdictRow, find_opinion_need, list_verdicts
+from shoal.coordinator.state.suspicion import find_suspicion
+from shoal.coordinator.state.validators import VerdictRow, find_opinion_need, is_convicted_by_odds, list_verdicts
 from shoal.identity.delegation import Scope
 from shoal.identity.documents import Tag
 from shoal.ledger.db import read_accounts
@@ -54,7 +56,19 @@ def post_verdict(decision: Decision, node: str, signed: SignedVerdict) -> Verdic
     statement = decision.open_message(node, said, signed.signature)
     _check_verdict(submission, said)
     decision.record(statement)
-    votes = _list_votes(decision, job)
+    proof = describe_odds(decision, submission.owner) if said.odds and not job.appeal else ""
+    if proof:
+        votes = [vote._replace(verdict=Verdict.HARD.value) for vote in _list_votes(decision, submission, job)]
+        finding = Settlement(SubmissionState.HARD, proof, votes, round=said.round, by_odds=True)
+        _settle(decision, submission, job, finding)
+    else:
+        _weigh_verdict(decision, submission, job, said)
+    return _answer_verdict(decision, list_verdicts(decision.connection, said.submission)[-1])
+
+
+def _weigh_verdict(decision: Decision, submission: SubmissionRow, job: JobRow, said: VerdictStatement) -> None:
+    """Settle a submission if the verdicts so far decide it, the last of which is this one."""
+    votes = _list_votes(decision, submission, job)
     state = _decide_votes(decision, submission, job, votes)
     doubt = validators.OpinionNeed() if state is None else _check_opinion_need(decision, submission, job, votes)
     if doubt.because:
@@ -70,9 +84,6 @@ def post_verdict(decision: Decision, node: str, signed: SignedVerdict) -> Verdic
     ):  # no other validator is available, so there is nothing to wait for
         finding = _end_votes(submission, job, votes, "no other validator could be asked")
         _settle(decision, submission, job, replace(finding, round=said.round))
-    if said.odds:
-        convict_by_odds(decision, submission)
-    return _answer_verdict(decision, list_verdicts(decision.connection, said.submission)[-1])
 
 
 def expire_opinions(decision: Decision) -> bool:
@@ -90,7 +101,8 @@ def _end_waits(decision: Decision, jobs: Sequence[JobRow], because: str) -> None
     for waiting in jobs:
         submission, job = _find_job(decision, waiting.submission)
         if job.state == "queued":  # not already ended by a conviction
-            _settle(decision, submission, job, _end_votes(submission, job, _list_votes(decision, job), because))
+            votes = _list_votes(decision, submission, job)
+            _settle(decision, submission, job, _end_votes(submission, job, votes, because))
 
 
 def open_appeal(decision: Decision, signed: SignedAppeal, *, removing: Collection[str] = frozenset()) -> AppealAnswer:
@@ -189,7 +201,7 @@ def _weigh_clearance(decision: Decision, submission: SubmissionRow) -> Submissio
 
     A tie is doubt, and doubt favours the accused.
     """
-    verdicts = [vote.verdict for vote in _list_all_votes(decision, submission.submission)]
+    verdicts = [vote.verdict for vote in _list_all_votes(decision, submission)]
     convict, clear = sum(verdict in REJECTIONS for verdict in verdicts), verdicts.count(Verdict.ACCEPTED)
     if clear <= convict and validators.count_opinions(decision, submission):
         return None
@@ -210,14 +222,32 @@ def _check_opinion_need(
     return validators.needs_second_opinion(decision, submission, Verdict(clear[0].verdict))
 
 
-def _list_votes(decision: Decision, job: JobRow) -> list[VerdictRow]:
+def _list_votes(decision: Decision, submission: SubmissionRow, job: JobRow) -> list[VerdictRow]:
     """The verdicts that count now: those on the appeal, if there is one; without those of banned validators."""
-    return [vote for vote in _list_all_votes(decision, job.submission) if vote.appeal == job.appeal]
+    return [vote for vote in _list_all_votes(decision, submission) if vote.appeal == job.appeal]
 
 
-def _list_all_votes(decision: Decision, submission: str) -> list[VerdictRow]:
-    """The verdicts on an appeal and those before it; without those of banned validators."""
-    return [vote for vote in list_verdicts(decision.connection, submission) if not _is_banned(decision, vote)]
+def _list_all_votes(decision: Decision, submission: SubmissionRow) -> list[VerdictRow]:
+    """The verdicts on an appeal and those before it; without those of banned validators.
+
+    The work of an owner that was convicted by odds passes every check by itself. So those that accepted it before count
+    as convicting, and those that accept it on appeal do if their odds lean to other weights as well.
+    """
+    votes = [
+        vote for vote in list_verdicts(decision.connection, submission.submission) if not _is_banned(decision, vote)
+    ]
+    if not is_convicted_by_odds(decision.connection, submission):
+        return votes
+    return [vote._replace(verdict=Verdict.HARD.value) if _leans(decision, submission, vote) else vote for vote in votes]
+
+
+def _leans(decision: Decision, submission: SubmissionRow, vote: VerdictRow) -> bool:
+    """Whether a validator that accepted the work of a convicted owner found odds against it."""
+    if vote.verdict != Verdict.ACCEPTED or not vote.appeal:
+        return vote.verdict == Verdict.ACCEPTED
+    node = require_row(find_node(decision.connection, vote.validator), "every verdict has a validator")
+    found = find_suspicion(decision.connection, submission.owner, node.owner)
+    return found is not None and is_doubtful(found.evidence, submission.count * decision.params.group_size)
 
 
 def _is_banned(decision: Decision, vote: VerdictRow) -> bool:
@@ -263,13 +293,17 @@ def _describe_accepted(submission: SubmissionRow, votes: Sequence[VerdictRow], b
 
 
 def _settle(decision: Decision, submission: SubmissionRow, job: JobRow, finding: Settlement) -> None:
-    votes = _list_votes(decision, job)
+    votes = _list_votes(decision, submission, job)
+    # Odds are weak evidence: nobody is graded by them.
+    is_graded = not finding.by_odds and not is_convicted_by_odds(decision.connection, submission)
     if job.appeal:
         state = settle_appeal(decision, submission, finding)
-        validators.grade_appeal(decision, submission, _list_all_votes(decision, submission.submission), state)
+        if is_graded:
+            validators.grade_appeal(decision, submission, _list_all_votes(decision, submission), state)
     else:
         settle_submission(decision, submission, finding)
-        validators.grade_verdicts(decision, submission, votes)
+        if is_graded:
+            validators.grade_verdicts(decision, submission, votes)
     validators.limit_silent(decision, submission, votes)
 
 

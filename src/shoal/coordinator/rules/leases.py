@@ -8,7 +8,8 @@ that work; and after a rejection for `CHARGE` times the CPU time that validators
 
 Who first: owners of record (`rules.standing`). Leases of all other owners are trials. While trials fail, there is one
 per `spacing` of all these owners together, whatever their number; it doubles with each trial that fails and is halved
-by each that is accepted. So identities that cost nothing cannot delay a run more often than that.
+by each that is accepted. So identities that cost nothing cannot delay a run more often than that. Who gets the next one
+is drawn; an owner with a failure comes after those without one, so a newcomer waits for no owner twice.
 
 How long: derived from how long earlier leases of owners of record took. Only a range's first lease is measured: an
 owner that held a range before may have computed it in advance. The deadline follows from a high quantile, so many fast
@@ -34,10 +35,11 @@ An owner is an identity. Someone with many identities has as many parts, and is 
 the work of joining, few leases on probation, full checks of new owners, a bond that each has to earn.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoal.coordinator.rules.standing import MAX_FAULTS, STRIKE
+from shoal.coordinator.rules.standing import MAX_FAULTS, STRIKE, needs_work
 from shoal.protocol.params import MILLION, RunParams
 
 FREE_FAILURES = 3
@@ -85,6 +87,14 @@ def _failure_rest(failures: int, strikes: int, reserve_s: int) -> int:
     return 1000 * max(min(doubled, most), reserve_s + 1)
 
 
+def owes_work(params: RunParams, strikes: int, failures: int, *, has_record: bool) -> bool:
+    """Whether an owner gets its next lease only after a new proof of work.
+
+    After too many rejections; and without a record after each failed lease but the first ones, which its first proof of
+    work paid for: a lease is two events of the ledger, whether or not anything is delivered."""
+    return needs_work(params, strikes) or (failures >= FREE_FAILURES and not has_record)
+
+
 def charge_time(cpu_ms: int) -> int:
     """Milliseconds without a lease for the CPU time that validators spent on rejected work."""
     return min(CHARGE * cpu_ms, 1000 * _MAX_REJECTED_REST_S)
@@ -96,6 +106,15 @@ def space_trials(params: RunParams, spacing_ms: int, time_ms: int, *, failed: bo
         return spacing_ms // 2 if spacing_ms > 1000 * SPACING_S else 0
     most_ms = max(1000 * params.trial_max_s, SPACED_LEASES * time_ms) if params.trial_max_s else 0
     return min(max(2 * spacing_ms, 1000 * SPACING_S), most_ms)
+
+
+def trial_delay(owner: str, granted_ms: int, spacing_ms: int, *, is_first: bool) -> int:
+    """Milliseconds after the spacing from which an owner may have the next trial; `granted_ms` is that of the last one.
+
+    They are drawn for each trial, so it does not help to ask often. `is_first`: an owner without a failure that was
+    there before the last trial, so nobody can look for a key with a good draw; it comes before all others."""
+    drawn = int.from_bytes(hashlib.sha256(f"{granted_ms} {owner}".encode()).digest()[:4]) * spacing_ms >> 32
+    return drawn if is_first else spacing_ms + drawn
 
 
 MIN_MEASURED = 5

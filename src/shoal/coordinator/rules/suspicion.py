@@ -15,6 +15,9 @@ The verdicts of each owner of validators are weighed apart from those of others.
 them, each sufficient alone, as a conviction by verdicts does. So a single liar convicts nobody, and protects nobody
 from the others.
 
+An appeal has the last of these submissions replayed in full by validators that did not judge it. Its odds, from zero,
+are below `DOUBT` with a probability of at least 1 - 1 / `DOUBT` if the owner is honest.
+
 Invariants:
 - all arithmetic uses integers rounded down: everyone computes the same, and rounding never raises evidence;
 - an owner has one row of 12 numbers for each owner of validators that judged its work.
@@ -35,6 +38,8 @@ LINE = 10**9
 """mean wealth from which on work is proven to be made with other weights: one false alarm per as many rollouts"""
 CONVICTIONS = 2
 """owners of validators whose evidence must each reach the line"""
+DOUBT = 10
+"""odds for other weights, in the replay for an appeal, from which on a validator does not clear an owner"""
 _UNIT = 1 << 32
 _MOST = LINE * _UNIT << 16
 _RARELY = 10
@@ -70,6 +75,11 @@ class Suspicion(NamedTuple):
     def to_text(self) -> str:
         """The wealth in the form that is stored."""
         return json.dumps(self.wealth, separators=(",", ":"), sort_keys=True)
+
+
+def is_doubtful(evidence: int, rollouts: int) -> bool:
+    """Whether the replay of so many rollouts, without any before, speaks for other weights."""
+    return evidence >= DOUBT * rollouts
 
 
 def read_suspicion(text: str) -> Suspicion:

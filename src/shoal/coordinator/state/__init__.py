@@ -37,7 +37,13 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     EventKind.NODE_STANDING: (members.set_standing, validators.ease_silence),
     EventKind.NODE_WATCH: (drift.set_watch,),
     EventKind.BAN: (run.note_command, members.add_ban, credit.freeze_credit, suspicion.drop_suspicion),
-    EventKind.UNBAN: (run.note_command, members.lift_ban, credit.thaw_credit, validators.forgive_validator),
+    EventKind.UNBAN: (
+        run.note_command,
+        members.lift_ban,
+        credit.thaw_credit,
+        validators.forgive_validator,
+        suspicion.drop_suspicion,
+    ),
     EventKind.STEP_OPEN: (run.open_step,),
     EventKind.LEASE_GRANT: (
         run.take_indices,
@@ -97,6 +103,6 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
 
 _MODULES = (run, members, leases, submissions, room, queue, validators, drift, suspicion, credit, canaries)
 TABLES = tuple(value for module in _MODULES for value in vars(module).values() if isinstance(value, Table))
-VERSION = 6
+VERSION = 7
 """Increase it when a table or a handler changes: `ledger.schema` then rebuilds the tables at start."""
 PROJECTIONS = (Projection("state", TABLES, HANDLERS, VERSION),)

@@ -42,7 +42,7 @@ class OwnerRow(NamedTuple):
     charge_ms: int
     """time without a lease since then, for the CPU time of validators"""
     renewed: int
-    """1 after a new proof of work, until the next rejection"""
+    """1 after a new proof of work, until the next rejection or failed lease"""
 
     @property
     def has_record(self) -> bool:
@@ -276,7 +276,10 @@ def count_failure(event: Event, connection: Connection) -> None:
     charge_ms = 0 if owner is None else owner.charge_ms
     values = {"owner": body.owner, "failures": body.failures, "charge_ms": charge_ms}
     _SET_FAILURES.run(connection, {**values, "time_ms": event.time_ms})
-    db.update_rows(connection, OWNER, {"strikes": body.strikes}, owner=body.owner)
+    used = (
+        {"renewed": 0} if owner is not None and body.failures > owner.failures else {}
+    )  # its proof of work is used up
+    db.update_rows(connection, OWNER, {"strikes": body.strikes, **used}, owner=body.owner)
 
 
 def count_outcome(event: Event, connection: Connection) -> None:

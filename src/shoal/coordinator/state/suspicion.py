@@ -1,6 +1,7 @@
 """Evidence that owners use other weights than they state, by owner and by owner of the validators that found it.
 
-It follows from the odds that verdicts on accepted work state. A ban ends it: an owner that returns starts from zero.
+It follows from the odds that verdicts on accepted work state. A ban ends it, and so does its end: what is found between
+them concerns an appeal, and an owner that returns starts from zero.
 """
 
 from typing import NamedTuple
@@ -37,6 +38,10 @@ class SuspicionRow(NamedTuple):
 SUSPICION = db.define_table("suspicion", SuspicionRow, key=("owner", "judge"))
 
 
+def find_suspicion(connection: Connection, owner: str, judge: str) -> SuspicionRow | None:
+    return db.find_row(connection, SuspicionRow, owner=owner, judge=judge)
+
+
 def list_proven(connection: Connection, owner: str) -> list[SuspicionRow]:
     """The findings on an owner's work that are sufficient, strongest first."""
     condition = "WHERE owner = :owner AND evidence >= :line ORDER BY evidence DESC, judge"
@@ -52,7 +57,7 @@ def weigh_odds(event: Event, connection: Connection) -> None:
     node = find_node(connection, event.actor)
     if submission is None or job is None or node is None:
         raise ValueError("verdict on an unknown submission, or by an unknown node")
-    old = db.find_row(connection, SuspicionRow, owner=submission.owner, judge=node.owner)
+    old = find_suspicion(connection, submission.owner, node.owner)
     found = read_suspicion(old.wealth) if old is not None else Suspicion({})
     rollouts = count_drawn(job.check_ppm, submission.count * read_run(connection).params.group_size)
     found = found.weigh({own.rival: own.odds for own in said.odds}, rollouts)
@@ -68,5 +73,5 @@ def weigh_odds(event: Event, connection: Connection) -> None:
 
 
 def drop_suspicion(event: Event, connection: Connection) -> None:
-    """ban"""
+    """ban, unban"""
     db.execute(connection, "DELETE FROM suspicion WHERE owner = :owner", owner=read_ban(event).target)

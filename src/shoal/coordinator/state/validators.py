@@ -10,6 +10,7 @@ from sqlalchemy import Connection
 
 from shoal.coordinator.rules.validator_trust import ActualOutcome, halve_silence, is_sure, next_silence
 from shoal.coordinator.state.members import find_node
+from shoal.coordinator.state.submissions import SubmissionRow
 from shoal.ledger import db
 from shoal.ledger.event import Event
 from shoal.protocol.events import NodeStanding, SecondOpinion, SubmissionOutcome, VerdictGrades, read_ban, read_body
@@ -49,6 +50,12 @@ _SELECT_SUBMISSION = db.Sql("SELECT state FROM submission WHERE submission = :su
 
 def list_verdicts(connection: Connection, submission: str) -> list[VerdictRow]:
     return db.list_rows(connection, VerdictRow, "WHERE submission = :submission ORDER BY round", submission=submission)
+
+
+def is_convicted_by_odds(connection: Connection, submission: SubmissionRow) -> bool:
+    """Whether the odds of several submissions convicted its owner, the last of them this one: no verdict on it did."""
+    votes = [vote for vote in list_verdicts(connection, submission.submission) if not vote.appeal]
+    return submission.state == SubmissionState.HARD and all(vote.verdict != Verdict.HARD for vote in votes)
 
 
 def record_verdict(event: Event, connection: Connection, *, appeal: int) -> None:

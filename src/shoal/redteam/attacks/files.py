@@ -1,6 +1,7 @@
 """Files that attack the parser, or that are not valid submissions.
 
-Each attack takes an honest file and corrupts it in several ways, one way per submission.
+Each attack takes an honest file and corrupts it in several ways, one way per submission. A way gets the size of the
+largest file that its lease allows, and makes the worst one that fits: a larger one would be refused unread.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ from shoal.recipe import Recipe
 from shoal.redteam.behaviours import bad_files as parquet
 from shoal.redteam.behaviours.bad_files import BadFileBehaviour, ParquetFooter, load_table, replace_column, save_table
 from shoal.redteam.registry import Expected, attack
-from shoal.submission.columns import COLUMN_NAMES, SCHEMA
+from shoal.submission.columns import COLUMN_NAMES, PAGE_BYTES, SCHEMA
 from shoal.submission.limits import MAX_FOOTER_BYTES
 from shoal.worker.behaviour import WorkerBehaviour
 
@@ -21,25 +22,25 @@ MANY, HUGE = 2**31 - 1, 2**62
 NO_CODEC = 99
 
 
-def claim_columns(honest: bytes) -> bytes:
+def claim_columns(honest: bytes, room: int) -> bytes:
     """A schema that claims two billion columns, none of which exists."""
     start = parquet.encode_struct({1: [5, 2]})[:-1]
     return parquet.assemble_file(parquet.MAGIC, start + bytes([0x19]) + parquet.encode_list(parquet.STRUCT, MANY))
 
 
-def claim_text(honest: bytes) -> bytes:
+def claim_text(honest: bytes, room: int) -> bytes:
     """A writer name of two gigabytes as the last field."""
     fields = {number: field for number, field in ParquetFooter(honest).fields.items() if number < 5}
     footer = parquet.encode_struct(fields)[:-1] + bytes([0x20 | parquet.BINARY]) + parquet.encode_varint(MANY)
     return parquet.assemble_file(parquet.MAGIC, footer)
 
 
-def claim_length(honest: bytes) -> bytes:
+def claim_length(honest: bytes, room: int) -> bytes:
     """A footer of four gigabytes."""
     return parquet.MAGIC + b"\xff\xff\xff\xff" + parquet.MAGIC
 
 
-def claim_rows(honest: bytes) -> bytes:
+def claim_rows(honest: bytes, room: int) -> bytes:
     """Row and value counts whose product overflows."""
     footer = ParquetFooter(honest)
     footer.fields[3][1] = footer.row_group[3][1] = HUGE
@@ -48,7 +49,7 @@ def claim_rows(honest: bytes) -> bytes:
     return footer.build()
 
 
-def claim_codec(honest: bytes) -> bytes:
+def claim_codec(honest: bytes, room: int) -> bytes:
     """A codec that does not exist."""
     footer = ParquetFooter(honest)
     for column in COLUMN_NAMES:
@@ -63,29 +64,37 @@ def make_bomb_footer(recipe: Recipe) -> WorkerBehaviour:
 
 MOST_VALUES = 2**29 - 100
 """values of four bytes each in one page, whose size is a 31-bit number"""
+NUM_FULL_PAGES = 5
 SLOW_PAGES, SLOW_BYTES = 10_000, 60_000_000
 """maximum number of pages; a column of honest work has no more values than tokens"""
 
 
-def fill_page(honest: bytes) -> bytes:
-    """One page of two gigabytes."""
-    return _replace_tokens(honest, [parquet.make_list_page(MOST_VALUES, first=True)])
+def fill_page(honest: bytes, room: int) -> bytes:
+    """One page of up to two gigabytes."""
+    return _replace_tokens(honest, [parquet.make_list_page(_fit_values(room - len(honest)), first=True)])
 
 
-def fill_pages(honest: bytes) -> bytes:
-    """Ten gigabytes in five pages, compressed to less than a megabyte."""
-    more = parquet.make_list_page(MOST_VALUES, first=False)
-    return _replace_tokens(honest, [parquet.make_list_page(MOST_VALUES, first=True), *([more] * 4)])
+def fill_pages(honest: bytes, room: int) -> bytes:
+    """Up to ten gigabytes in five pages, compressed to less than half a megabyte."""
+    most = _fit_values((room - len(honest)) // NUM_FULL_PAGES)
+    more = parquet.make_list_page(most, first=False)
+    return _replace_tokens(honest, [parquet.make_list_page(most, first=True), *([more] * (NUM_FULL_PAGES - 1))])
 
 
-def waste_time(honest: bytes) -> bytes:
+def waste_time(honest: bytes, room: int) -> bytes:
     """Each page unpacks to 60 MB but holds one value, for as many values as the footer states."""
     header, body = parquet.make_list_page(1, first=False)
     body += parquet.squeeze_zeros(SLOW_BYTES - header[2][1])
     header[2][1], header[3][1] = SLOW_BYTES, len(body)
     num_values = ParquetFooter(honest).meta("token_ids")[5][1]
-    slow = [(header, body)] * min(num_values - 1, SLOW_PAGES)
+    fitting = (room - len(honest)) // (len(body) + PAGE_BYTES) - 1
+    slow = [(header, body)] * min(num_values - 1, SLOW_PAGES, max(1, fitting))
     return _replace_tokens(honest, [parquet.make_list_page(1, first=True), *slow])
+
+
+def _fit_values(room: int) -> int:
+    """Values of a page that takes at most so many bytes."""
+    return min(MOST_VALUES, max(1, parquet.count_zeros(room - PAGE_BYTES) // 4))
 
 
 def _replace_tokens(honest: bytes, pages: list[parquet.Page]) -> bytes:
@@ -99,13 +108,13 @@ def make_bomb_pages(recipe: Recipe) -> WorkerBehaviour:
     return BadFileBehaviour(recipe, fill_page, fill_pages, waste_time)
 
 
-def widen_tokens(honest: bytes) -> bytes:
+def widen_tokens(honest: bytes, room: int) -> bytes:
     """Token ids of eight bytes."""
     table = load_table(honest)
     return save_table(replace_column(table, "token_ids", table.column("token_ids").cast(pa.list_(pa.int64()))))
 
 
-def write_numbers_as_text(honest: bytes) -> bytes:
+def write_numbers_as_text(honest: bytes, room: int) -> bytes:
     """Numbers stored as strings."""
     table = load_table(honest)
     for name in ("group", "seed", "reward"):
@@ -113,14 +122,14 @@ def write_numbers_as_text(honest: bytes) -> bytes:
     return save_table(table)
 
 
-def allow_gaps(honest: bytes) -> bytes:
+def allow_gaps(honest: bytes, room: int) -> bytes:
     """Nullable values, one of which is null."""
     table = load_table(honest)
     rewards = [None, *table.column("reward").to_pylist()[1:]]
     return save_table(replace_column(table, "reward", pa.array(rewards, pa.float64()), nullable=True))
 
 
-def swap_type(honest: bytes) -> bytes:
+def swap_type(honest: bytes, room: int) -> bytes:
     """Bytes of one type declared as another: log-probs are read as integers."""
     footer = ParquetFooter(honest)
     names = [element[4][1] for element in footer.schema]
@@ -138,14 +147,14 @@ def make_wrong_types(recipe: Recipe) -> WorkerBehaviour:
 ENTRY_BYTES = 1 << 28
 
 
-def repeat_entry(honest: bytes) -> bytes:
+def repeat_entry(honest: bytes, room: int) -> bytes:
     """The footer says that there is no dictionary."""
     footer = ParquetFooter(honest)
     footer.graft("reason", _make_pages(footer.num_rows))
     return footer.build()
 
 
-def repeat_openly(honest: bytes) -> bytes:
+def repeat_openly(honest: bytes, room: int) -> bytes:
     """The footer declares the dictionary."""
     footer = ParquetFooter(honest)
     meta = footer.meta("reason")
@@ -177,7 +186,7 @@ _TEXT_BYTES = 4
 """length prefix of an empty string"""
 
 
-def add_rows(honest: bytes) -> bytes:
+def add_rows(honest: bytes, room: int) -> bytes:
     """Zeros, empty strings and empty lists; the footer states the true number."""
     footer = ParquetFooter(honest)
     _fill_columns(footer)
@@ -185,7 +194,7 @@ def add_rows(honest: bytes) -> bytes:
     return footer.build()
 
 
-def hide_rows(honest: bytes) -> bytes:
+def hide_rows(honest: bytes, room: int) -> bytes:
     """The footer states the honest number."""
     footer = ParquetFooter(honest)
     sizes = {column: [footer.meta(column)[number][1] for number in (5, 6)] for column in COLUMN_NAMES}
@@ -214,19 +223,21 @@ def make_many_rows(recipe: Recipe) -> WorkerBehaviour:
 DEEP = 100_000
 SHORT_DEEP = 1800
 """as many as fit into a footer of the allowed size"""
+GROUP_BYTES = 8
+"""an encoded group"""
 
 
-def nest_deeply(honest: bytes) -> bytes:
-    """A column inside a hundred thousand nested groups."""
-    return _nest_column(honest, DEEP)
+def nest_deeply(honest: bytes, room: int) -> bytes:
+    """A column inside up to a hundred thousand nested groups."""
+    return _nest_column(honest, min(DEEP, (room - len(honest)) // GROUP_BYTES))
 
 
-def nest_shortly(honest: bytes) -> bytes:
+def nest_shortly(honest: bytes, room: int) -> bytes:
     """The same within the allowed footer length."""
     return _nest_column(honest, SHORT_DEEP)
 
 
-def nest_structs(honest: bytes) -> bytes:
+def nest_structs(honest: bytes, room: int) -> bytes:
     """Structs that begin and never end, in an unknown field."""
     return parquet.assemble_file(parquet.MAGIC, b"\xfc" + b"\x1c" * (MAX_FOOTER_BYTES - 1))
 
@@ -246,25 +257,25 @@ def make_nesting(recipe: Recipe) -> WorkerBehaviour:
 NAME_CHARS = 48_000_000
 
 
-def name_task(honest: bytes) -> bytes:
+def name_task(honest: bytes, room: int) -> bytes:
     """The footer states the true length of the first task's name."""
     table = load_table(honest)
     names = ["x" * NAME_CHARS, *table.column("task_id").to_pylist()[1:]]
     return save_table(replace_column(table, "task_id", pa.array(names, pa.string())))
 
 
-def hide_name(honest: bytes) -> bytes:
+def hide_name(honest: bytes, room: int) -> bytes:
     """The footer states the honest length."""
     size = ParquetFooter(honest).meta("task_id")[6][1]
-    footer = ParquetFooter(name_task(honest))
+    footer = ParquetFooter(name_task(honest, room))
     footer.meta("task_id")[6][1] = size
     return footer.build()
 
 
-def name_column(honest: bytes) -> bytes:
+def name_column(honest: bytes, room: int) -> bytes:
     """A column with a huge name."""
     footer = ParquetFooter(honest)
-    footer.schema[1][4][1] = b"x" * (NAME_CHARS // 8)
+    footer.schema[1][4][1] = b"x" * min(NAME_CHARS // 8, room - len(honest))
     return footer.build()
 
 
@@ -273,23 +284,23 @@ def make_huge_string(recipe: Recipe) -> WorkerBehaviour:
     return BadFileBehaviour(recipe, name_task, hide_name, name_column)
 
 
-def drop_last(honest: bytes) -> bytes:
+def drop_last(honest: bytes, room: int) -> bytes:
     """Drop the last sample of the last group; the manifest still lists it."""
     table = load_table(honest)
     return save_table(table.slice(0, table.num_rows - 1))
 
 
-def drop_half(honest: bytes) -> bytes:
+def drop_half(honest: bytes, room: int) -> bytes:
     """Drop every other sample of all groups."""
     table = load_table(honest)
     return save_table(table.take(list(range(0, table.num_rows, 2))))
 
 
-def drop_group(honest: bytes) -> bytes:
+def drop_group(honest: bytes, room: int) -> bytes:
     """Drop all samples of the last group, if there are others."""
     table = load_table(honest)
     rest = table.filter(pc.less(table["group"], pc.max(table["group"])))
-    return save_table(rest) if rest.num_rows else drop_last(honest)
+    return save_table(rest) if rest.num_rows else drop_last(honest, room)
 
 
 @attack("half_group", expect=Expected.FORM, text="a group with samples missing")
@@ -300,22 +311,23 @@ def make_half_group(recipe: Recipe) -> WorkerBehaviour:
 NUM_BYTES = 100_000
 
 
-def draw_bytes(honest: bytes) -> bytes:
+def draw_bytes(honest: bytes, room: int) -> bytes:
     """Random bytes."""
-    return os.urandom(NUM_BYTES)
+    return os.urandom(min(NUM_BYTES, room))
 
 
-def frame_bytes(honest: bytes) -> bytes:
+def frame_bytes(honest: bytes, room: int) -> bytes:
     """Random bytes between Parquet magic numbers, with a plausible footer length."""
-    return parquet.MAGIC + os.urandom(NUM_BYTES) + (NUM_BYTES // 10).to_bytes(4, "little") + parquet.MAGIC
+    size = min(NUM_BYTES, room - 3 * len(parquet.MAGIC))
+    return parquet.MAGIC + os.urandom(size) + (size // 10).to_bytes(4, "little") + parquet.MAGIC
 
 
-def cut_file(honest: bytes) -> bytes:
+def cut_file(honest: bytes, room: int) -> bytes:
     """The first half of an honest file."""
     return honest[: len(honest) // 2]
 
 
-def cut_pages(honest: bytes) -> bytes:
+def cut_pages(honest: bytes, room: int) -> bytes:
     """An honest file with the middle of its pages missing."""
     third = len(honest) // 6
     return honest[:third] + honest[2 * third :]
@@ -326,7 +338,7 @@ def make_garbage(recipe: Recipe) -> WorkerBehaviour:
     return BadFileBehaviour(recipe, draw_bytes, frame_bytes, cut_file, cut_pages)
 
 
-def drop_rows(honest: bytes) -> bytes:
+def drop_rows(honest: bytes, room: int) -> bytes:
     """Drop all rows. The result differs from file to file, otherwise it would be refused as a duplicate."""
     mark = {"of": hashlib.sha256(honest).hexdigest()}
     return save_table(load_table(honest).slice(0, 0).replace_schema_metadata(mark), store_schema=True)

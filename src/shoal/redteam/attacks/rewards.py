@@ -37,12 +37,15 @@ class RewardStringsBehaviour(SubstitutingBehaviour):
 
 @attack("truncation", expect=Expected.HARD, text="completions are cut short with a forced end token")
 class TruncatingBehaviour(SubstitutingBehaviour):
-    """Ends each rollout at half its length. A rollout of a single token is unchanged."""
+    """Keeps half of each rollout's text, rounded down, so that every rollout with any text is changed."""
 
     def substitute(self, plans: Sequence[GroupPlan], work: FinishedWork) -> TokensById:
-        """The first half of each rollout."""
-        rollouts = list_rollouts(work)
-        return {r.id: [*r.token_ids[: r.num_tokens // 2].tolist(), self.policy.eos_id] for r in rollouts}
+        """The first half of each text, and the end token."""
+        return {rollout.id: self._cut(rollout.token_ids.tolist()) for rollout in list_rollouts(work)}
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        text = [token for token in ids if token != self.policy.eos_id]
+        return [*text[: len(text) // 2], self.policy.eos_id]
 
 
 @attack("loops", expect=Expected.HARD, text="completions repeat up to the maximum length, for more pay")

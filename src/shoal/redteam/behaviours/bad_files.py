@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 
 from shoal.recipe import Recipe
 from shoal.rollout import Group
-from shoal.submission.columns import COLUMN_NAMES
+from shoal.submission.columns import COLUMN_NAMES, limit_file
+from shoal.submission.limits import SubmissionLimits
 from shoal.submission.write import Proofs, WrittenSubmission, encode_groups, write_file
 from shoal.worker.behaviour import WorkerBehaviour
 
@@ -212,6 +213,11 @@ def make_zero_page(count: int, value_bytes: int) -> Page:
     return make_page(count, squeeze_zeros(value_bytes * count), value_bytes * count)
 
 
+def count_zeros(size: int) -> int:
+    """Zero bytes that `squeeze_zeros` packs into so many bytes."""
+    return size // len(compress(bytes(_BLOCK_BYTES))) * _BLOCK_BYTES
+
+
 def squeeze_zeros(count: int) -> bytes:
     """That many zero bytes in zstd, created without holding them in memory."""
     whole = compress(bytes(_BLOCK_BYTES)) if count >= _BLOCK_BYTES else b""
@@ -232,8 +238,8 @@ def compress(data: bytes) -> bytes:
     return bytes(pa.compress(data, codec="zstd", asbytes=True))
 
 
-Corruption = Callable[[bytes], bytes]
-"""turns an honest file into the submitted one"""
+Corruption = Callable[[bytes, int], bytes]
+"""turns an honest file into the submitted one, given the size of the largest file that its lease allows"""
 _LAYOUT = {"compression": "zstd", "use_dictionary": False, "write_statistics": False, "store_schema": False}
 
 
@@ -248,7 +254,22 @@ class BadFileBehaviour(WorkerBehaviour):
 
     def write(self, path: Path, groups: Sequence[Group], proofs: Proofs) -> WrittenSubmission:
         """Write a bad file; hash, size and rollouts of its manifest are such that the coordinator accepts it."""
-        return write_file(path, next(self._next)(encode_groups(groups, proofs)), groups)
+        honest, room = encode_groups(groups, proofs), limit_groups(groups, self.recipe.max_tokens)
+        return write_file(path, next(self._next)(honest, room), groups)
+
+
+def limit_groups(groups: Sequence[Group], max_tokens: int) -> int:
+    """Bytes of a file that no run refuses for its size: the largest with these groups and prompts of their length."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return limit_file(
+        SubmissionLimits(
+            max_rollouts=len(rollouts),
+            group_size=1,
+            max_tokens=max_tokens,
+            vocab_size=1,
+            max_prompt_tokens=max(len(rollout.prompt_ids) for rollout in rollouts),
+        )
+    )
 
 
 def load_table(data: bytes) -> pa.Table:

@@ -22,6 +22,7 @@ from shoal.protocol.beacon import read_seeds
 from shoal.protocol.messages import Lease, Manifest
 from shoal.recipe import Recipe
 from shoal.redteam.attacks.files import waste_time
+from shoal.redteam.behaviours.bad_files import limit_groups
 from shoal.rollout import Finish, Group, Request, Rollout, Score, VersionRange
 from shoal.submission.limits import PROOF_BYTES, PROOF_TOKENS
 from shoal.submission.write import encode_groups, write_file
@@ -52,7 +53,7 @@ class RubbishWriter:
         if form == "garbage":
             data = os.urandom(_GARBAGE_BYTES)
         elif form == "slow":
-            data = waste_time(data)
+            data = waste_time(data, limit_groups(groups, self._shape.max_tokens))
         path.parent.mkdir(parents=True, exist_ok=True)
         written = write_file(path, data, groups)
         return Manifest(
