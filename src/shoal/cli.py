@@ -193,7 +193,8 @@ def _explain_unknown(words: list[str], args: argparse.Namespace, argv: list[str]
             hints.append(f"did you mean {near[0]}?")
         elif hasattr(args, "inputs"):
             hints.append(_name_setting(word, args, argv))
-    return f"unknown flags {' '.join(flags)}" + (f"; {', '.join(hints)}" if hints else "")
+    kind = "flags" if len(flags) > 1 else "flag"
+    return f"unknown {kind} {' '.join(flags)}" + (f"; {', '.join(hints)}" if hints else "")
 
 
 def _name_setting(word: str, args: argparse.Namespace, argv: list[str]) -> str:
@@ -209,7 +210,7 @@ def _name_setting(word: str, args: argparse.Namespace, argv: list[str]) -> str:
     model = pkgutil.resolve_name(args.settings or "shoal.config.run:RunConfig")
     keys = find_keys(model, name.replace("-", "_"))
     written = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
-    return f"write {written}" if keys else f"no setting has a name like {name[:40]!r}"
+    return f"write {written}, without dashes" if keys else f"no setting has a name like {name[:40]!r}"
 
 
 def _close_stdout() -> None:

@@ -80,7 +80,7 @@ def describe_params(params: "dict[str, Any]") -> str:
         for name in names:
             value = params[name]
             shown = (", ".join(value) or "none") if isinstance(value, list) else f"{value} {name_unit(name)}".strip()
-            meaning = RunParams.model_fields[name].description or ""
+            meaning = " ".join((RunParams.model_fields[name].description or "").split())
             lines.append(f"  {name} = {shown}" + (f"  ({meaning})" if meaning else ""))
     return "\n".join(lines[1:])
 

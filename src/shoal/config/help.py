@@ -195,9 +195,10 @@ def _explain_unknown(model: type[BaseModel], parts: list[str]) -> str:
     *tables, last = parts
     known = list(_find_model(model, tables).model_fields)
     guesses = _guess_keys(model, tables, last)
-    hint = f" did you mean {' or '.join(guesses)}?" if guesses else ""
+    if guesses:
+        return f"{'.'.join(parts)}: unknown key; did you mean {' or '.join(guesses)}?"
     owner = f" of {'.'.join(tables)}" if tables else ""
-    return f"{'.'.join(parts)}: unknown key;{hint} known keys{owner}: {', '.join(known)}"
+    return f"{'.'.join(parts)}: unknown key; known keys{owner}: {', '.join(known)}"
 
 
 def _guess_keys(model: type[BaseModel], tables: list[str], last: str) -> list[str]:

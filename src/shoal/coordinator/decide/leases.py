@@ -304,7 +304,7 @@ def _explain_none(
     """Why there is nothing for a caller: it has its share of the missing groups, or none are missing."""
     trials = leases.read_trials(decision.connection)
     if not caller.owner.has_record and trials.spacing_ms:
-        reason = "work of owners without a record failed lately; owners with accepted work are served first"
+        reason = "the run limits leases of new owners, because work of new owners failed recently"
         wait_ms = trials.granted_ms + trials.spacing_ms - decision.now_ms
         return _refuse_lease("trial", reason, retry_s=max(1, math.ceil(wait_ms / 1000)))
     waits = [room.wait_s for room in rooms.values() if room.wait_s]
