@@ -210,7 +210,7 @@ def _name_setting(word: str, args: argparse.Namespace, argv: list[str]) -> str:
     model = pkgutil.resolve_name(args.settings or "shoal.config.run:RunConfig")
     keys = find_keys(model, name.replace("-", "_"))
     written = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
-    return f"write {written}, without dashes" if keys else f"no setting has a name like {name[:40]!r}"
+    return f"write {written}" if keys else f"no setting has a name like {name[:40]!r}"
 
 
 def _close_stdout() -> None:
