@@ -38,6 +38,8 @@ FOREIGN_NAMES = {
     "max_completion_length": "engine.max_tokens",
     "model_name_or_path": "policy.path",
     "torch_dtype": "policy.dtype",
+    "bf16": "policy.dtype",
+    "gradient_accumulation_steps": "learner.micro_tokens",
     "output_dir": "out",
     "run_name": "name",
     "save_steps": "checkpoint.every",

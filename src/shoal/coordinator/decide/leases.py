@@ -41,6 +41,7 @@ from shoal.net.api_error import ApiError
 from shoal.protocol.events import Flag, LeaseEnd, LeaseExtend, LeaseGrant, read_body
 from shoal.protocol.messages import Lease, LeaseAnswer, ReturnAnswer, Standing, SubmissionState
 from shoal.protocol.params import count_missing, is_allowed
+from shoal.util.units import count_things
 
 MAX_AT_ONCE = 64
 RESCUE_S = 5
@@ -200,10 +201,10 @@ def _check_lease_limit(decision: Decision, caller: CallerRows) -> LeaseAnswer | 
         return _refuse_lease("work", reason)
     held = leases.count_held(decision.connection, node.node, owner.owner)
     if held.node >= min(node.width, node.max_leases):
-        return _refuse_lease("busy", f"this node holds {held.node} leases, its limit; deliver them first")
+        return _refuse_lease("busy", f"this node holds {count_things(held.node, 'lease')}, its limit")
     most = {Standing.PROBATION.value: params.probation_leases, Standing.LIMITED.value: 1}
     if held.owner >= min(most.get(owner.standing, params.max_leases_per_owner), params.max_leases_per_owner):
-        return _refuse_lease("busy", f"this owner holds {held.owner} leases, the limit of its standing")
+        return _refuse_lease("busy", f"this owner holds {count_things(held.owner, 'lease')}, the limit of its standing")
     return None
 
 
