@@ -158,7 +158,11 @@ def _import_peer() -> Any:
     try:
         import toploc
     except ImportError as error:
-        raise SystemExit(f"the published package toploc cannot be imported, so there is no ratio: {error}") from None
+        install = "pip install --no-build-isolation --no-deps --no-binary toploc toploc==0.1.6"
+        raise SystemExit(
+            f"the published package toploc cannot be imported ({error}); to build it from source: "
+            f"pip install setuptools wheel ninja && {install}"
+        ) from None
     return toploc
 
 

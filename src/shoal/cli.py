@@ -193,7 +193,8 @@ def _explain_unknown(words: list[str], args: argparse.Namespace, argv: list[str]
             hints.append(f"did you mean {near[0]}?")
         elif hasattr(args, "inputs"):
             hints.append(_name_setting(word, args, argv))
-    return f"unknown flags {' '.join(flags)}" + (f"; {', '.join(hints)}" if hints else "")
+    kind = "flags" if len(flags) > 1 else "flag"
+    return f"unknown {kind} {' '.join(flags)}" + (f"; {', '.join(hints)}" if hints else "")
 
 
 def _name_setting(word: str, args: argparse.Namespace, argv: list[str]) -> str:

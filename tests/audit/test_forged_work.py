@@ -137,7 +137,7 @@ def give_a_lease_for_ever(forge):
     return forge.change(grant, deadline_ms=grant.content["deadline_ms"] + 10**9)
 
 
-@expect("holds 1 leases")
+@expect("holds 1 lease")
 def give_two_leases_at_once(forge):
     grant = forge.history.find(EventKind.LEASE_GRANT)
     body = {**grant.content, "first": 1, "request_key": "f" * 32}

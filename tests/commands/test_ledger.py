@@ -271,7 +271,7 @@ def test_verify_of_a_folder_compares_every_table_and_names_a_changed_row(tmp_pat
         (["show", "none.db", "--count", "0"], "--count: must be from 1"),
         (["show", "none.db", "--from", "-1"], "--from: must be 0 or more"),
         (["prove", "none.db", "0"], "none.db: no such file"),
-        (["check", "none.json"], "give --coordinator or --descriptor: who must have signed"),
+        (["check", "none.json"], "give --coordinator KEY or --descriptor FILE"),
         (["check", "none.json", "--run", "demo", "--coordinator", HEX], "none.json: cannot be read"),
         (["check", "none.json", "--run", "A b", "--coordinator", HEX], "invalid run name"),
     ],

@@ -131,8 +131,7 @@ def test_a_run_name_that_is_no_safe_folder_is_refused(name: str) -> None:
 
 
 def test_a_misspelled_key_is_answered_with_its_neighbour() -> None:
-    sentence = refuse("learner.lrr=1")
-    assert sentence.startswith("learner.lrr: unknown key; did you mean learner.lr? known keys of learner: loss, ")
+    assert refuse("learner.lrr=1") == "learner.lrr: unknown key; did you mean learner.lr?"
 
 
 def test_a_key_without_its_table_is_answered_with_the_full_keys() -> None:

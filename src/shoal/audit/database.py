@@ -53,7 +53,8 @@ def open_reader(url: str) -> Iterator[Engine]:
     try:
         engine = open_untrusted(url)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"PostgreSQL needs the package {error.name}: pip install shoal[postgres]") from None
+        install = 'in a checkout, pip install ".[postgres]"'
+        raise ConfigError(f"PostgreSQL needs the package {error.name}: {install}") from None
     name = show_url(engine)
     try:
         yield engine

@@ -83,7 +83,7 @@ class AuditReport:
         first, last = self.num_signed, self.num_events - 1
         events = f"event {last}" if first == last else f"events {first} to {last}"
         return (
-            f"no head signed by the coordinator covers {events}, so anyone may have written them; a coordinator signs "
+            f"no head signed by the coordinator covers {events}, which anyone may have written; a coordinator signs "
             "a head every minute while it runs and when it stops"
         )
 

@@ -78,11 +78,14 @@ def describe_params(params: "dict[str, Any]") -> str:
     for group, names in PARAM_GROUPS.items():
         lines += ["", f"{group}:"]
         for name in names:
-            value = params[name]
-            shown = (", ".join(value) or "none") if isinstance(value, list) else f"{value} {name_unit(name)}".strip()
-            meaning = RunParams.model_fields[name].description or ""
+            shown = f"{_show_param(params[name])} {name_unit(name)}".strip()
+            meaning = " ".join((RunParams.model_fields[name].description or "").split())
             lines.append(f"  {name} = {shown}" + (f"  ({meaning})" if meaning else ""))
     return "\n".join(lines[1:])
+
+
+def _show_param(value: Any) -> str:
+    return (", ".join(value) or "none") if isinstance(value, list) else str(value)
 
 
 async def _change_params(args: argparse.Namespace) -> CommandResult:
@@ -97,7 +100,8 @@ async def _change_params(args: argparse.Namespace) -> CommandResult:
         check_change(old, new)
         command = Command(nonce=make_nonce(), action=Action.PARAMS, params=dump_params(new))
         answer = await send_command(client, key, command)
-    changed = ", ".join(f"{name} {getattr(old, name)} -> {getattr(new, name)}" for name in changes)
+    before, after = dump_params(old), dump_params(new)
+    changed = ", ".join(f"{name} {_show_param(before[name])} -> {_show_param(after[name])}" for name in changes)
     return CommandResult(0, f"params: {changed}; recorded as event {answer.seq}", answer.model_dump(mode="json"))
 
 

@@ -196,7 +196,7 @@ def run_check(args: argparse.Namespace) -> int:
         descriptor, _ = common.read_descriptor(args.descriptor)
         run, coordinator = descriptor.run, descriptor.coordinator
     elif args.coordinator is None:
-        raise ConfigError("give --coordinator or --descriptor: who must have signed the ledger of the proof")
+        raise ConfigError("give --coordinator KEY or --descriptor FILE: the coordinator that signed the proof")
     else:
         coordinator = check_public(args.coordinator)
     return common.print_result(check_proof(args.proof, run=run, coordinator=coordinator), as_json=args.json)

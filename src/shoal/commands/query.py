@@ -37,7 +37,7 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 async def _explain(args: argparse.Namespace) -> CommandResult:
-    """Explain a submission (checks, values, postings; -v lists every value), or an owner or node."""
+    """Explain a submission (checks and pay; -v lists every value), an owner or a node."""
     if _PREFIX.fullmatch(args.what):
         return await ask_key(args.where, args.what, args.ca)
     if not args.what.startswith("s"):

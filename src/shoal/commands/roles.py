@@ -131,7 +131,7 @@ def run_worker(args: argparse.Namespace) -> int:
 
 
 def run_validator(args: argparse.Namespace) -> int:
-    """Judge submissions; the run's parameters list who may."""
+    """Judge submissions, for owners that the run's parameters list as validators."""
     common.check_least("--threads", args.threads, 0)
     return run_node(args, lambda: judge_work(args, _make_judge))
 
@@ -196,7 +196,8 @@ async def write_work(args: argparse.Namespace, make_behaviour: MakeBehaviour) ->
 
 
 def _log_end(session: "Session", text: str) -> None:
-    logger.info("%s", f"{text}; the run is finished" if not session.stopping.is_set() else text)
+    end = "the run is finished"
+    logger.info("%s", text if session.stopping.is_set() or end in text else f"{text}; {end}")
 
 
 def _open_session(args: argparse.Namespace, role: "Role") -> AbstractAsyncContextManager["Session"]:

@@ -38,6 +38,8 @@ FOREIGN_NAMES = {
     "max_completion_length": "engine.max_tokens",
     "model_name_or_path": "policy.path",
     "torch_dtype": "policy.dtype",
+    "bf16": "policy.dtype",
+    "gradient_accumulation_steps": "learner.micro_tokens",
     "output_dir": "out",
     "run_name": "name",
     "save_steps": "checkpoint.every",
@@ -195,9 +197,10 @@ def _explain_unknown(model: type[BaseModel], parts: list[str]) -> str:
     *tables, last = parts
     known = list(_find_model(model, tables).model_fields)
     guesses = _guess_keys(model, tables, last)
-    hint = f" did you mean {' or '.join(guesses)}?" if guesses else ""
+    if guesses:
+        return f"{'.'.join(parts)}: unknown key; did you mean {' or '.join(guesses)}?"
     owner = f" of {'.'.join(tables)}" if tables else ""
-    return f"{'.'.join(parts)}: unknown key;{hint} known keys{owner}: {', '.join(known)}"
+    return f"{'.'.join(parts)}: unknown key; known keys{owner}: {', '.join(known)}"
 
 
 def _guess_keys(model: type[BaseModel], tables: list[str], last: str) -> list[str]:

@@ -105,7 +105,8 @@ def describe_check_rate(params: RunParams) -> tuple[str, ...]:
     promise = params.guarantee
     head = (
         f"cheating in {show_share(promise.fraction)} of the work is caught within {promise.submissions} submissions "
-        f"with probability {promise.probability:g}, if a replay finds a cheated rollout with {params.power:g}"
+        f"with probability {promise.probability:g}, if replaying a cheated rollout detects it with probability "
+        f"{params.power:g}"
     )
     return (head, *(_describe_rate(rate) for rate in list_rates(params)))
 
@@ -114,7 +115,7 @@ def _describe_rate(rate: CheckRate) -> str:
     who = f"{rate.standing.value}: {show_share(rate.share)} replayed ({rate.checked} of {rate.rollouts} rollouts"
     least = f", never fewer than {rate.least}" if rate.least < rate.checked else ""
     cost = f"costs {show_share(rate.cost)} of generation at {COST_TOKENS} tokens"
-    return f"{who}{least}), caught within {rate.within}, {cost}"
+    return f"{who}{least}), caught within {rate.within} submissions, {cost}"
 
 
 def _rate_standing(params: RunParams, standing: Standing) -> CheckRate:

@@ -298,7 +298,8 @@ def _open_ledger(
     except OperationalError as error:
         raise ConfigError(f"cannot open the ledger's database ({str(error.orig).splitlines()[0]})") from None
     except ModuleNotFoundError as error:
-        raise ConfigError(f"PostgreSQL needs the package {error.name}: pip install shoal[postgres]") from None
+        install = 'in a checkout, pip install ".[postgres]"'
+        raise ConfigError(f"PostgreSQL needs the package {error.name}: {install}") from None
     try:
         _check_genesis(read_body(_read_genesis(ledger), Genesis), config.operator, run_files)
     except ConfigError:

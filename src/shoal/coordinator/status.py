@@ -105,7 +105,7 @@ def describe_wait(wait: Wait, now_ms: int) -> WaitInfo:
     end = ""
     if wait.deadline_ms:
         left_s = (wait.deadline_ms - now_ms) // 1000
-        end = f", {-left_s} s past its deadline" if overdue else f", {left_s} s to its deadline"
+        end = f", {-left_s} s past its deadline" if overdue else f", deadline in {left_s} s"
     detail = f": {wait.detail}" if wait.detail else ""
     text = f"{wait.owner} waits for {wait.waiting_for} for {wait.lasts(now_ms) // 1000} s{end}{detail}"
     return build_from(WaitInfo, wait, for_whom=wait.waiting_for, overdue=overdue, text=text)

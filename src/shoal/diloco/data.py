@@ -171,7 +171,7 @@ def _read_hub(name: str, field: str) -> Iterator[str]:
     try:
         import datasets
     except ImportError:
-        raise ConfigError(f"data.source: {HUB}{name} needs the extra datasets: pip install 'shoal[datasets]'") from None
+        raise ConfigError(f"data.source: {HUB}{name} needs the extra datasets: pip install '.[datasets]'") from None
     path, _, split = name.partition(":")
     try:
         rows = datasets.load_dataset(path, split=split or "train")

@@ -45,7 +45,7 @@ _LENGTH_BYTES = 4
 def explain_lack() -> str:
     """Why this engine cannot be used here; empty if it can."""
     if importlib.util.find_spec("torchft") is None:
-        return "torchft is not installed; pip install 'shoal[torchft]'"
+        return "torchft is not installed; in a checkout, pip install '.[torchft]'"
     return ""
 
 

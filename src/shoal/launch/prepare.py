@@ -51,7 +51,7 @@ FREE = {
     *(f"swarm.hosts.{name}" for name in HostsConfig.model_fields),
 } - {"steps", "eval.every"}
 """Settings that may differ when a run is resumed. `steps` may not: the beacons of a run are a chain of its length.
-Who judges and who commands is the ledger's own business, on whose machine another operator is refused."""
+Validators and operator may differ, because the coordinator compares them with its ledger."""
 CALIBRATION_TOKENS = 64
 """length of the rollouts that are measured"""
 LEASE_MIN_S, LEASE_MAX_S = 30, 600

@@ -53,8 +53,7 @@ class ApiError(Exception):
 def refuse_banned(seq: int, reason: str) -> ApiError:
     """Build the refusal for a caller that an event of the ledger has banned."""
     text = f"this node or its owner is banned from this run: {reason}"
-    how = f"event {seq} of the ledger; to read it: shoal ledger show URL {seq}; for a submission: shoal explain URL ID"
-    return ApiError(403, "banned", f"{text} ({how})")
+    return ApiError(403, "banned", f"{text}; for details: shoal ledger show URL {seq}")
 
 
 def _take_count(value: object) -> int | None:

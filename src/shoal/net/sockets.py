@@ -216,7 +216,7 @@ def phrase_error(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
-        return f"TLS error, is the address http:// instead of https://? ({error.reason or error})"
+        return f"TLS error {error.reason or error}; if the server does not use TLS, write http:// instead of https://"
     if isinstance(error, OSError) and (error.errno or 0) > 0:
         return os.strerror(error.errno or 0)
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

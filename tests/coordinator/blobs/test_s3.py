@@ -293,5 +293,5 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if name.endswith((".s3", ".bucket", "obstore")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(ConfigError, match=r"pip install shoal\[s3\]"):
+    with pytest.raises(ConfigError, match=r'pip install "\.\[s3\]"'):
         open_blobs("s3://bucket/x", tmp_path)

@@ -18,5 +18,5 @@ def open_blobs(url: str, folder: Path, limits: DiskLimits | None = None) -> Blob
     except ModuleNotFoundError as error:
         if error.name != "obstore":
             raise
-        raise ConfigError(f"{url}: S3 needs the package obstore: pip install shoal[s3]") from None
+        raise ConfigError(f'{url}: S3 needs the package obstore: in a checkout, pip install ".[s3]"') from None
     return S3Blobs(url, folder, limits)

@@ -41,6 +41,7 @@ from shoal.net.api_error import ApiError
 from shoal.protocol.events import Flag, LeaseEnd, LeaseExtend, LeaseGrant, read_body
 from shoal.protocol.messages import Lease, LeaseAnswer, ReturnAnswer, Standing, SubmissionState
 from shoal.protocol.params import RunParams, count_missing, is_allowed
+from shoal.util.units import count_things
 
 MAX_AT_ONCE = 64
 RESCUE_S = 5
@@ -200,10 +201,10 @@ def _check_lease_limit(decision: Decision, caller: CallerRows) -> LeaseAnswer | 
         return _refuse_lease("work", reason)
     held = leases.count_held(decision.connection, node.node, owner.owner)
     if held.node >= min(node.width, node.max_leases):
-        return _refuse_lease("busy", f"this node holds {held.node} leases, its limit; deliver them first")
+        return _refuse_lease("busy", f"this node holds {count_things(held.node, 'lease')}, its limit")
     most = {Standing.PROBATION.value: params.probation_leases, Standing.LIMITED.value: 1}
     if held.owner >= min(most.get(owner.standing, params.max_leases_per_owner), params.max_leases_per_owner):
-        return _refuse_lease("busy", f"this owner holds {held.owner} leases, the limit of its standing")
+        return _refuse_lease("busy", f"this owner holds {count_things(held.owner, 'lease')}, the limit of its standing")
     return None
 
 
@@ -317,7 +318,7 @@ def _explain_none(
     """Why there is nothing for a caller: it has its share of the missing groups, or none are missing."""
     trials = leases.read_trials(decision.connection)
     if not caller.owner.has_record and trials.spacing_ms:
-        reason = "work of owners without a record failed lately; owners with accepted work are served first"
+        reason = "the run limits leases of new owners, because work of new owners failed recently"
         wait_ms = _wait_trial(decision, caller.owner, trials)
         return _refuse_lease("trial", reason, retry_s=max(1, math.ceil(wait_ms / 1000)))
     waits = [room.wait_s for room in rooms.values() if room.wait_s]
