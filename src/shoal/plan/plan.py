@@ -1,7 +1,7 @@
 """A plan: what each role of a run needs and how long a step takes, put together, with a sentence for what cannot work.
 
 Symbols: k async level; T the trainer's time for a step, b of a broadcast, v the delay of a verdict, G of generating the
-rollouts of a step with all machines (at least one rollout's time).
+rollouts of a step with all machines (at least the longest rollout's time).
 
     period   max(T, G, checking, (T + b + G + v) / (k + 1))     time between two versions; k = 0: one after the other
     window   min(T, k T - b - v)                                time in which a batch must be generated so that the
@@ -146,7 +146,7 @@ def _schedule(
 ) -> Schedule:
     rate = sum(machines.number * found.tokens_per_s for machines, found in zip(fleet.workers, generations, strict=True))
     sampled = settings.sampled_rollouts * settings.completion_tokens
-    longest = max((found.rollout_s for found in generations), default=0.0)
+    longest = max((found.longest_s for found in generations), default=0.0)
     generate_s = max(sampled / rate, longest) if rate else math.inf
     verdict_s = assumed.upload_s + check_s * settings.submission_rollouts / settings.sampled_rollouts
     check_s /= fleet.validators.number
@@ -164,7 +164,7 @@ def _schedule(
 
 
 def _count_needed(found: Generation, sampled: float, window_s: float) -> int | None:
-    if not found.rollouts or window_s <= found.rollout_s:
+    if not found.rollouts or window_s <= found.longest_s:
         return None
     return math.ceil(sampled / (found.tokens_per_s * window_s))
 
@@ -239,7 +239,7 @@ def _warn_schedule(plan: Plan) -> list[str]:
     if not level:
         return ["async_level is 0: training, broadcast and generation take turns, so the trainer waits for the others"]
     found = []
-    if times.window_s <= max((worker.generation.rollout_s for worker in plan.workers), default=0.0):
+    if times.window_s <= max((worker.generation.longest_s for worker in plan.workers), default=0.0):
         found.append(
             f"at async level {level} no number of workers keeps the trainer busy: broadcast and verdict leave "
             f"{max(0.0, times.window_s):.0f} s to generate; raise async_level or send less"

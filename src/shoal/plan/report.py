@@ -85,7 +85,8 @@ def _describe_workers(plan: Plan) -> Rows:
 def _describe_rate(found: Generation) -> str:
     if not found.rollouts:
         return "cannot take part"
-    return f"{found.tokens_per_s:.0f} tokens/s each, {found.rollouts} rollouts at a time of {_show(found.rollout_s)}"
+    times = f"{_show(found.rollout_s)}, the longest {_show(found.longest_s)}"
+    return f"{found.tokens_per_s:.0f} tokens/s each, {found.rollouts} rollouts at a time, each {times}"
 
 
 def _describe_versions(plan: Plan) -> Rows:
@@ -168,6 +169,7 @@ def _export_worker(plan: Plan, index: int) -> dict[str, Any]:
         "rollouts": worker.generation.rollouts,
         "tokens_per_s": worker.generation.tokens_per_s,
         "rollout_s": worker.generation.rollout_s,
+        "longest_s": worker.generation.longest_s,
         "needed": worker.needed,
     }
 

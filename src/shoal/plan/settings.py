@@ -124,7 +124,7 @@ def read_settings(
 def _read_trainer(config: LaunchConfig) -> TrainerOptions:
     """How the trainer of this tree stores and computes, by its settings."""
     dtype = config.policy.dtype
-    return TrainerOptions(master=dtype, compute=dtype, publish=dtype)
+    return TrainerOptions(master=dtype, compute=dtype, optimizer_state=dtype, publish=dtype)
 
 
 def _find_share(config: LaunchConfig) -> float:

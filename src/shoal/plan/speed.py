@@ -52,6 +52,8 @@ class Generation:
     tokens_per_s: float
     rollout_s: float
     """seconds that a rollout of mean length takes"""
+    longest_s: float
+    """of the longest completion that the settings allow: the last of a batch may be one"""
 
 
 def time_step(shape: ModelShape, settings: PlanSettings, trainer: Machines, assumed: Assumptions) -> StepTime:
@@ -115,7 +117,7 @@ def time_generation(shape: ModelShape, settings: PlanSettings, machines: Machine
     room = number * usable_bytes(device, assumed) - weights
     rollouts = int(min(settings.slots, room // kv_bytes))
     if rollouts < 1 or room < shape.count_kv_bytes(item) * (settings.prompt_tokens + settings.max_tokens):
-        return Generation(weights, 0, 0.0, 0.0)
+        return Generation(weights, 0, 0.0, 0.0, 0.0)
     scale = number * (assumed.parallel_efficiency if number > 1 else 1.0)
     compute = device.tflops * TERA * scale * _prefill_share(device, assumed)
     read = item * shape.active_parameters + rollouts * kv_bytes
@@ -124,8 +126,9 @@ def time_generation(shape: ModelShape, settings: PlanSettings, machines: Machine
         2 * shape.active_parameters * rollouts / compute,
     )
     prefill_s = 2 * shape.active_parameters * settings.prompt_tokens / settings.group_size / compute
-    seconds = settings.completion_tokens * token_s / rollouts + prefill_s
-    return Generation(weights, rollouts, settings.completion_tokens / seconds, settings.completion_tokens * token_s)
+    mean, longest = settings.completion_tokens, settings.max_tokens
+    tokens_per_s = mean / (mean * token_s / rollouts + prefill_s)
+    return Generation(weights, rollouts, tokens_per_s, mean * token_s, longest * token_s)
 
 
 def _prefill_share(device: Device, assumed: Assumptions) -> float:
