@@ -1,11 +1,11 @@
 """A plan: what each role of a run needs and how long a step takes, put together, with a sentence for what cannot work.
 
 Symbols: k async level; T the trainer's time for a step, b of a broadcast, v the delay of a verdict, G of generating the
-rollouts of a step with all machines (at least the longest rollout's time).
+tokens of a step with all machines, l of the longest rollout, which the last of a batch may be.
 
-    period   max(T, G, checking, (T + b + G + v) / (k + 1))     time between two versions; k = 0: one after the other
-    window   min(T, k T - b - v)                                time in which a batch must be generated so that the
-                                                                trainer never waits
+    period   max(T, G, checking, (T + b + max(G, l) + v) / (k + 1))   time between versions; k = 0: one after the other
+    slack    k T - b - v       most time from the arrival of a version to the last rollout if the trainer never waits
+    window   min(T, slack)     time in which the tokens of a step must be generated for that, if l <= slack
 """
 
 import math
@@ -62,12 +62,18 @@ class Schedule:
     broadcast_s: float
     generate_s: float
     """with all workers; infinite without any that can"""
+    longest_s: float
+    """of the longest rollout on the slowest kind of worker"""
     check_s: float
     """with all validators"""
     verdict_s: float
     """from the end of a rollout to its verdict"""
-    window_s: float
+    slack_s: float
     period_s: float
+
+    @property
+    def window_s(self) -> float:
+        return min(self.train_s, self.slack_s)
 
     @property
     def idle(self) -> float:
@@ -112,7 +118,7 @@ def make_plan(
     check_s = time_validation(shape, settings, fleet.validators, assumed)
     schedule = _schedule(settings, fleet, step, broadcasts[-1], generations, check_s, assumed)
     workers = tuple(
-        WorkerPlan(machines, found, _count_needed(found, sampled, schedule.window_s))
+        WorkerPlan(machines, found, _count_needed(found, sampled, schedule))
         for machines, found in zip(fleet.workers, generations, strict=True)
     )
     plan = Plan(
@@ -147,26 +153,27 @@ def _schedule(
     rate = sum(machines.number * found.tokens_per_s for machines, found in zip(fleet.workers, generations, strict=True))
     sampled = settings.sampled_rollouts * settings.completion_tokens
     longest = max((found.longest_s for found in generations), default=0.0)
-    generate_s = max(sampled / rate, longest) if rate else math.inf
+    generate_s = sampled / rate if rate else math.inf
     verdict_s = assumed.upload_s + check_s * settings.submission_rollouts / settings.sampled_rollouts
     check_s /= fleet.validators.number
     train_s, level = step.seconds, settings.async_level
-    around = (train_s + broadcast.seconds + generate_s + verdict_s) / (level + 1)
+    around = (train_s + broadcast.seconds + max(generate_s, longest) + verdict_s) / (level + 1)
     return Schedule(
         train_s=train_s,
         broadcast_s=broadcast.seconds,
         generate_s=generate_s,
+        longest_s=longest,
         check_s=check_s,
         verdict_s=verdict_s,
-        window_s=min(train_s, level * train_s - broadcast.seconds - verdict_s),
+        slack_s=level * train_s - broadcast.seconds - verdict_s,
         period_s=max(train_s, generate_s, check_s, around),
     )
 
 
-def _count_needed(found: Generation, sampled: float, window_s: float) -> int | None:
-    if not found.rollouts or window_s <= found.longest_s:
+def _count_needed(found: Generation, sampled: float, times: Schedule) -> int | None:
+    if not found.rollouts or times.slack_s < found.longest_s or times.window_s <= 0.0:
         return None
-    return math.ceil(sampled / (found.tokens_per_s * window_s))
+    return math.ceil(sampled / (found.tokens_per_s * times.window_s))
 
 
 def _count_cost(fleet: Fleet, prices: Mapping[str, float], period_s: float) -> float | None:
@@ -239,10 +246,10 @@ def _warn_schedule(plan: Plan) -> list[str]:
     if not level:
         return ["async_level is 0: training, broadcast and generation take turns, so the trainer waits for the others"]
     found = []
-    if times.window_s <= max((worker.generation.longest_s for worker in plan.workers), default=0.0):
+    if times.slack_s < times.longest_s or times.window_s <= 0.0:
         found.append(
             f"at async level {level} no number of workers keeps the trainer busy: broadcast and verdict leave "
-            f"{max(0.0, times.window_s):.0f} s to generate; raise async_level or send less"
+            f"{max(0.0, times.slack_s):.0f} s, the longest rollout takes {times.longest_s:.0f} s"
         )
     if times.check_s > times.train_s:
         found.append(

@@ -151,6 +151,7 @@ def export_plan(plan: Plan) -> dict[str, Any]:
         "checked_share": plan.settings.checked_share,
         "check_s": times.check_s,
         "window_s": times.window_s,
+        "slack_s": times.slack_s,
         "generate_s": _finite(times.generate_s),
         "period_s": _finite(times.period_s),
         "trainer_idle": times.idle,
