@@ -37,13 +37,13 @@ SPIN_COUNT = "5000"
 with anything else to do makes every operator wait for the other's time slice: 128 us become more than 9,000."""
 
 _MODULES = (
-    *("train", "swarm", "roles", "redteam", "diloco", "weights", "coordinator"),
+    *("train", "swarm", "plan", "roles", "redteam", "diloco", "weights", "coordinator"),
     *("node", "query", "owner", "admin", "verify", "canary", "ledger"),
 )
 """of `shoal.commands`"""
 HEADINGS = {
     "one machine": ("train", "sft", "eval", "rollouts", "filter", "tasks", "convert", "calibrate"),
-    "swarm": ("demo", "run", "prepare", "report"),
+    "swarm": ("plan", "demo", "run", "prepare", "report"),
     "roles": ("coordinator", "trainer", "evaluator", "origin", "relay", "validator", "worker"),
     "inspect": ("status", "leaderboard", "explain", "verify", "ledger"),
     "administer": ("keygen", "node", "owner", "admin", "canary"),

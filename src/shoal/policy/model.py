@@ -16,7 +16,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from shoal.config.run import PolicyConfig, TinyConfig
@@ -149,9 +156,10 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
         raise ConfigError(f"policy.path: the tokenizer of {str(path)!r} has {len(tokenizer)} tokens, the model {rows}")
 
 
-def _build_tiny(config: TinyConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+def describe_tiny(config: TinyConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The architecture of a tiny model."""
     feed_forward = math.ceil(config.width * 8 / 3 / _FF_MULTIPLE) * _FF_MULTIPLE
-    hub_config = AutoConfig.for_model(
+    return AutoConfig.for_model(
         config.arch,
         vocab_size=len(tokenizer),
         hidden_size=config.width,
@@ -169,6 +177,9 @@ def _build_tiny(config: TinyConfig, tokenizer: PreTrainedTokenizerBase, seed: in
         # norm multiplies gradients a thousandfold. The tokenizer has one for users that batch by padding.
         pad_token_id=None,
     )
+
+
+def _build_tiny(config: TinyConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(hub_config)  # type: ignore[no-any-return]
+        return AutoModelForCausalLM.from_config(describe_tiny(config, tokenizer))  # type: ignore[no-any-return]

@@ -1,0 +1,139 @@
+from dataclasses import replace
+
+import pytest
+from tests.fixtures.benches import load_bench
+from tests.plan.conftest import MakeSettings
+
+import shoal.policy.attention as attention
+from shoal.plan.memory import FUSED_KEYS, MemoryPlan, count_trained, plan_memory, shape_packs
+from shoal.plan.settings import LoraSettings, TrainerOptions
+from shoal.plan.shapes import ModelShape
+
+bench = load_bench("plan")
+step = load_bench("plan_step")
+LONG = {"completion_tokens": 401, "max_tokens": 401, "groups": 1}
+
+
+def get(plan: MemoryPlan, name: str) -> float:
+    return sum(item.bytes for item in plan.items if item.name == name)
+
+
+def test_packs_are_those_of_the_learner(make_settings: MakeSettings) -> None:
+    pack = shape_packs(make_settings(), 1)
+    assert (pack.tokens, pack.rows) == (4 * (8 + 8 * 16), 4 * 8 * 17)
+    assert (pack.queries, pack.keys) == (4 * (8 + 8 * 16), 4 * (8 + 8 * (16 + 8)))
+    assert pack.pairs == pack.stored_pairs == 4 * (8 * 8 + 8 * 16 * 24)
+    assert (pack.per_update, pack.per_step) == (1, 1)
+    small = shape_packs(make_settings(micro_tokens=150, updates=2), 1)
+    assert (small.tokens, small.per_update, small.per_step) == (8 + 8 * 16, 2, 4)
+    assert shape_packs(make_settings(micro_tokens=150, updates=2), 2).per_update == 1
+
+
+def test_the_longest_completion_may_be_the_largest_pack(make_settings: MakeSettings) -> None:
+    pack = shape_packs(make_settings(micro_tokens=64, max_tokens=1001), 1)
+    assert (pack.tokens, pack.rows) == (8 + 1000, 1001)
+    assert pack.stored_pairs == 8 * 8 and pack.pairs == 8 * 8 + 1000 * 1008
+
+
+def test_scores_are_stored_up_to_as_many_keys_as_attention_does() -> None:
+    assert FUSED_KEYS == attention._FUSED
+
+
+def test_weights_gradients_and_state_by_hand(shape: ModelShape, make_settings: MakeSettings) -> None:
+    plan = plan_memory(shape, make_settings(), 1, is_cpu=True)
+    assert get(plan, "weights") == 4 * shape.parameters
+    assert get(plan, "optimizer") == 8 * shape.parameters
+    tokens, keys, pairs = 544, 4 * (8 + 8 * 24), 4 * (64 + 8 * 16 * 24)
+    layer = tokens * (16 * 64 + 4 * (64 + 3 * 128)) + 4 * (tokens * 64 + 2 * keys * 32) + 4 * pairs * 4
+    assert get(plan, "activations") == 2 * layer
+    assert get(plan, "masks") == pairs * (4 + 4 * 4)
+
+
+def test_shards_divide_what_is_stored_and_add_what_is_gathered(shape: ModelShape, make_settings: MakeSettings) -> None:
+    one, four = (plan_memory(shape, make_settings(), ranks) for ranks in (1, 4))
+    assert get(four, "weights") == get(one, "weights") / 4
+    assert get(four, "optimizer") == get(one, "optimizer") / 4
+    assert get(one, "gathered layers") == 0
+    units = shape.root_parameters + 2 * shape.layer_parameters
+    assert get(four, "gathered layers") == 2 * 4 * units + 4 * shape.layer_parameters
+
+
+@pytest.mark.parametrize(("state", "per_weight"), [("float32", 8), ("bfloat16", 4), ("int8", 2 + 8 / 256)])
+def test_the_optimizer_state_has_a_type_of_its_own(
+    state: str, per_weight: float, shape: ModelShape, make_settings: MakeSettings
+) -> None:
+    options = TrainerOptions(optimizer_state=state)  # type: ignore[arg-type]
+    plan = plan_memory(shape, make_settings(options), 2)
+    assert get(plan, "optimizer") == per_weight * shape.parameters / 2
+
+
+def test_checkpointing_keeps_the_input_of_each_layer_and_one_layer(
+    shape: ModelShape, make_settings: MakeSettings
+) -> None:
+    full = plan_memory(shape, make_settings(**LONG), 1)
+    saving = plan_memory(shape, make_settings(TrainerOptions(checkpointing=True), **LONG), 1)
+    assert saving.moment == "backward pass of a layer"
+    tokens = 8 + 8 * 400
+    assert get(saving, "activations") == 2 * 4 * 64 * tokens + get(full, "activations") / 2
+    assert get(saving, "fused weights") == get(full, "fused weights") / 2
+
+
+def test_rows_of_logits_bound_their_memory(shape: ModelShape, make_settings: MakeSettings) -> None:
+    wide = replace(shape, vocabulary=50_000)
+    full = plan_memory(wide, make_settings(), 1)
+    chunked = plan_memory(wide, make_settings(TrainerOptions(logit_rows=32)), 1)
+    assert full.moment == "logits" and chunked.bytes < full.bytes / 2
+    rows = 4 * 8 * 17
+    hidden = 64 * 4 * (2 * 544 + rows)
+    assert get(full, "logits") == 5 * 4 * 50_000 * rows + hidden
+
+
+def test_bfloat16_products_halve_activations_but_not_the_master_weights(
+    shape: ModelShape, make_settings: MakeSettings
+) -> None:
+    full = plan_memory(shape, make_settings(), 1)
+    mixed = plan_memory(shape, make_settings(TrainerOptions(compute="bfloat16")), 1)
+    assert get(mixed, "weights") == get(full, "weights")
+    assert get(full, "activations") / 2 < get(mixed, "activations") < get(full, "activations")
+    assert get(mixed, "gathered layers") > 0
+
+
+def test_adapters_have_little_to_train_and_a_base_in_the_type_of_products(
+    shape: ModelShape, make_settings: MakeSettings
+) -> None:
+    options = TrainerOptions(compute="bfloat16", lora=LoraSettings(4, ("q_proj", "v_proj")))
+    plan = plan_memory(shape, make_settings(options, has_reference=True), 1)
+    trained = count_trained(shape, options)
+    assert trained == 2 * 4 * (64 + 64 + 64 + 32)
+    assert get(plan, "weights") == 2 * shape.parameters + 4 * trained
+    assert get(plan, "optimizer") == 8 * trained
+    assert get(plan, "reference") == 0  # the base without its adapters
+
+
+def test_a_reference_is_another_copy_of_the_weights(shape: ModelShape, make_settings: MakeSettings) -> None:
+    plan = plan_memory(shape, make_settings(has_reference=True), 2)
+    assert get(plan, "reference") == 4 * shape.parameters / 2
+
+
+def test_offload_moves_what_is_stored_to_the_host(shape: ModelShape, make_settings: MakeSettings) -> None:
+    plan = plan_memory(shape, make_settings(TrainerOptions(offload=True), micro_tokens=150), 2)
+    assert plan.host_bytes == (4 + 8 + 4) * shape.parameters / 2
+    assert not {"weights", "optimizer", "gradients"} & {item.name for item in plan.items}
+
+
+def test_flex_attention_has_no_masks_and_no_squares(shape: ModelShape, make_settings: MakeSettings) -> None:
+    options = TrainerOptions(flex_attention=True)
+    short, long = (
+        plan_memory(shape, make_settings(options, completion_tokens=n, max_tokens=n, groups=1, micro_tokens=2**20), 1)
+        for n in (1001, 2001)
+    )
+    assert get(long, "masks") == 0
+    tokens = [8 + 8 * 1000, 8 + 8 * 2000]
+    assert get(long, "activations") / tokens[1] == pytest.approx(get(short, "activations") / tokens[0])
+
+
+@pytest.mark.parametrize("index", [0, -1])
+def test_a_real_training_step_takes_the_memory_that_the_plan_says(index: int) -> None:
+    case = bench.CASES[index]
+    measured = step.measure(case)
+    assert bench.predict(case).bytes == pytest.approx(measured.peak_bytes, rel=0.2)
