@@ -20,7 +20,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from functools import lru_cache
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from shoal.coordinator import explain, status
@@ -35,7 +34,6 @@ from shoal.errors import ConfigError
 from shoal.identity.authenticator import Member
 from shoal.identity.keys import Key
 from shoal.ledger.event import Event
-from shoal.ledger.head import SignedHead
 from shoal.ledger.ledger import LINGER_S, Ledger, LedgerTransaction, WriterStoppedError, reach
 from shoal.ledger.schema import RULES, check_rules_version
 from shoal.net.api_error import ApiError
@@ -107,12 +105,6 @@ def open_run(
         "rules": RULES,
     }
     return Ledger.open(url, run=run, key=key, genesis=genesis, projections=PROJECTIONS, clock=clock, linger_s=linger_s)
-
-
-@lru_cache(maxsize=1)
-def _write_head(head: SignedHead) -> str:
-    """Every heartbeat carries the head, and thousands carry the same one."""
-    return head.to_bytes().decode()
 
 
 def _as_method(
@@ -225,13 +217,7 @@ class Coordinator:
 
     def heartbeat(self, node: str, beat: Heartbeat) -> HeartbeatAnswer:
         """Record that a node is alive. Not in the ledger; in memory, does not block."""
-        return self.cache.answer_heartbeat(node, beat, self._clock(), self.head_text)
-
-    @property
-    def head_text(self) -> str | None:
-        """The newest signed head, as it is sent."""
-        head = self.ledger.head
-        return None if head is None else _write_head(head)
+        return self.cache.answer_heartbeat(node, beat, self._clock(), self.ledger.head_text)
 
     # Leases
 

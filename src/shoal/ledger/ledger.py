@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import Connection, Engine
@@ -431,6 +431,11 @@ class Ledger:
         """The newest signed head on disk."""
         return self._state.published.head
 
+    @property
+    def head_text(self) -> str | None:
+        """The same as it is sent."""
+        return None if self.head is None else _write_head(self.head)
+
     async def transact(self, decide: Callable[[LedgerTransaction], T]) -> T:
         """Run a decision and return its result once it is on disk; if it raises, nothing is stored."""
         return await asyncio.wrap_future(self.submit(decide))
@@ -537,6 +542,11 @@ def insert_rows(
     db.insert_rows(connection, db.POSTING, *postings)
     db.insert_rows(connection, db.MERKLE_NODE, *(node._asdict() for node in nodes))
     db.insert_rows(connection, db.HEAD, *map(_head_row, heads))
+
+
+@lru_cache(maxsize=8)  # every heartbeat carries the head, and thousands carry the same one
+def _write_head(signed: SignedHead) -> str:
+    return signed.to_bytes().decode()
 
 
 def _head_row(signed: SignedHead) -> dict[str, Any]:

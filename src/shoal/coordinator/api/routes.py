@@ -239,7 +239,7 @@ def get_challenge(context: ApiContext, node: messages.Digest) -> messages.Challe
 @everybody.get("/v1/head", Access.FREE)
 def get_head(context: ApiContext) -> messages.HeadAnswer:
     """The newest signed head."""
-    return messages.HeadAnswer(head=context.coordinator.head_text)
+    return messages.HeadAnswer(head=context.coordinator.ledger.head_text)
 
 
 @everybody.get("/v1/proofs/{old}/{new}", Access.PUBLIC)
