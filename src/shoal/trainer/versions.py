@@ -1,30 +1,32 @@
 """The versions that a trainer wrote, each an ordinary Hugging Face folder.
 
-    <run>/versions/v000012/           appears complete; never written again, because the origin serves its files
+    <run>/versions/v000012/           complete if there is no v000012.writing; then never written again
+    <run>/versions/v000012.writing    while it is written: its files, which the origin serves as they appear
     <run>/versions/published.jsonl    one line per version handed over: its hashes, before it is announced
 
 Invariants:
-- a step that is computed again must give the bits that exist already; other bits are a `TrainerError`;
+- a step that is computed again must give the bits that exist already, after rounding to the published type; other bits
+  are a `TrainerError`;
 - a folder is kept while the origin serves it, until it is announced, and until it is evaluated if that is due.
 """
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
-from shoal.config.run import RunConfig
-from shoal.policy.model import Policy, save_policy
+from shoal.config.run import PolicyConfig, RunConfig
+from shoal.policy.model import Policy, save_settings, saved_tensors
+from shoal.policy.weights import WeightsReader, describe_tensors, plan_layout, write_weights
+from shoal.shardcast.growing import list_growing, open_growing, remove_stale
 from shoal.shardcast.origin import SHARD_BYTES, compute_root
 from shoal.trainer.errors import TrainerError
-from shoal.util.files import append_line, atomic_dir, remove_dir, repair_jsonl, sweep_leftovers
+from shoal.util.files import append_line, remove_dir, repair_jsonl, sweep_leftovers, sync_path
 
 _NAME = re.compile(r"v(\d{6,})")
-_WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,13 @@ class VersionRecord:
 class Versions:
     """The folder of a run's versions. One process writes to it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: PolicyConfig | None = None) -> None:
+        """`config` says in which type and in how large files versions are written."""
+        config = config or PolicyConfig()
+        self._dtype, self._shard_bytes = getattr(torch, config.publish_dtype), config.shard_bytes
         folder.mkdir(parents=True, exist_ok=True)
         sweep_leftovers(folder)
+        remove_stale(folder)
         self.folder = folder
         self._log = folder / "published.jsonl"
         repair_jsonl(self._log)
@@ -61,17 +67,33 @@ class Versions:
         """The folder of a version, whether it exists or not."""
         return path_of(self.folder, version)
 
-    def write(self, version: int, policy: Policy) -> None:
-        """Write a version; if it exists already, check that it is the same. Blocking."""
+    def write(self, version: int, policy: Policy, begun: Callable[[], None] = lambda: None) -> None:
+        """Write a version; if it exists already, check that it is the same. Blocking.
+
+        `begun` is called as soon as the origin can begin to publish it, while its weights are still being written.
+        """
         path, record = self.path_of(version), self._records.get(version)
         if path.exists():
-            if not _is_equal(path / _WEIGHTS, policy):
+            if not _is_equal(path, policy, self._dtype):
                 raise _report_mismatch(version, str(path))
+            begun()
             return
-        with atomic_dir(path) as target:
-            save_policy(policy, target)
-        if record is not None and record.root != compute_root(path, record.shard_bytes):
-            raise _report_mismatch(version, str(self._log))
+        self._write_folder(path, policy, (lambda: None) if record else begun)
+        if record is not None:
+            if record.root != compute_root(path, record.shard_bytes):
+                raise _report_mismatch(version, str(self._log))
+            begun()
+
+    def _write_folder(self, path: Path, policy: Policy, begun: Callable[[], None]) -> None:
+        tensors = saved_tensors(policy.model)
+        layout = plan_layout(describe_tensors(tensors, self._dtype), self._shard_bytes)
+        with open_growing(path) as announce:
+            save_settings(policy, path, self._dtype)
+            for file in path.iterdir():
+                sync_path(file)
+            announce({file.name: file.stat().st_size for file in path.iterdir()} | layout.sizes)
+            begun()
+            write_weights(path, layout, tensors)
 
     def record(self, record: VersionRecord) -> None:
         """Record that a version was handed over; on disk when this returns."""
@@ -92,10 +114,11 @@ def path_of(folder: Path, version: int) -> Path:
 
 
 def list_versions(folder: Path) -> list[int]:
-    """Versions in a folder, ascending."""
+    """Complete versions in a folder, ascending."""
     if not folder.is_dir():
         return []
-    return sorted(int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
+    names = {path.name for path in folder.iterdir()} - list_growing(folder)
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
 
 def list_due(config: RunConfig) -> list[int]:
@@ -105,9 +128,12 @@ def list_due(config: RunConfig) -> list[int]:
     return sorted({0, *between, config.steps})
 
 
-def _is_equal(path: Path, policy: Policy) -> bool:
-    weights = policy.model.state_dict()
-    return all(torch.equal(weights[name], tensor) for name, tensor in load_file(path).items())
+def _is_equal(folder: Path, policy: Policy, dtype: torch.dtype) -> bool:
+    """Whether a folder holds the weights, rounded to the published type."""
+    weights = saved_tensors(policy.model)
+    with WeightsReader(folder) as reader:
+        same_kind = reader.specs == {spec.name: spec for spec in describe_tensors(weights, dtype)}
+        return same_kind and all(reader.is_equal(name, tensor) for name, tensor in weights.items())
 
 
 def _read_records(path: Path) -> dict[int, VersionRecord]:
