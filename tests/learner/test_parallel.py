@@ -112,7 +112,7 @@ def test_every_rank_reports_the_metrics_of_one_process(folder: Path, case: str) 
         assert metrics[0].get("optim/grad_norm", 0.0) == pytest.approx(alone.get("optim/grad_norm", 0.0), rel=EXACT)
 
 
-@pytest.mark.parametrize("size", (1, *SIZES))
+@pytest.mark.parametrize("size", [1, *SIZES])
 def test_an_overflow_is_skipped_on_every_rank(folder: Path, size: int) -> None:
     result = read_result(folder, "overflow", size)
     assert all(own["optim/skipped"] == own["optim/updates"] == 1 for own in result.metrics)
@@ -142,12 +142,12 @@ def test_the_norm_of_a_large_model_is_that_of_float64() -> None:
 def test_short_moments_without_torchao_are_a_mistake_in_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ConfigError, match="learner.optimizer_state"):
+    with pytest.raises(ConfigError, match=r"learner\.optimizer_state"):
         build_optimizer([], LearnerConfig(optimizer_state="int8"))
 
 
 def test_bfloat16_of_a_model_without_a_lean_loop_needs_ranks() -> None:
     from tests.learner.parallel_program import build_model
 
-    with pytest.raises(ConfigError, match="learner.precision"):
+    with pytest.raises(ConfigError, match=r"learner\.precision"):
         Learner(build_model("hub"), LearnerConfig(precision="bfloat16"), max_tokens=8)
