@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.fixtures.sizes import Sizes
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from shoal.learner import logprobs as module
@@ -75,20 +74,6 @@ def test_entropy_is_computed_in_float32_and_finite_for_extreme_logits() -> None:
     (gradient,) = torch.autograd.grad(entropy.sum(), logits)
     assert entropy.dtype == torch.float32 and entropy.tolist() == pytest.approx([0.0, math.log(3)])
     assert torch.isfinite(gradient).all()
-
-
-class Sizes(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that any operator makes; views are not made."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        sizes = [leaf.numel() for leaf in made if leaf.untyped_storage().data_ptr() not in given]
-        self.largest = max([self.largest, *sizes])
-        return out
 
 
 def draw_states(dtype: torch.dtype = torch.float32) -> tuple[Tensor, nn.Linear, Tensor, Tensor]:
