@@ -14,12 +14,14 @@ import time
 from contextlib import ExitStack
 from copy import deepcopy
 
+import torch
+
 from shoal.config.run import RunConfig
 from shoal.engine import open_engine
 from shoal.errors import ConfigError
 from shoal.learner.checkpoint import find_newest
 from shoal.learner.learner import Metrics
-from shoal.policy.model import find_policy
+from shoal.policy.model import cast_weights, find_policy
 from shoal.rollout import Group
 from shoal.tasks.open import check_tasks, open_tasks, pin_tasks
 from shoal.tasks.stats import STATS_NAME, Curriculum, TaskStats
@@ -86,7 +88,8 @@ class TrainingLoop:
         self._state = open_state(config, self._checkpoint)
         self._keep_version()
         policy = self._state.policy
-        self._engine = open_engine(config.engine, deepcopy(policy.model), eos_id=policy.eos_id, version=self.step)
+        sampled = cast_weights(deepcopy(policy.model), getattr(torch, config.policy.publish_dtype))
+        self._engine = open_engine(config.engine, sampled, eos_id=policy.eos_id, version=self.step)
         self._stats = TaskStats(run.path / STATS_NAME, last=self.step if self._checkpoint is not None else -1)
         curriculum = Curriculum(self._stats, config.batch) if config.batch.curriculum else None
         self._sampler = Sampler(self._engine, self._family, policy.tokenizer, config, curriculum)
