@@ -11,6 +11,8 @@ Shapes: N tokens of any number of sequences, W width, H heads, K key/value heads
   layer brings its attention along: the backward pass runs when `run_decoder` is over, on GPUs in another thread.
 """
 
+import os
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
@@ -68,6 +70,8 @@ class LayerOptions:
     """by torch.compile, except for the attention"""
 
 
+_COMPILERS = (os.environ.get("CXX", ""), "g++", "clang++")
+"""What torch.compile looks for on a CPU."""
 _OPTIONS = "shoal_options"
 """Attribute of a layer's module: it stays with the module when FSDP2 changes its class, and in copies of the model."""
 
@@ -77,6 +81,8 @@ def set_layer_options(model: PreTrainedModel, options: LayerOptions) -> None:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers and options != LayerOptions():
         raise ConfigError(f"learner: {model.config.model_type} has no layers that can be recomputed or compiled")
+    if options.compile and model.device.type == "cpu" and not any(map(shutil.which, _COMPILERS)):
+        raise ConfigError(f"learner.compile: no C++ compiler found ({', '.join(filter(None, _COMPILERS))})")
     for layer in layers:
         setattr(layer, _OPTIONS, options)
 
