@@ -28,13 +28,9 @@ from shoal.launch.process import bind_to_parent
 END_S = 5.0
 """time for the other ranks to end after one has failed"""
 _POLL_S = 0.05
+MAX_RANKS = 64
 MEETING = "SHOAL_RANKS"
 """file through which ranks of one machine meet; torchrun's ranks meet at its MASTER_ADDR"""
-
-
-def is_rank() -> bool:
-    """Whether this process is a rank already."""
-    return "RANK" in os.environ
 
 
 def run_ranks(arguments: Sequence[str], nproc: int) -> int:

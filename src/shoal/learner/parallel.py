@@ -65,10 +65,29 @@ class Ranks:
     """None: a plain process, whose model is not sharded"""
     control: Any = None
     """group of host tensors without a short timeout: ranks wait in it for the calls of rank 0"""
+    saving: Any = None
+    """group of host tensors for checkpoints that are written while training goes on"""
+    local: int = 0
+    """number on this machine"""
+    num_local: int = 1
+    """ranks on this machine"""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def kind(self) -> str:
+        """What decides the bits of a step: the same number of the same devices computes the same."""
+        return f"{self.device.type} x {self.size}"
+
+    def divide_threads(self, threads: int) -> int:
+        """Torch threads of this rank, if all ranks of the machine have `threads`; 0 stays 0, all cores."""
+        return threads if self.mesh is None or not threads else max(1, threads // self.num_local)
+
+    def decide(self, value: bool) -> bool:
+        """The value of rank 0, on every rank."""
+        return self.broadcast(b"1" if value else b"0") == b"1"
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place and equal on all."""
@@ -129,8 +148,16 @@ def join_ranks(device: str) -> Ranks:
         timeout=timedelta(seconds=COLLECTIVE_S),
     )
     mesh = init_device_mesh(place.type, (dist.get_world_size(),))
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=IDLE_S))
-    return Ranks(rank=dist.get_rank(), size=dist.get_world_size(), device=place, mesh=mesh, control=control)
+    return Ranks(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=place,
+        mesh=mesh,
+        control=dist.new_group(backend="gloo", timeout=timedelta(seconds=IDLE_S)),
+        saving=dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_S)),
+        local=int(os.environ.get("LOCAL_RANK", "0")),
+        num_local=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
 
 
 def leave_ranks(ranks: Ranks) -> None:
@@ -165,7 +192,8 @@ def shard_model(model: PreTrainedModel, ranks: Ranks, config: LearnerConfig) -> 
     if config.offload:
         offload = CPUOffloadPolicy(pin_memory=ranks.device.type != "cpu")
     options: dict[str, Any] = {"mesh": ranks.mesh, "mp_policy": _choose_precision(config), "offload_policy": offload}
-    for layer in model.base_model.layers:
+    body: Any = model.base_model
+    for layer in body.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
     setattr(model, _SCORE, MethodType(_score_pack, model))
