@@ -28,7 +28,7 @@ from shoal.learner.losses.base import LossInputs, sum_tokens
 from shoal.learner.metrics import NUM_TERMS, UpdateMetrics, describe_step, list_numbers
 from shoal.learner.optimizer import build_optimizer
 from shoal.learner.parallel import ONE, Ranks, Share, clip_gradients, deal_packs, measure_norm, score_model, set_sync
-from shoal.policy.decoder import is_lean
+from shoal.policy.decoder import LayerOptions, is_lean, set_layer_options
 from shoal.policy.packing import Pack, Sample, build_packs
 from shoal.rollout import Group
 
@@ -50,6 +50,9 @@ class Learner:
     ) -> None:
         assert (reference is not None) == (config.loss.kl > 0), "a reference is needed exactly if there is a KL term"
         self.model = model.eval()  # no dropout: sampler and learner must agree on the policy
+        for own in (model, reference):
+            if own is not None:
+                set_layer_options(own, LayerOptions(config.gradient_checkpointing, config.compile))
         self.optimizer = build_optimizer(model.parameters(), config)
         self.ranks = ranks
         self.num_updates = 0
@@ -60,6 +63,8 @@ class Learner:
         self._length = length
         self._device = model.device if ranks.mesh is None else ranks.device
         self._dtype = _choose_dtype(model, config, ranks)
+        if config.attention == "flex" and self._device.type == "cpu":
+            raise ConfigError('learner.attention: "flex" has no backward pass on the CPU; use "auto" or "packed"')
 
     def train_step(self, groups: Sequence[Group]) -> Metrics:
         """Train on the groups of one batch; an empty batch changes nothing."""
@@ -82,7 +87,7 @@ class Learner:
     def _deal(self, packs: Sequence[Pack]) -> list[tuple[Share, Pack]]:
         """The micro-batches of this rank, on its device."""
         shares = deal_packs([len(pack.token_ids) for pack in packs], self.ranks)
-        return [(share, packs[share.index].to(self._device)) for share in shares]
+        return [(share, packs[share.index].to(self._device, self._config.attention)) for share in shares]
 
     def _score_old(self, own: Sequence[tuple[Share, Pack]], *, first: bool) -> list[Tensor | None]:
         """log pi_old of each pack; None if the training pass itself computes it."""
