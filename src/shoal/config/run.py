@@ -177,6 +177,18 @@ class LearnerConfig(Settings):
     """most tokens in one packed micro-batch"""
     share: bool = True
     """compute identical completions of a group only once; gradients are the same up to rounding"""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """type of the forward and backward computation; weights, gradients, optimizer state and losses are float32"""
+    optimizer_state: Literal["float32", "bfloat16", "int8"] = "float32"
+    """type of AdamW's moments; the shorter ones need the extra `lowbit`"""
+    offload: bool = False
+    """keep weights, gradients and optimizer state in the host's memory (with `--nproc` or torchrun)"""
+    gradient_checkpointing: bool = False
+    """keep only each layer's input for the backward pass, which computes the layer again: less memory, more time"""
+    compile: bool = False
+    """compile the layers by torch.compile; on CPUs it needs a C++ compiler"""
+    attention: Literal["auto", "packed", "flex"] = "auto"
+    """kernel of the attention; auto: torch's flex attention on CUDA, packed elsewhere"""
 
 
 class BatchConfig(Settings):

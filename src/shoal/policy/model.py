@@ -99,7 +99,6 @@ def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32, device:
     try:
         if (Path(path) / INDEX).is_file():
             WeightsReader(Path(path)).close()  # transformers would open any path that the index names
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
@@ -110,7 +109,7 @@ def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32, device:
     if missing := sorted(info["missing_keys"]):
         text = f"{len(missing)} missing, first {missing[0]!r}"
         raise ConfigError(f"policy.path: the weights of {str(path)!r} are incomplete, {text}")
-    _check_tokenizer(tokenizer, model, path)
+    tokenizer = open_tokenizer(path, model)
     check_model(model)
     return Policy(model=model.to(device), tokenizer=tokenizer)
 
@@ -192,14 +191,20 @@ def save_settings(policy: Policy, folder: Path, dtype: torch.dtype | None = None
     policy.tokenizer.save_pretrained(folder)
 
 
-def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str | Path) -> None:
-    """transformers creates an empty tokenizer if a folder has none."""
+def open_tokenizer(path: str | Path, model: PreTrainedModel) -> PreTrainedTokenizerBase:
+    """The tokenizer of a saved policy; transformers creates an empty one if a folder has none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = first_line(error)
+        raise ConfigError(f"policy.path: cannot load the tokenizer of {str(path)!r}: {reason}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ConfigError(f"policy.path: {str(path)!r} has no tokenizer")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"policy.path: the tokenizer of {str(path)!r} has no end token")
     if len(tokenizer) > (rows := model.config.vocab_size):
         raise ConfigError(f"policy.path: the tokenizer of {str(path)!r} has {len(tokenizer)} tokens, the model {rows}")
+    return tokenizer
 
 
 def describe_tiny(config: TinyConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:

@@ -3,14 +3,17 @@
     <run>/versions/v000012/           complete if there is no v000012.writing; then never written again
     <run>/versions/v000012.writing    while it is written: its files, which the origin serves as they appear
     <run>/versions/published.jsonl    one line per version handed over: its hashes, before it is announced
+    <run>/versions/written.jsonl      one line per version written: the devices that computed it
 
 Invariants:
-- a step that is computed again must give the bits that exist already, after rounding to the published type; other bits
-  are a `TrainerError`;
+- a step that is computed again by the same number of the same devices must give the bits that exist already, after
+  rounding to the published type; other bits are a `TrainerError`. Other devices, or another number, round differently:
+  then the first version stands, and the trainer continues from its weights;
 - a folder is kept while the origin serves it, until it is announced, and until it is evaluated if that is due.
 """
 
 import json
+import logging
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
@@ -19,12 +22,13 @@ from pathlib import Path
 import torch
 
 from shoal.config.run import PolicyConfig, RunConfig
-from shoal.policy.model import Policy, save_settings, saved_tensors
-from shoal.policy.weights import WeightsReader, describe_tensors, plan_layout, write_weights
 from shoal.shardcast.growing import list_growing, open_growing, remove_stale
 from shoal.shardcast.origin import SHARD_BYTES, compute_root
+from shoal.train.resume import TrainState
 from shoal.trainer.errors import TrainerError
-from shoal.util.files import append_line, remove_dir, repair_jsonl, sweep_leftovers, sync_path
+from shoal.util.files import append_line, remove_dir, repair_jsonl, sweep_leftovers
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"v(\d{6,})")
 
@@ -57,6 +61,9 @@ class Versions:
         self._log = folder / "published.jsonl"
         repair_jsonl(self._log)
         self._records = _read_records(self._log)
+        self._kinds_log = folder / "written.jsonl"
+        repair_jsonl(self._kinds_log)
+        self._kinds = _read_kinds(self._kinds_log)
 
     @property
     def records(self) -> Mapping[int, VersionRecord]:
@@ -67,33 +74,56 @@ class Versions:
         """The folder of a version, whether it exists or not."""
         return path_of(self.folder, version)
 
-    def write(self, version: int, policy: Policy, begun: Callable[[], None] = lambda: None) -> None:
-        """Write a version; if it exists already, check that it is the same. Blocking.
+    def write(self, version: int, state: TrainState, begun: Callable[[], None] = lambda: None) -> None:
+        """Write the current weights as a version; if it exists already, see above. Blocking.
 
         `begun` is called as soon as the origin can begin to publish it, while its weights are still being written.
         """
         path, record = self.path_of(version), self._records.get(version)
         if path.exists():
-            if not _is_equal(path, policy, self._dtype):
-                raise _report_mismatch(version, str(path))
+            self._compare(version, state)
             begun()
             return
-        self._write_folder(path, policy, (lambda: None) if record else begun)
+        self._write_folder(path, state, (lambda: None) if record else begun)
         if record is not None:
-            if record.root != compute_root(path, record.shard_bytes):
-                raise _report_mismatch(version, str(self._log))
+            is_kept = record.root == compute_root(path, record.shard_bytes) or self._drop_repeated(version, state)
             begun()
+            if not is_kept:
+                return
+        self._kinds.setdefault(version, state.ranks.kind)
+        append_line(self._kinds_log, json.dumps({"version": version, "devices": state.ranks.kind}))
 
-    def _write_folder(self, path: Path, policy: Policy, begun: Callable[[], None]) -> None:
-        tensors = saved_tensors(policy.model)
-        layout = plan_layout(describe_tensors(tensors, self._dtype), self._shard_bytes)
+    def _compare(self, version: int, state: TrainState) -> None:
+        path = self.path_of(version)
+        if not state.matches(path, self._dtype):
+            self._check_kind(version, state, str(path))
+            logger.warning(f"{self._explain(version, state)}; continuing from the weights in {path}")
+            state.read(path)
+
+    def _write_folder(self, path: Path, state: TrainState, begun: Callable[[], None]) -> None:
         with open_growing(path) as announce:
-            save_settings(policy, path, self._dtype)
-            for file in path.iterdir():
-                sync_path(file)
-            announce({file.name: file.stat().st_size for file in path.iterdir()} | layout.sizes)
-            begun()
-            write_weights(path, layout, tensors)
+
+            def start(sizes: Mapping[str, int]) -> None:
+                announce(sizes)
+                begun()
+
+            state.write(path, self._dtype, self._shard_bytes, start)
+
+    def _drop_repeated(self, version: int, state: TrainState) -> bool:
+        """Remove a version that differs from the published one, of which only the hash is left; always False."""
+        self._check_kind(version, state, str(self._log))
+        remove_dir(self.path_of(version))
+        logger.warning(f"{self._explain(version, state)}; its weights are not kept here, so only later ones count")
+        return False
+
+    def _check_kind(self, version: int, state: TrainState, where: str) -> None:
+        """Raise if these devices should have computed the same bits."""
+        if self._kinds.get(version, state.ranks.kind) == state.ranks.kind:
+            raise _report_mismatch(version, where)
+
+    def _explain(self, version: int, state: TrainState) -> str:
+        words = f"{self._kinds[version]}, which rounds differently than {state.ranks.kind}"
+        return f"v{version} was first computed on {words}"
 
     def record(self, record: VersionRecord) -> None:
         """Record that a version was handed over; on disk when this returns."""
@@ -128,14 +158,6 @@ def list_due(config: RunConfig) -> list[int]:
     return sorted({0, *between, config.steps})
 
 
-def _is_equal(folder: Path, policy: Policy, dtype: torch.dtype) -> bool:
-    """Whether a folder holds the weights, rounded to the published type."""
-    weights = saved_tensors(policy.model)
-    with WeightsReader(folder) as reader:
-        same_kind = reader.specs == {spec.name: spec for spec in describe_tensors(weights, dtype)}
-        return same_kind and all(reader.is_equal(name, tensor) for name, tensor in weights.items())
-
-
 def _read_records(path: Path) -> dict[int, VersionRecord]:
     if not path.exists():
         return {}
@@ -146,6 +168,12 @@ def _read_records(path: Path) -> dict[int, VersionRecord]:
     except (ValueError, TypeError):
         raise TrainerError(f"{path}: cannot be read; move it away to resume publishing from the ledger") from None
     return {record.version: record for record in records}
+
+
+def _read_kinds(path: Path) -> dict[int, str]:
+    """The devices that computed each version; the first line counts, because the first version stands."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {int(line["version"]): str(line["devices"]) for line in reversed(lines)}
 
 
 def _report_mismatch(version: int, where: str) -> TrainerError:
