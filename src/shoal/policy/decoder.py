@@ -5,11 +5,14 @@ Shapes: N tokens of any number of sequences, W width, H heads, K key/value heads
   packing cannot leak between samples, and the same code decodes one token of 256 rollouts or trains on a packed batch.
 - Llama, Qwen2 and Qwen3 run on fused weights in a lean loop. Every other architecture that supports transformers'
   attention interface runs its own forward, with `attend` plugged in.
+- A layer runs through its own module, where FSDP2's hooks gather its parameters, and fuses what they gathered. Only the
+  callers that pass `layers` (engine and replay, whose weights change rarely) run past the modules.
 """
 
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -88,7 +91,7 @@ def run_decoder(
     """Hidden states (N, W) after the final norm. Pass `layers` to avoid fusing again if the weights did not change."""
     if not is_lean(model):
         return _run_hub(model, token_ids, positions, attend)
-    return _run_lean(model, token_ids, positions, attend, fuse_layers(model) if layers is None else layers)
+    return _run_lean(model, token_ids, positions, attend, layers)
 
 
 def compute_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -96,18 +99,49 @@ def compute_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return model.get_output_embeddings()(hidden).float()  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """What a layer's lean forward needs besides the hidden states (N, W)."""
+
+    config: Any
+    index: int
+    cos: Tensor
+    sin: Tensor
+    attend: Attend
+
+
 def _run_lean(
-    model: PreTrainedModel, token_ids: Tensor, positions: Tensor, attend: Attend, layers: list[Layer]
+    model: PreTrainedModel, token_ids: Tensor, positions: Tensor, attend: Attend, layers: list[Layer] | None
 ) -> Tensor:
     body, config = model.model, model.config
-    eps = config.rms_norm_eps
     x = F.embedding(token_ids, body.embed_tokens.weight)
     cos, sin = _rotation(model, positions)
-    for index, layer in enumerate(layers):
-        q, k, v = _project_qkv(config, layer, rms_norm(x, layer.input_norm, eps), cos, sin)
-        x = x + _project(layer, "out", attend(index, q, k, v).flatten(1), layer.out_bias)
-        x = x + _project(layer, "down", swiglu(_project(layer, "gate_up", rms_norm(x, layer.mlp_norm, eps))))
-    return rms_norm(x, body.norm.weight, eps)
+    for index, module in enumerate(body.layers):
+        given = LayerInput(config, index, cos, sin, attend)
+        x = _call_layer(module, x, given) if layers is None else _run_layer(layers[index], x, given)
+    return rms_norm(x, body.norm.weight, config.rms_norm_eps)
+
+
+def _call_layer(module: nn.Module, x: Tensor, given: LayerInput) -> Tensor:
+    """Run one decoder layer through its module, whose hooks may gather and release its parameters."""
+    if "forward" not in vars(module):
+        module.forward = MethodType(_forward_layer, module)
+    return module(x, given)  # type: ignore[no-any-return]
+
+
+def _forward_layer(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A decoder layer's forward: the lean one for hidden states and a `LayerInput`, else transformers' own."""
+    if isinstance(args[-1], LayerInput):
+        x, given = args
+        return _run_layer(_fuse_layer(module), x, given)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _run_layer(layer: Layer, x: Tensor, given: LayerInput) -> Tensor:
+    eps = given.config.rms_norm_eps
+    q, k, v = _project_qkv(given.config, layer, rms_norm(x, layer.input_norm, eps), given.cos, given.sin)
+    x = x + _project(layer, "out", given.attend(given.index, q, k, v).flatten(1), layer.out_bias)
+    return x + _project(layer, "down", swiglu(_project(layer, "gate_up", rms_norm(x, layer.mlp_norm, eps))))
 
 
 def _project(layer: Layer, name: str, x: Tensor, bias: Tensor | None = None) -> Tensor:
