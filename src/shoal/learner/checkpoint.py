@@ -1,10 +1,11 @@
 """Exact checkpoints: a resumed run computes the same weights, bit for bit, as one that was never interrupted.
 
     checkpoints/step-000010/
-      policy/                   Hugging Face folder of v10
+      policy/                   Hugging Face folder of v10; with adapters only these, in peft's format
       optimizer.safetensors     AdamW moments and counters by parameter name, torch's random state
       versions/v000009.safetensors ...   older versions that the sampler still needs (async level > 0)
       state.json                step, updates, hash of every other file; written last
+    checkpoints/v000000/        with adapters: Hugging Face folder of their base, written once
 
 Tasks and seeds derive from the step, so the step is the data position. Folders appear under their name only when
 complete, and are used only if every file matches its hash; nothing is pickled.
@@ -22,7 +23,9 @@ from torch import Tensor, nn
 
 from shoal.config.run import PolicyConfig
 from shoal.errors import ConfigError
-from shoal.learner.learner import Learner
+from shoal.learner.learner import Learner, list_trained
+from shoal.policy.adapter import read_adapter, save_adapter
+from shoal.policy.lora import attach_adapters, find_adapted, load_adapters
 from shoal.policy.model import Policy, reopen_policy, save_policy
 from shoal.util.files import atomic_dir, hash_file, remove_dir
 
@@ -32,6 +35,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _RNG = "rng.torch"
 _OPTIMIZER = "optimizer.safetensors"
 _STATE = "state.json"
+_BASE = "v000000"
 
 Weights = dict[str, Tensor]
 
@@ -43,7 +47,7 @@ class CheckpointState:
     step: int
     num_updates: int
     sha256: Mapping[str, str]
-    """hash of every other file, by its path in the folder; that of policy/model.safetensors names the version"""
+    """hash of every other file, by its path from the folder"""
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -59,14 +63,34 @@ def find_newest(folder: Path) -> Path | None:
 
 def save_checkpoint(folder: Path, step: int, policy: Policy, learner: Learner, versions: Mapping[int, Weights]) -> None:
     """Write the state after `step`; `versions` are older weights that later steps will sample with."""
+    base = _save_base(folder, policy) if find_adapted(policy.model) else {}
     with atomic_dir(folder / f"step-{step:06d}") as target:
-        save_policy(policy, target / "policy")
+        save_weights(policy, target / "policy")
         save_optimizer(learner.model, learner.optimizer, target / _OPTIMIZER)
         (target / "versions").mkdir()
         for version, weights in versions.items():
             save_file(weights, target / "versions" / f"v{version:06d}.safetensors")
-        state = CheckpointState(step, learner.num_updates, hash_files(target))
+        state = CheckpointState(step, learner.num_updates, hash_files(target) | base)
         (target / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
+
+
+def save_weights(policy: Policy, folder: Path) -> None:
+    """Write what training changes: the adapters if the policy has any, otherwise the whole policy. Not atomic."""
+    if find_adapted(policy.model):
+        save_adapter(policy.model, folder)
+    else:
+        save_policy(policy, folder)
+
+
+def _save_base(folder: Path, policy: Policy) -> dict[str, str]:
+    """Write the base of adapters once; the hashes of its files, by their paths from a checkpoint."""
+    base, newest = folder / _BASE, find_newest(folder)
+    if newest is not None:
+        known = json.loads((newest / _STATE).read_text())["sha256"]
+        return {name: digest for name, digest in known.items() if name.startswith(f"../{_BASE}/")}
+    with atomic_dir(base) as target:
+        save_policy(policy, target)
+    return {f"../{_BASE}/{name}": digest for name, digest in hash_files(base).items()}
 
 
 def read_state(checkpoint: Path) -> CheckpointState:
@@ -110,8 +134,18 @@ def load_versions(checkpoint: Path) -> dict[int, Weights]:
 
 
 def load_checkpoint_policy(checkpoint: Path, config: PolicyConfig) -> Policy:
-    """The policy of a checkpoint."""
+    """The policy of a checkpoint, as it is evaluated: without adapters."""
     return reopen_policy(checkpoint / "policy", config)
+
+
+def load_trained_policy(checkpoint: Path, config: PolicyConfig) -> Policy:
+    """The policy of a checkpoint, as it is trained: with the adapters of the settings, if there are any."""
+    if not config.lora.rank:
+        return load_checkpoint_policy(checkpoint, config)
+    policy = reopen_policy(checkpoint.parent / _BASE, config)
+    attach_adapters(policy.model, config.lora, seed=0)  # replaced at once
+    load_adapters(policy.model, read_adapter(checkpoint / "policy").weights)
+    return policy
 
 
 def restore_learner(learner: Learner, checkpoint: Path, state: CheckpointState) -> None:
@@ -123,7 +157,7 @@ def restore_learner(learner: Learner, checkpoint: Path, state: CheckpointState) 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
     """Write AdamW's state by parameter name, and torch's random state."""
     tensors: Weights = {_RNG: torch.get_rng_state()}
-    for name, parameter in model.named_parameters():
+    for name, parameter in list_trained(model).items():
         for moment, tensor in optimizer.state.get(parameter, {}).items():
             tensors[f"{moment}.{name}"] = tensor
     save_file(tensors, path)
@@ -134,7 +168,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Pat
     tensors = load_file(path)
     state = {
         index: {moment: tensors[f"{moment}.{name}"] for moment in _MOMENTS}
-        for index, (name, _) in enumerate(model.named_parameters())
+        for index, name in enumerate(list_trained(model))
         if f"step.{name}" in tensors
     }
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -6,6 +6,8 @@
   are equal.
 - pi_old is the policy before the step's first update. For the first part the training forward pass computes it; the
   other parts are scored in advance.
+- Only parameters that require gradients are trained. With adapters (policy/lora.py) these are A and B, and the
+  reference of the KL term is the same model with its adapters disabled.
 - An update whose log-probs or gradient are not finite is skipped and counted; the weights are unchanged.
 """
 
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shoal.config.run import LearnerConfig, LengthConfig
@@ -23,6 +25,7 @@ from shoal.learner.logprobs import kl_k3, score_tokens
 from shoal.learner.losses import LOSSES
 from shoal.learner.losses.base import LossInputs, sum_tokens
 from shoal.learner.metrics import PackMetrics, UpdateMetrics, describe_step
+from shoal.policy.lora import disable_adapters, find_adapted
 from shoal.policy.packing import Pack, Sample, build_packs
 from shoal.rollout import Group
 
@@ -30,7 +33,7 @@ Metrics = dict[str, float]
 
 
 class Learner:
-    """A model, its optimizer and the loss; `reference` is the frozen policy of the KL term."""
+    """A model, its optimizer and the loss; `reference` is the frozen policy of the KL term, if it is another one."""
 
     def __init__(
         self,
@@ -41,10 +44,14 @@ class Learner:
         reference: PreTrainedModel | None = None,
         length: LengthConfig = NO_LENGTH,
     ) -> None:
-        assert (reference is not None) == (config.loss.kl > 0), "a reference is needed exactly if there is a KL term"
+        needs_reference = config.loss.kl > 0 and not find_adapted(model)
+        assert (reference is not None) == needs_reference, "a reference is needed exactly if there is a KL term"
         self.model = model.eval()  # no dropout: sampler and learner must agree on the policy
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
+            list_trained(model).values(),
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
         )
         self.num_updates = 0
         self._config = config
@@ -123,10 +130,10 @@ class Learner:
         )
 
     def _kl_tokens(self, pack: Pack, logprobs: Tensor) -> Tensor:
-        if self._reference is None:
+        if not self._config.loss.kl:
             return torch.zeros_like(logprobs)
-        with torch.no_grad():
-            reference = score_tokens(self._reference, pack).logprobs
+        with torch.no_grad(), disable_adapters(self.model):
+            reference = score_tokens(self._reference or self.model, pack).logprobs
         return kl_k3(logprobs, reference)
 
     def _apply(self, tally: UpdateMetrics) -> None:
@@ -141,6 +148,11 @@ class Learner:
             group["lr"] = rate
         self.optimizer.step()
         self.num_updates += 1
+
+
+def list_trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that an optimizer holds, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _split_parts(groups: Sequence[Group], num: int) -> list[list[Group]]:

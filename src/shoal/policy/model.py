@@ -1,7 +1,7 @@
 """Policies: a Hugging Face causal LM with its tokenizer, loaded from a folder or hub id, or a tiny one from scratch.
 
 A saved policy is an ordinary Hugging Face folder (config, safetensors, tokenizer), which transformers and vLLM can
-load.
+load, or an adapter beside its base model. What is opened is a whole model in both cases: the adapter is merged.
 """
 
 import copy
@@ -21,7 +21,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from shoal.config.run import PolicyConfig, TinyConfig
 from shoal.errors import ConfigError
+from shoal.policy.adapter import find_base, is_adapter, merge_adapter, read_adapter
 from shoal.policy.compatibility import check_model, first_line
+from shoal.policy.lora import base_weights, find_adapted
 from shoal.policy.tokenizer import build_tokenizer
 from shoal.seeds import derive_seed
 
@@ -48,6 +50,12 @@ class Policy:
     @property
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
+
+    def describe_size(self) -> str:
+        """The number of parameters, and of those that are trained if it differs."""
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        rest = "" if trained == self.num_parameters else f", of which {trained:,} are trained"
+        return f"{self.num_parameters:,} parameters{rest}"
 
 
 def choose_device(name: str) -> torch.device:
@@ -90,6 +98,8 @@ def find_policy(path: str | Path) -> str:
 def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Policy:
     """Open a saved policy. Weights are read only from safetensors: no pickle, no code from the folder."""
     path = find_policy(path)
+    if is_adapter(Path(path)):
+        return open_adapted(Path(path), find_base(Path(path)), dtype=dtype, device=device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -105,6 +115,16 @@ def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32, device:
     _check_tokenizer(tokenizer, model, path)
     check_model(model)
     return Policy(model=model.to(device), tokenizer=tokenizer)
+
+
+def open_adapted(
+    folder: Path, base: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Policy:
+    """Open a base model with an adapter merged into it, in float32 before it is rounded to `dtype`."""
+    policy = open_policy(base)
+    merge_adapter(policy.model, read_adapter(folder))
+    policy.model.to(device, dtype)  # type: ignore[call-overload]
+    return policy
 
 
 def copy_policy(policy: Policy, weights: Path) -> Policy | None:
@@ -134,8 +154,12 @@ def name_tensors(model: PreTrainedModel, found: Mapping[str, torch.Tensor]) -> d
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
-    """Write the Hugging Face folder. Not atomic: callers write into a folder that is renamed when complete."""
-    policy.model.save_pretrained(folder, max_shard_size=_ONE_FILE)
+    """Write the Hugging Face folder. Not atomic: callers write into a folder that is renamed when complete.
+
+    Of a model with adapters it is the base.
+    """
+    own = base_weights(policy.model) if find_adapted(policy.model) else None
+    policy.model.save_pretrained(folder, max_shard_size=_ONE_FILE, state_dict=own)
     policy.tokenizer.save_pretrained(folder)
 
 

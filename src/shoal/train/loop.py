@@ -12,13 +12,13 @@
 import logging
 import time
 from contextlib import ExitStack
-from copy import deepcopy
 
 from shoal.config.run import RunConfig
 from shoal.engine import open_engine
 from shoal.errors import ConfigError
 from shoal.learner.checkpoint import find_newest
 from shoal.learner.learner import Metrics
+from shoal.policy.lora import adapter_weights, copy_merged, find_adapted, merged_weights
 from shoal.policy.model import find_policy
 from shoal.rollout import Group
 from shoal.tasks.open import check_tasks, open_tasks, pin_tasks
@@ -86,7 +86,7 @@ class TrainingLoop:
         self._state = open_state(config, self._checkpoint)
         self._keep_version()
         policy = self._state.policy
-        self._engine = open_engine(config.engine, deepcopy(policy.model), eos_id=policy.eos_id, version=self.step)
+        self._engine = open_engine(config.engine, copy_merged(policy.model), eos_id=policy.eos_id, version=self.step)
         self._stats = TaskStats(run.path / STATS_NAME, last=self.step if self._checkpoint is not None else -1)
         curriculum = Curriculum(self._stats, config.batch) if config.batch.curriculum else None
         self._sampler = Sampler(self._engine, self._family, policy.tokenizer, config, curriculum)
@@ -101,7 +101,7 @@ class TrainingLoop:
         config, console = self._config, self._console
         self._run.link()
         self._run.truncate_after(self.step if self._checkpoint is not None else -1)
-        logger.info(f"{self._state.policy.num_parameters:,} parameters, run directory {self._run.path}")
+        logger.info(f"{self._state.policy.describe_size()}, run directory {self._run.path}")
         console.start(config.steps, self.step)
         if self._checkpoint is None:
             self._evaluate()
@@ -140,7 +140,12 @@ class TrainingLoop:
         """Load the newest version that the async level allows for sampling step n into the engine."""
         version = max(0, step - 1 - self._config.async_level)
         if self._engine.version != version:
-            self._engine.swap_weights(version, self._state.versions[version])
+            self._swap_weights(version)
+
+    def _swap_weights(self, version: int) -> None:
+        """Load a version into the engine, whose model has no adapters."""
+        model, weights = self._state.policy.model, self._state.versions[version]
+        self._engine.swap_weights(version, merged_weights(model, weights) if find_adapted(model) else weights)
 
     def _check_staleness(self, step: int, groups: tuple[Group, ...]) -> None:
         oldest = step - 1 - self._config.async_level
@@ -148,8 +153,9 @@ class TrainingLoop:
         assert not stale, f"groups {stale[:5]} of step {step} are older than v{oldest}"
 
     def _keep_version(self) -> None:
-        """Keep the current weights, and drop those that no later step samples with."""
-        weights, versions = self._state.policy.model.state_dict(), self._state.versions
+        """Keep the current weights, or adapters, and drop those that no later step samples with."""
+        model, versions = self._state.policy.model, self._state.versions
+        weights = adapter_weights(model) or model.state_dict()
         versions[self.step] = {name: tensor.clone() for name, tensor in weights.items()}
         while next(iter(versions)) < self.step - self._config.async_level:
             versions.popitem(last=False)
@@ -168,7 +174,7 @@ class TrainingLoop:
 
     def _evaluate(self) -> None:
         if self._engine.version != self.step:
-            self._engine.swap_weights(self.step, self._state.versions[self.step])
+            self._swap_weights(self.step)
         result = evaluate(self._engine, self._family, self._state.policy, self._config)
         self._run.append_metrics(self.step, result.metrics())
         self._tracker.log(self.step, result.metrics())

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from shoal.config.run import RunConfig
 from shoal.learner.checkpoint import (
     Weights,
-    load_checkpoint_policy,
+    load_trained_policy,
     load_versions,
     prune_checkpoints,
     read_state,
@@ -23,6 +23,7 @@ from shoal.learner.checkpoint import (
     save_checkpoint,
 )
 from shoal.learner.learner import Learner
+from shoal.policy.lora import attach_adapters
 from shoal.policy.model import Policy
 from shoal.seeds import derive_seed
 from shoal.train.sft import load_start
@@ -32,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class TrainState:
-    """The version after `step`, its learner, and the older versions still needed for sampling."""
+    """The version after `step`, its learner, and the weights of older versions still needed for sampling.
+
+    With adapters, the weights of a version are those of its adapters.
+    """
 
     step: int
     policy: Policy
@@ -42,16 +46,20 @@ class TrainState:
 
 def open_state(config: RunConfig, checkpoint: Path | None) -> TrainState:
     """The state in a checkpoint, or the state before the first step."""
+    lora = config.policy.lora
+    needs_reference = config.learner.loss.kl > 0 and not lora.rank  # the base of adapters is itself the reference
     if checkpoint is None:
         policy = load_start(config)
+        if lora.rank:
+            attach_adapters(policy.model, lora, config.seed)
         torch.manual_seed(derive_seed("torch", config.seed))  # nothing draws from it, but its state is in checkpoints
-        reference = deepcopy(policy.model) if config.learner.loss.kl > 0 else None
+        reference = deepcopy(policy.model) if needs_reference else None
         return TrainState(0, policy, _build_learner(config, policy, reference), OrderedDict())
     saved = read_state(checkpoint)
     logger.info(f"resuming after step {saved.step}")
-    policy = load_checkpoint_policy(checkpoint, config.policy)
+    policy = load_trained_policy(checkpoint, config.policy)
     # From here on the starting policy is only a reference, which is needed only with a KL term.
-    reference = load_start(config).model if config.learner.loss.kl > 0 else None
+    reference = load_start(config).model if needs_reference else None
     learner = _build_learner(config, policy, reference)
     restore_learner(learner, checkpoint, saved)
     return TrainState(saved.step, policy, learner, OrderedDict(load_versions(checkpoint)))

@@ -58,8 +58,10 @@ _PACK_TOKENS = 4096
 _GRAD_NORM = 1.0
 _FLOOR = 0.1
 """The cosine schedule ends at this share of the peak learning rate."""
-_KEYS = ("seed", "threads", "policy", "tasks", "length.mode", "length.targets", "length.template", "sft")
-"""Settings that decide the weights; `threads` is one, because it changes the order of summation and so the bits."""
+_POLICY = ("policy.path", "policy.tiny", "policy.dtype", "policy.device")
+_KEYS = ("seed", "threads", *_POLICY, "tasks", "length.mode", "length.targets", "length.template", "sft")
+"""Settings that decide the weights; `threads` is one, because it changes the order of summation and so the bits.
+`policy.lora` is none: adapters are trained after SFT, which trains all weights."""
 _SEED = "warmup"
 """Name of the seeds. Changing breaks: the bits of every fine-tuned v0."""
 _DONE = "sft.json"
