@@ -23,6 +23,7 @@ from shoal.policy.lora import (
     copy_merged,
     disable_adapters,
     find_adapted,
+    find_targets,
     load_adapters,
     merged_weights,
 )
@@ -85,6 +86,16 @@ def run_peft(model: Any) -> Tensor:
     return torch.cat([model(input_ids=ids[None, each.start : each.end]).logits[0] for each in SEGMENTS])
 
 
+def merge(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """A model that held other weights, with the adapter in a folder over the base model on disk."""
+    base.save_pretrained(folder.with_name("v0"))
+    model = deepcopy(base)
+    for module in find_targets(model, []).values():
+        module.weight.data.normal_()
+    merge_adapter(model, read_adapter(folder), folder.with_name("v0"))
+    return model
+
+
 def test_peft_loads_our_folder_with_equal_logits_and_gradients(base: PreTrainedModel, tmp_path: Path) -> None:
     model = adapt(base)
     save_adapter(model, tmp_path)
@@ -106,8 +117,7 @@ def test_an_adapter_of_peft_loads_here(base: PreTrainedModel, tmp_path: Path) ->
     theirs.save_pretrained(tmp_path)
     (tmp_path / "README.md").unlink(missing_ok=True)
     assert is_adapter(tmp_path)
-    merged = deepcopy(base)
-    merge_adapter(merged, read_adapter(tmp_path))
+    merged = merge(base, tmp_path)
     torch.testing.assert_close(score(merged), run_peft(theirs), rtol=1e-4, atol=1e-4)
     ours = adapt(base, rank=3, alpha=5.0)
     load_adapters(ours, read_adapter(tmp_path).weights)
@@ -140,8 +150,7 @@ def test_only_adapters_are_trained_and_the_base_keeps_its_names(base: PreTrained
 def test_merged_and_unmerged_compute_the_same(base: PreTrainedModel, tmp_path: Path) -> None:
     model = adapt(base)
     save_adapter(model, tmp_path)
-    merged, plain = copy_merged(model), deepcopy(base)
-    merge_adapter(plain, read_adapter(tmp_path))
+    merged, plain = copy_merged(model), merge(base, tmp_path)
     assert not find_adapted(merged)
     weights, state, loaded = merged_weights(model), merged.state_dict(), plain.state_dict()
     assert weights.keys() == state.keys() == loaded.keys() == base.state_dict().keys()
@@ -203,15 +212,15 @@ def test_other_adapters_are_refused(make_model: MakeModel, tmp_path: Path, chang
     path = tmp_path / ADAPTER_CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ConfigError, match=sentence):
-        merge_adapter(base, read_adapter(tmp_path))
+        merge(base, tmp_path)
 
 
 def test_an_adapter_of_another_model_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
     save_adapter(adapt(make_model("llama")), tmp_path)
     with pytest.raises(ConfigError, match="does not fit the model"):
-        merge_adapter(make_model("llama", hidden_size=64), read_adapter(tmp_path))
+        merge(make_model("llama", hidden_size=64), tmp_path)
     with pytest.raises(ConfigError, match="does not fit the model: 14 names differ"):
-        merge_adapter(make_model("llama", num_hidden_layers=1), read_adapter(tmp_path))
+        merge(make_model("llama", num_hidden_layers=1), tmp_path)
     weights = tmp_path / ADAPTER_WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-8])
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from shoal.config.run import PolicyConfig
 from shoal.errors import ConfigError
 from shoal.learner.learner import Learner, list_trained
-from shoal.policy.adapter import read_adapter, save_adapter
+from shoal.policy.adapter import read_adapter
 from shoal.policy.lora import attach_adapters, find_adapted, load_adapters
-from shoal.policy.model import Policy, reopen_policy, save_policy
+from shoal.policy.model import Policy, reopen_policy, save_policy, save_trained
 from shoal.util.files import atomic_dir, hash_file, remove_dir
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -65,21 +65,13 @@ def save_checkpoint(folder: Path, step: int, policy: Policy, learner: Learner, v
     """Write the state after `step`; `versions` are older weights that later steps will sample with."""
     base = _save_base(folder, policy) if find_adapted(policy.model) else {}
     with atomic_dir(folder / f"step-{step:06d}") as target:
-        save_weights(policy, target / "policy")
+        save_trained(policy, target / "policy")
         save_optimizer(learner.model, learner.optimizer, target / _OPTIMIZER)
         (target / "versions").mkdir()
         for version, weights in versions.items():
             save_file(weights, target / "versions" / f"v{version:06d}.safetensors")
         state = CheckpointState(step, learner.num_updates, hash_files(target) | base)
         (target / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
-
-
-def save_weights(policy: Policy, folder: Path) -> None:
-    """Write what training changes: the adapters if the policy has any, otherwise the whole policy. Not atomic."""
-    if find_adapted(policy.model):
-        save_adapter(policy.model, folder)
-    else:
-        save_policy(policy, folder)
 
 
 def _save_base(folder: Path, policy: Policy) -> dict[str, str]:

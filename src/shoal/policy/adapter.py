@@ -5,6 +5,7 @@
 
 - A folder with these files and no `config.json` is an adapter; its base is version 0 of the same run. `find_base` knows
   where a run keeps it: beside the adapter, or beside the folder that holds it.
+- Merging reads the base weights from the base's files, so a model that holds any version of the run becomes any other.
 - Only plain adapters are read, those that W + s B A describes; other kinds of peft are refused by name.
 - Nothing in the files depends on the machine or the time, for the hash of a version covers them.
 """
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 
 from shoal.errors import ConfigError
 from shoal.policy.lora import Weights, adapter_weights, check_shapes, find_adapted, merge_product
+from shoal.policy.weights import WeightsReader
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_NAMES = ("v0", "v000000")
@@ -107,8 +109,11 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 @torch.no_grad()
-def merge_adapter(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Merge an adapter into a base model, in place; the model must hold the weights of the base."""
+def merge_adapter(model: PreTrainedModel, adapter: Adapter, base: Path) -> None:
+    """Give a model the weights of an adapter merged with the base model in a folder, whose architecture it has.
+
+    Only adapted layers are written: in all others a run's versions are equal.
+    """
     layers = {name.rpartition(".")[0] for name in adapter.weights}
     modules = {name: module for name, module in model.named_modules() if name in layers}
     needed: Weights = {}
@@ -117,10 +122,14 @@ def merge_adapter(model: PreTrainedModel, adapter: Adapter) -> None:
             needed[f"{name}.lora_A"] = torch.empty(adapter.rank, module.in_features, device="meta")
             needed[f"{name}.lora_B"] = torch.empty(module.out_features, adapter.rank, device="meta")
     check_shapes(needed, adapter.weights)
-    for name, module in modules.items():
-        low, high = (adapter.weights[f"{name}.{factor}"].to(model.device) for factor in ("lora_A", "lora_B"))
-        weight: Tensor = module.weight  # type: ignore[assignment]
-        weight.copy_(merge_product(weight, low, high, adapter.scale))
+    with WeightsReader(base) as reader:
+        for name, module in modules.items():
+            if f"{name}.weight" not in reader.tensors:
+                raise ConfigError(f"{base}: has no tensor {name}.weight, to which the adapter belongs")
+            low, high = (adapter.weights[f"{name}.{factor}"] for factor in ("lora_A", "lora_B"))
+            merged = merge_product(reader.read_rows(f"{name}.weight").float(), low, high, adapter.scale)
+            weight: Tensor = module.weight  # type: ignore[assignment]
+            weight.copy_(merged)
 
 
 def _read_config(path: Path) -> tuple[int, float]:

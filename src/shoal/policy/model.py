@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from shoal.config.run import PolicyConfig, TinyConfig
 from shoal.errors import ConfigError
-from shoal.policy.adapter import find_base, is_adapter, merge_adapter, read_adapter
+from shoal.policy.adapter import find_base, is_adapter, merge_adapter, read_adapter, save_adapter
 from shoal.policy.compatibility import check_model, first_line
 from shoal.policy.lora import base_weights, find_adapted
 from shoal.policy.tokenizer import build_tokenizer
@@ -99,7 +99,10 @@ def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32, device:
     """Open a saved policy. Weights are read only from safetensors: no pickle, no code from the folder."""
     path = find_policy(path)
     if is_adapter(Path(path)):
-        return open_adapted(Path(path), find_base(Path(path)), dtype=dtype, device=device)
+        base = find_base(Path(path))
+        policy = open_policy(base, dtype=dtype, device=device)
+        merge_adapter(policy.model, read_adapter(Path(path)), base)
+        return policy
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -115,16 +118,6 @@ def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32, device:
     _check_tokenizer(tokenizer, model, path)
     check_model(model)
     return Policy(model=model.to(device), tokenizer=tokenizer)
-
-
-def open_adapted(
-    folder: Path, base: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> Policy:
-    """Open a base model with an adapter merged into it, in float32 before it is rounded to `dtype`."""
-    policy = open_policy(base)
-    merge_adapter(policy.model, read_adapter(folder))
-    policy.model.to(device, dtype)  # type: ignore[call-overload]
-    return policy
 
 
 def copy_policy(policy: Policy, weights: Path) -> Policy | None:
@@ -161,6 +154,14 @@ def save_policy(policy: Policy, folder: Path) -> None:
     own = base_weights(policy.model) if find_adapted(policy.model) else None
     policy.model.save_pretrained(folder, max_shard_size=_ONE_FILE, state_dict=own)
     policy.tokenizer.save_pretrained(folder)
+
+
+def save_trained(policy: Policy, folder: Path) -> None:
+    """Write what training changes: the adapters if the policy has any, otherwise all of it. Not atomic."""
+    if find_adapted(policy.model):
+        save_adapter(policy.model, folder)
+    else:
+        save_policy(policy, folder)
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str | Path) -> None:

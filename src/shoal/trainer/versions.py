@@ -1,11 +1,12 @@
-"""The versions that a trainer wrote, each an ordinary Hugging Face folder.
+"""The versions that a trainer wrote, each an ordinary Hugging Face folder, or an adapter over v0 (policy/adapter.py).
 
     <run>/versions/v000012/           appears complete; never written again, because the origin serves its files
     <run>/versions/published.jsonl    one line per version handed over: its hashes, before it is announced
 
 Invariants:
 - a step that is computed again must give the bits that exist already; other bits are a `TrainerError`;
-- a folder is kept while the origin serves it, until it is announced, and until it is evaluated if that is due.
+- a folder is kept while the origin serves it, until it is announced, and until it is evaluated if that is due; v0 as
+  long as there are adapters over it.
 """
 
 import json
@@ -18,7 +19,8 @@ import torch
 from safetensors.torch import load_file
 
 from shoal.config.run import RunConfig
-from shoal.policy.model import Policy, save_policy
+from shoal.policy.adapter import is_adapter, read_adapter
+from shoal.policy.model import Policy, save_policy, save_trained
 from shoal.shardcast.origin import SHARD_BYTES, compute_root
 from shoal.trainer.errors import TrainerError
 from shoal.util.files import append_line, atomic_dir, remove_dir, repair_jsonl, sweep_leftovers
@@ -65,11 +67,11 @@ class Versions:
         """Write a version; if it exists already, check that it is the same. Blocking."""
         path, record = self.path_of(version), self._records.get(version)
         if path.exists():
-            if not _is_equal(path / _WEIGHTS, policy):
+            if not _is_equal(path, policy):
                 raise _report_mismatch(version, str(path))
             return
         with atomic_dir(path) as target:
-            save_policy(policy, target)
+            save_trained(policy, target) if version else save_policy(policy, target)
         if record is not None and record.root != compute_root(path, record.shard_bytes):
             raise _report_mismatch(version, str(self._log))
 
@@ -81,7 +83,10 @@ class Versions:
 
     def prune(self, below: int, needed: Collection[int]) -> None:
         """Remove versions below `below` that are not needed. Blocking."""
-        for version in list_versions(self.folder):
+        found = list_versions(self.folder)
+        if any(is_adapter(self.path_of(version)) for version in found):
+            needed = {*needed, 0}
+        for version in found:
             if version < below and version not in needed:
                 remove_dir(self.path_of(version))
 
@@ -105,9 +110,10 @@ def list_due(config: RunConfig) -> list[int]:
     return sorted({0, *between, config.steps})
 
 
-def _is_equal(path: Path, policy: Policy) -> bool:
+def _is_equal(folder: Path, policy: Policy) -> bool:
     weights = policy.model.state_dict()
-    return all(torch.equal(weights[name], tensor) for name, tensor in load_file(path).items())
+    found = read_adapter(folder).weights if is_adapter(folder) else load_file(folder / _WEIGHTS)
+    return all(torch.equal(weights[name], tensor) for name, tensor in found.items())
 
 
 def _read_records(path: Path) -> dict[int, VersionRecord]:
