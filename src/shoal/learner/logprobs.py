@@ -41,9 +41,14 @@ class TokenScores:
     entropy: Tensor
 
 
-def score_tokens(model: PreTrainedModel, pack: Pack, *, entropy_grad: bool = False) -> TokenScores:
-    """log-softmax(logits / temperature) of each completion token, and the distribution's entropy."""
-    hidden = run_decoder(model, pack.token_ids, pack.positions, pack.attention)
+def score_tokens(
+    model: PreTrainedModel, pack: Pack, *, entropy_grad: bool = False, dtype: torch.dtype | None = None
+) -> TokenScores:
+    """log-softmax(logits / temperature) of each completion token, and the distribution's entropy.
+
+    `dtype` is the type of the forward pass up to the logits (default: that of the weights).
+    """
+    hidden = run_decoder(model, pack.token_ids, pack.positions, pack.attention, dtype=dtype)
     logits = compute_logits(model, hidden.index_select(0, pack.rows))
     if pack.is_scaled:
         logits = logits / pack.temperatures[:, None]

@@ -24,7 +24,8 @@ import torch
 from shoal.errors import ConfigError
 from shoal.node.session import Session
 from shoal.policy.adapter import find_base, is_adapter, merge_adapter, read_adapter
-from shoal.policy.model import WEIGHTS, Policy, copy_policy, open_policy
+from shoal.policy.model import Policy, copy_policy, open_policy
+from shoal.policy.weights import is_weights
 from shoal.recipe import Recipe
 from shoal.shardcast.client import ShardcastClient
 from shoal.shardcast.fetch.upstreams import GoneError
@@ -103,7 +104,7 @@ class WeightsOpener:
         other_files = _hash_other_files(folder)
         policy = None
         if self._last is not None and self._last[0] == other_files:
-            policy = copy_policy(self._last[1], folder / WEIGHTS)
+            policy = copy_policy(self._last[1], folder)
         if policy is None:
             policy = open_version(version, folder, self._recipe, self._device)
         self._last, self._last_over = (other_files, policy), policy if version == BASE_VERSION else None
@@ -124,7 +125,7 @@ def _hash_other_files(folder: Path) -> str:
     """A hash of all files except the weights."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.name != WEIGHTS:
+        if not is_weights(path.name):
             digest.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 

@@ -35,9 +35,9 @@ class LoraLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
-        kind = {"device": base.weight.device, "dtype": torch.float32}
-        self.lora_A = nn.Parameter(torch.zeros(rank, base.in_features, **kind))
-        self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, **kind))
+        device = base.weight.device
+        self.lora_A = nn.Parameter(torch.zeros(rank, base.in_features, dtype=torch.float32, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float32, device=device))
         self.alpha = alpha
         self.enabled = True
 
@@ -115,7 +115,12 @@ def check_shapes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> No
 
 def base_weights(model: nn.Module) -> Weights:
     """The state of the model without its adapters."""
-    return {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[2] not in _FACTORS}
+    return {name: tensor for name, tensor in model.state_dict().items() if not is_factor(name)}
+
+
+def is_factor(name: str) -> bool:
+    """Whether a tensor is A or B of an adapter, by its name."""
+    return name.rpartition(".")[2] in _FACTORS
 
 
 def merge_product(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
@@ -124,23 +129,29 @@ def merge_product(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Te
 
 
 @torch.no_grad()
-def merged_weights(model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> Weights:
-    """The state of a plain model that computes what this one does with these adapters, or with its own."""
+def merged_weights(
+    model: nn.Module, weights: Mapping[str, Tensor] | None = None, dtype: torch.dtype = torch.float32
+) -> Weights:
+    """The state of a plain model that computes what this one does with these adapters, or with its own.
+
+    In `dtype` it is what a node computes from a base that was published in this type.
+    """
     factors = adapter_weights(model) if weights is None else weights
     merged = base_weights(model)
     for name, module in find_adapted(model).items():
         low, high = (factors[f"{name}.{factor}"] for factor in _FACTORS)
-        merged[f"{name}.weight"] = merge_product(module.weight, low, high, module.scale)
+        merged[f"{name}.weight"] = merge_product(module.weight.to(dtype), low, high, module.scale)
     return merged
 
 
 @torch.no_grad()
-def copy_merged(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy without adapters that computes the same; of a model without adapters, just a copy."""
+def copy_merged(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A copy without adapters that computes the same, merged in `dtype`; of a model without adapters, just a copy."""
     plain = copy.deepcopy(model)
     for name, module in find_adapted(plain).items():
         linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-        linear.weight = nn.Parameter(merge_product(module.weight, module.lora_A, module.lora_B, module.scale))
+        weight = module.weight.to(dtype)
+        linear.weight = nn.Parameter(merge_product(weight, module.lora_A, module.lora_B, module.scale))
         linear.bias = module.bias
         plain.set_submodule(name, linear)
     return plain

@@ -15,6 +15,7 @@ Invariants:
 - names of files in an index are not trusted: only plain names of files in the same folder are opened.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -31,7 +32,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.util.files import sync_path, write_atomic
+from shoal.util.files import hash_file, sync_path, write_atomic
 from shoal.util.tensors import LENGTH_BYTES, read_tensors
 
 WEIGHTS = "model.safetensors"
@@ -135,6 +136,19 @@ class WeightsLayout:
         """Sizes of all files in bytes, by name."""
         sizes = {file.name: file.size for file in self.files}
         return sizes | ({INDEX: len(self.index)} if self.index else {})
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of a policy's folder is part of its weights."""
+    return name == INDEX or _FILE_NAME.fullmatch(name) is not None
+
+
+def hash_weights(folder: Path) -> str:
+    """SHA-256 of the weights in a folder: of the file, or over names and hashes of several."""
+    if (folder / WEIGHTS).exists():
+        return hash_file(folder / WEIGHTS)
+    names = sorted({INDEX, *_read_index(folder / INDEX).values()})
+    return hashlib.sha256("".join(f"{hash_file(folder / name)}  {name}\n" for name in names).encode()).hexdigest()
 
 
 def describe_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> list[TensorSpec]:

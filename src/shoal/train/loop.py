@@ -13,13 +13,15 @@ import logging
 import time
 from contextlib import ExitStack
 
+import torch
+
 from shoal.config.run import RunConfig
 from shoal.engine import open_engine
 from shoal.errors import ConfigError
 from shoal.learner.checkpoint import find_newest
 from shoal.learner.learner import Metrics
 from shoal.policy.lora import adapter_weights, copy_merged, find_adapted, merged_weights
-from shoal.policy.model import find_policy
+from shoal.policy.model import cast_weights, find_policy
 from shoal.rollout import Group
 from shoal.tasks.open import check_tasks, open_tasks, pin_tasks
 from shoal.tasks.stats import STATS_NAME, Curriculum, TaskStats
@@ -86,7 +88,9 @@ class TrainingLoop:
         self._state = open_state(config, self._checkpoint)
         self._keep_version()
         policy = self._state.policy
-        self._engine = open_engine(config.engine, copy_merged(policy.model), eos_id=policy.eos_id, version=self.step)
+        self._published = getattr(torch, config.policy.publish_dtype)
+        sampled = cast_weights(copy_merged(policy.model, self._published), self._published)
+        self._engine = open_engine(config.engine, sampled, eos_id=policy.eos_id, version=self.step)
         self._stats = TaskStats(run.path / STATS_NAME, last=self.step if self._checkpoint is not None else -1)
         curriculum = Curriculum(self._stats, config.batch) if config.batch.curriculum else None
         self._sampler = Sampler(self._engine, self._family, policy.tokenizer, config, curriculum)
@@ -145,7 +149,9 @@ class TrainingLoop:
     def _swap_weights(self, version: int) -> None:
         """Load a version into the engine, whose model has no adapters."""
         model, weights = self._state.policy.model, self._state.versions[version]
-        self._engine.swap_weights(version, merged_weights(model, weights) if find_adapted(model) else weights)
+        if find_adapted(model):
+            weights = merged_weights(model, weights, self._published)
+        self._engine.swap_weights(version, weights)
 
     def _check_staleness(self, step: int, groups: tuple[Group, ...]) -> None:
         oldest = step - 1 - self._config.async_level

@@ -33,6 +33,7 @@ from shoal.learner.logprobs import score_tokens
 from shoal.policy.model import Policy, load_policy, reopen_policy, save_policy
 from shoal.policy.packing import Pack, Sample, build_packs
 from shoal.policy.tokenizer import encode_completion
+from shoal.policy.weights import hash_weights
 from shoal.rollout import Finish, Rollout
 from shoal.seeds import derive_seed
 from shoal.tasks.base import Family, Task
@@ -42,7 +43,6 @@ from shoal.util.disk import guard_disk
 from shoal.util.files import (
     atomic_dir,
     hash_dir,
-    hash_file,
     open_lock,
     read_accounts,
     remove_dir,
@@ -58,8 +58,8 @@ _PACK_TOKENS = 4096
 _GRAD_NORM = 1.0
 _FLOOR = 0.1
 """The cosine schedule ends at this share of the peak learning rate."""
-_POLICY = ("policy.path", "policy.tiny", "policy.dtype", "policy.device")
-_KEYS = ("seed", "threads", *_POLICY, "tasks", "length.mode", "length.targets", "length.template", "sft")
+_POLICY_KEYS = ("policy.path", "policy.tiny", "policy.dtype", "policy.device")
+_KEYS = ("seed", "threads", *_POLICY_KEYS, "tasks", "length.mode", "length.targets", "length.template", "sft")
 """Settings that decide the weights; `threads` is one, because it changes the order of summation and so the bits.
 `policy.lora` is none: adapters are trained after SFT, which trains all weights."""
 _SEED = "warmup"
@@ -145,7 +145,7 @@ class _FineTuning:
                 self._save_partial()
         with atomic_dir(self._result) as target:
             save_policy(self._policy, target)
-            done = {"heldout_loss": self._losses, "weights_sha256": hash_file(target / "model.safetensors")}
+            done = {"heldout_loss": self._losses, "weights_sha256": hash_weights(target)}
             (target / _DONE).write_text(json.dumps(done) + "\n")
         remove_dir(self._partial)
 
@@ -234,8 +234,8 @@ def _is_cached(result: Path) -> bool:
     """Whether there is a result whose weights match their hash; a damaged one is computed again."""
     try:
         done = json.loads((result / _DONE).read_text())
-        return bool(done["weights_sha256"] == hash_file(result / "model.safetensors"))
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return bool(done["weights_sha256"] == hash_weights(result))
+    except (FileNotFoundError, ValueError, KeyError, TypeError, ConfigError):
         return False
 
 

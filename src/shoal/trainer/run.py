@@ -88,7 +88,7 @@ async def _train(config: RunConfig, reporter: TrainerReporter, session: Session,
         recipe = await read_recipe(session, find_folder(place, reporter.run))
         check_recipe(config, recipe)
         first_root = recipe.weights
-    versions = Versions(path / "versions")
+    versions = Versions(path / "versions", config.policy)
     publisher = Publisher(
         versions,
         session.client,
@@ -131,9 +131,12 @@ def check_config(config: RunConfig) -> RunConfig:
 
 
 def check_recipe(config: RunConfig, recipe: Recipe) -> None:
-    """Reject rewards that differ from what the prompts state, and a different choice of groups than the validators'."""
+    """Reject rewards that differ from what the prompts state, and other versions or groups than validators expect."""
     if config.length != recipe.length:
         raise ConfigError("length: the run's recipe has different target lengths; they were fixed at its creation")
+    if config.policy.publish_dtype != recipe.dtype:
+        words = f"{config.policy.publish_dtype} here and {recipe.dtype} in the run's recipe"
+        raise ConfigError(f"policy.publish_dtype: {words}; it was fixed when the run was created")
     if config.batch.filter != recipe.filter:
         words = f"{config.batch.filter} here and {recipe.filter} in the run's recipe".lower()
         raise ConfigError(f"batch.filter: {words}; it was fixed when the run was created")

@@ -16,17 +16,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
-from shoal.config.run import RunConfig
+from shoal.config.run import PolicyConfig, RunConfig
 from shoal.policy.adapter import is_adapter, read_adapter
-from shoal.policy.model import Policy, save_policy, save_trained
+from shoal.policy.lora import adapter_weights
+from shoal.policy.model import Policy, save_policy, save_trained, saved_tensors
+from shoal.policy.weights import WeightsReader, describe_tensors
 from shoal.shardcast.origin import SHARD_BYTES, compute_root
 from shoal.trainer.errors import TrainerError
 from shoal.util.files import append_line, atomic_dir, remove_dir, repair_jsonl, sweep_leftovers
 
 _NAME = re.compile(r"v(\d{6,})")
-_WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,10 @@ class VersionRecord:
 class Versions:
     """The folder of a run's versions. One process writes to it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: PolicyConfig | None = None) -> None:
+        """`config` says in which type and in how large files versions are written."""
+        config = config or PolicyConfig()
+        self._dtype, self._shard_bytes = getattr(torch, config.publish_dtype), config.shard_bytes
         folder.mkdir(parents=True, exist_ok=True)
         sweep_leftovers(folder)
         self.folder = folder
@@ -67,11 +70,12 @@ class Versions:
         """Write a version; if it exists already, check that it is the same. Blocking."""
         path, record = self.path_of(version), self._records.get(version)
         if path.exists():
-            if not _is_equal(path, policy):
+            if not _is_equal(path, policy, self._dtype):
                 raise _report_mismatch(version, str(path))
             return
         with atomic_dir(path) as target:
-            save_trained(policy, target) if version else save_policy(policy, target)
+            save = save_trained if version else save_policy
+            save(policy, target, dtype=self._dtype, shard_bytes=self._shard_bytes)
         if record is not None and record.root != compute_root(path, record.shard_bytes):
             raise _report_mismatch(version, str(self._log))
 
@@ -110,10 +114,15 @@ def list_due(config: RunConfig) -> list[int]:
     return sorted({0, *between, config.steps})
 
 
-def _is_equal(folder: Path, policy: Policy) -> bool:
-    weights = policy.model.state_dict()
-    found = read_adapter(folder).weights if is_adapter(folder) else load_file(folder / _WEIGHTS)
-    return all(torch.equal(weights[name], tensor) for name, tensor in found.items())
+def _is_equal(folder: Path, policy: Policy, dtype: torch.dtype) -> bool:
+    """Whether a folder holds the adapters, or the weights rounded to the published type."""
+    if is_adapter(folder):
+        found, own = read_adapter(folder).weights, adapter_weights(policy.model)
+        return found.keys() == own.keys() and all(torch.equal(own[name].cpu(), found[name]) for name in own)
+    weights = saved_tensors(policy.model)
+    with WeightsReader(folder) as reader:
+        same_kind = reader.specs == {spec.name: spec for spec in describe_tensors(weights, dtype)}
+        return same_kind and all(reader.is_equal(name, tensor) for name, tensor in weights.items())
 
 
 def _read_records(path: Path) -> dict[int, VersionRecord]:
