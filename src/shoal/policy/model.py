@@ -151,8 +151,8 @@ def name_tensors(model: PreTrainedModel, found: Mapping[str, object]) -> dict[st
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """A model's tensors by the names and in the order of `save_pretrained`: tied ones once, under the name that loads.
 
-    Adapters are not among them. They may be on any device, and sharded. They are copied only for architectures whose files have other tensors than
-    the model (experts that are saved one by one).
+    Adapters are not among them. They may be on any device, and sharded. They are copied only for architectures whose
+    files have other tensors than the model (experts that are saved one by one).
     """
     own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not is_factor(name)}
     kept = {id(tensor): name for name, tensor in own.items()}
