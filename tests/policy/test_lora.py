@@ -27,6 +27,7 @@ from shoal.policy.lora import (
     load_adapters,
     merged_weights,
 )
+from shoal.policy.model import Policy, open_policy, save_policy, save_trained
 
 MakeModel = Callable[..., PreTrainedModel]
 
@@ -145,6 +146,28 @@ def test_only_adapters_are_trained_and_the_base_keeps_its_names(base: PreTrained
     assert {name for name, each in model.named_parameters() if each.requires_grad} == adapter_weights(model).keys()
     own, before = base_weights(model), base.state_dict()
     assert own.keys() == before.keys() and all(torch.equal(own[name], before[name]) for name in own)
+
+
+def test_the_folder_of_v0_does_not_depend_on_adapters(qwen: Policy, tmp_path: Path) -> None:
+    """The recipe names v0 by its hash, before adapters exist."""
+    save_policy(qwen, tmp_path / "plain")
+    save_policy(Policy(adapt(qwen.model), qwen.tokenizer), tmp_path / "adapted")
+    files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("plain", "adapted")]
+    assert files[0] == files[1] and "model.safetensors" in files[0]
+
+
+def test_an_adapter_is_opened_as_a_whole_model(qwen: Policy, tmp_path: Path) -> None:
+    """Beside its base, as a trainer's versions, or beside the folder that holds it, as in checkpoints."""
+    model = adapt(qwen.model)
+    save_policy(qwen, tmp_path / "v000000")
+    for place in (tmp_path / "v000003", tmp_path / "step-000003" / "policy"):
+        save_trained(Policy(model, qwen.tokenizer), place)
+        policy = open_policy(place)
+        expected, found = merged_weights(model), policy.model.state_dict()
+        assert not find_adapted(policy.model) and all(torch.equal(found[name], expected[name]) for name in expected)
+    (tmp_path / "v000000").rename(tmp_path / "base")
+    with pytest.raises(ConfigError, match="its base model is not beside it, as v0 or v000000"):
+        open_policy(tmp_path / "v000003")
 
 
 def test_merged_and_unmerged_compute_the_same(base: PreTrainedModel, tmp_path: Path) -> None:
