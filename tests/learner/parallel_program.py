@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from shoal.config.run import LearnerConfig, LossConfig
+from shoal.config.run import LearnerConfig, LoraConfig, LossConfig
 from shoal.learner import parallel
 from shoal.learner.learner import Learner
 from shoal.learner.parallel import Ranks, join_ranks, leave_ranks, shard_model, whole_tensor
+from shoal.policy.lora import attach_adapters, find_adapted
 from shoal.rollout import Finish, Group, Rollout, Score, VersionRange
 
 VOCABULARY = 64
@@ -50,6 +51,14 @@ def build_model(name: str) -> PreTrainedModel:
             if parameter.dim() == 2:
                 parameter.mul_(4)
     return model
+
+
+def add_adapters(model: PreTrainedModel, rank: int) -> None:
+    """Adapters whose B is not zero, so that A has a gradient too."""
+    attach_adapters(model, LoraConfig(rank=rank), seed=0)
+    rng = torch.Generator().manual_seed(6)
+    for module in find_adapted(model).values():
+        module.lora_B.data.copy_(0.05 * torch.randn(module.lora_B.shape, generator=rng))
 
 
 def make_groups(count: int, vocabulary: int = VOCABULARY) -> list[Group]:
@@ -89,7 +98,9 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> tuple[dict[str, torch.Tensor
         offload=case.get("offload", False),
         loss=LossConfig(kl=kl, entropy=0.001),
     )
-    model, reference = build_model(case["model"]), build_model(case["model"]) if kl else None
+    model, reference = build_model(case["model"]), build_model(case["model"]) if kl and "rank" not in case else None
+    if "rank" in case:
+        add_adapters(model, case["rank"])
     for own in filter(None, (model, reference)):
         shard_model(own, ranks, config)
     if case.get("averaged"):

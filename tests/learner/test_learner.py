@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shoal.config.run import LearnerConfig, LossConfig
+from shoal.config.run import LearnerConfig, LoraConfig, LossConfig
 from shoal.engine.torch import TorchEngine
 from shoal.learner.advantage import build_samples
 from shoal.learner.correction import build_correction
@@ -18,6 +18,7 @@ from shoal.learner.learner import Learner
 from shoal.learner.logprobs import entropy_from_logits, kl_k3, score_tokens
 from shoal.learner.losses import LOSSES
 from shoal.learner.losses.base import LossInputs
+from shoal.policy.lora import adapter_weights, attach_adapters, base_weights
 from shoal.policy.model import Policy
 from shoal.policy.packing import build_packs
 from shoal.rollout import Group, Request, Score
@@ -43,6 +44,10 @@ def read_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def copy_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def copy_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in weights.items()}
 
 
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -216,6 +221,36 @@ def test_the_reference_is_never_trained(groups: list[Group], make_policy: MakePo
     build_learner(make_policy(0).model, reference=reference, loss={"kl": 0.1}).train_step(groups)
     assert_same_bits(copy_weights(reference), before)
     assert not read_gradients(reference)
+
+
+def adapt(policy: Policy, rank: int = 4) -> PreTrainedModel:
+    attach_adapters(policy.model, LoraConfig(rank=rank), seed=0)
+    return policy.model
+
+
+def test_only_adapters_are_trained(groups: list[Group], make_policy: MakePolicy) -> None:
+    model = adapt(make_policy(0))
+    base, before = copy_tensors(base_weights(model)), copy_tensors(adapter_weights(model))
+    learner = build_learner(model, lr=1e-2)
+    for _ in range(2):  # the first update moves only B: the gradient of A is zero while B is
+        learner.train_step(groups)
+    assert_same_bits(copy_tensors(base_weights(model)), base)
+    held = {id(each) for group in learner.optimizer.param_groups for each in group["params"]}
+    own = dict(model.named_parameters())
+    assert held == {id(own[name]) for name in adapter_weights(model)}
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in adapter_weights(model).items())
+
+
+def test_packed_gradients_of_adapters_equal_padded_ones_with_their_base_as_reference(
+    groups: list[Group], make_policy: MakePolicy
+) -> None:
+    model, base = adapt(make_policy(0)), make_policy(0).model
+    build_learner(model, lr=0.1).train_step(groups)  # away from the base, where the KL term has no gradient
+    loss = {"kl": 0.3, "entropy": 0.05}
+    expected = padded_gradients(model, groups, LossConfig(**loss), reference=base)
+    build_learner(model, loss=loss, micro_tokens=50, old_logprobs="behaviour").train_step(groups)
+    assert_same_gradients(read_gradients(model), expected)
+    assert expected.keys() == adapter_weights(model).keys()
 
 
 def test_training_makes_rewarded_samples_likelier(groups: list[Group], make_policy: MakePolicy) -> None:

@@ -25,6 +25,8 @@ MODELS = ("tiny", "tied", "gqa", "qwen3", "hub")
 PLAN: dict[str, dict[str, Any]] = {
     **{name: {"model": name} for name in MODELS},
     "kl": {"model": "qwen3", "kl": 0.1},
+    "lora": {"model": "qwen3", "kl": 0.1, "rank": 3},
+    "lora hub": {"model": "hub", "rank": 3},
     "clip": {"model": "gqa", "clip": 0.05},
     "updates": {"model": "tiny", "updates": 2, "clip": 0.05},
     "few": {"model": "tied", "groups": 1, "micro": 4096},
@@ -82,7 +84,7 @@ def measure_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", [*MODELS, "kl", "clip", "few", "bfloat16", "offload"])
+@pytest.mark.parametrize("case", [*MODELS, "kl", "lora", "lora hub", "clip", "few", "bfloat16", "offload"])
 def test_ranks_compute_the_gradients_of_one_process(folder: Path, case: str, size: int) -> None:
     alone, ranks = read_result(folder, case, 1), read_result(folder, case, size)
     assert all(float(grad.norm()) > 0 for grad in alone.grads.values())

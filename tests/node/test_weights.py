@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.config.run import LoraConfig
 from shoal.errors import ConfigError
 from shoal.identity.keys import Key
 from shoal.node import weights
 from shoal.node.weights import WeightsOpener, open_version
-from shoal.policy.model import Policy
+from shoal.policy.adapter import save_adapter
+from shoal.policy.lora import attach_adapters, find_adapted
+from shoal.policy.model import Policy, open_policy
 from shoal.recipe import Recipe
 from shoal.shardcast.fetch.upstreams import GoneError
 from shoal.shardcast.origin_service import open_origin
@@ -61,6 +64,43 @@ def test_weights_that_are_not_all_there_are_refused_after_good_ones(
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ConfigError):
         opener.open(1, folder)
+
+
+@pytest.fixture
+def adapters(versions: dict[int, Path], tmp_path: Path) -> dict[int, Path]:
+    """v0, and adapters over it, as a client leaves them."""
+    shutil.copytree(versions[0], tmp_path / "v0")
+    model = open_policy(versions[0]).model
+    attach_adapters(model, LoraConfig(rank=2), seed=0)
+    for version in (1, 2):
+        for module in find_adapted(model).values():
+            module.lora_B.data.add_(0.01 * version)
+        save_adapter(model, tmp_path / f"v{version}")
+    return {version: tmp_path / f"v{version}" for version in range(3)}
+
+
+def test_adapters_are_opened_in_any_order_with_the_same_bits(recipe: Recipe, adapters: dict[int, Path]) -> None:
+    alone = {version: open_version(version, folder, recipe) for version, folder in adapters.items()}
+    assert not same(alone[0], alone[1]) and not same(alone[1], alone[2])
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 2), (2, 1, 0)):
+        opener = WeightsOpener(recipe)
+        for version in order:
+            policy = opener.open(version, adapters[version])
+            assert same(policy, alone[version]) and not find_adapted(policy.model)
+            for tensor in policy.model.parameters():  # as an engine does, which takes the weights of others
+                tensor.data.copy_(tensor * 1.0)
+
+
+def test_an_adapter_that_does_not_fit_or_has_no_base_is_refused(recipe: Recipe, adapters: dict[int, Path]) -> None:
+    opener = WeightsOpener(recipe)
+    opener.open(0, adapters[0])
+    path = adapters[1] / "adapter_config.json"
+    path.write_text(path.read_text().replace('"r": 2', '"r": 4'))
+    with pytest.raises(ConfigError, match="does not fit the model"):
+        opener.open(1, adapters[1])
+    shutil.rmtree(adapters[0])
+    with pytest.raises(ConfigError, match="its base model is not beside it"):
+        opener.open(2, adapters[2])
 
 
 def test_a_version_that_is_no_longer_followed_is_pulled_for_an_appeal(

@@ -8,7 +8,10 @@ from tests.fixtures.paths import TINY
 
 from shoal.config.run import load_config
 from shoal.errors import ConfigError
+from shoal.learner.checkpoint import list_checkpoints, read_state
+from shoal.policy.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shoal.train.loop import run_training
+from shoal.train.report import read_metrics
 
 
 def train(out: Path, *overrides: str) -> Path:
@@ -49,3 +52,31 @@ def test_the_run_of_a_swarm_is_not_resumed_by_shoal_train(tmp_path: Path) -> Non
     (tmp_path / "tiny-seed0" / "versions").mkdir(parents=True)
     with pytest.raises(ConfigError, match="tiny-seed0: holds the run of a swarm"):
         train(tmp_path)
+
+
+LORA = ("policy.lora.rank=2", "learner.lr=1e-2", "learner.loss.kl=0.01")
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_a_resumed_run_with_adapters_has_the_same_bits(tmp_path: Path, level: int) -> None:
+    """Adapters, optimizer and the older versions that are sampled with."""
+    common = (*LORA, f"async_level={level}", "checkpoint.every=1")
+    whole = train(tmp_path / "whole", *common, "steps=4")
+    for steps in (1, 3, 4):
+        parts = train(tmp_path / "parts", *common, f"steps={steps}")
+    (_, one), (_, other) = (list_checkpoints(run / "checkpoints")[-1] for run in (whole, parts))
+    assert read_state(one).sha256 == read_state(other).sha256
+    assert sorted(path.name for path in (one / "policy").iterdir()) == [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+    rates = [
+        {line["step"]: line["eval/pass_at_1"] for line in read_metrics(run / "metrics.jsonl") if "eval/greedy" in line}
+        for run in (whole, parts)
+    ]
+    assert rates[0].keys() == {0, 4} and rates[0].items() <= rates[1].items()
+
+
+def test_a_run_with_another_base_is_not_resumed(tmp_path: Path) -> None:
+    run = train(tmp_path, *LORA, "steps=1")
+    path = run / "checkpoints" / "v000000" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    with pytest.raises(ConfigError, match=r"v000000/model\.safetensors: does not match its hash"):
+        train(tmp_path, *LORA, "steps=2")

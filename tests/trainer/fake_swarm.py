@@ -18,6 +18,7 @@ from shoal.identity.keys import Key
 from shoal.learner.checkpoint import find_newest, list_checkpoints, read_state
 from shoal.net.api_error import ApiError
 from shoal.net.retry import RefusedError
+from shoal.policy.adapter import is_adapter
 from shoal.protocol.messages import Batch, BatchAnswer, BatchEntry, VersionAnswer, VersionStatement
 from shoal.protocol.params import RunParams, hash_batch
 from shoal.rollout import Group
@@ -265,17 +266,22 @@ def assert_whole(run: Path, swarm: FakeSwarm) -> None:
     assert [line["version"] for line in swarm.announced] == list(range(STEPS + 1))
     last = run / "versions" / f"v{STEPS:06d}"
     assert swarm.announced[-1]["root"] == compute_root(last, SHARD_BYTES)
-    weights = swarm.reference / "checkpoints" / f"step-{STEPS:06d}" / "policy" / "model.safetensors"
-    assert hash_file(last / "model.safetensors") == hash_file(weights)
+    weights = find_weights(swarm.reference / "checkpoints" / f"step-{STEPS:06d}" / "policy")
+    assert hash_file(last / weights.name) == hash_file(weights)
+
+
+def find_weights(folder: Path) -> Path:
+    """The file of a policy's weights, or of its adapters."""
+    (path,) = folder.glob("*_model.safetensors") if is_adapter(folder) else folder.glob("model.safetensors")
+    return path
 
 
 def hash_state(run: Path) -> dict[str, str]:
     """Hashes of weights and optimizer after the last step."""
     newest = list_checkpoints(run / "checkpoints")[-1]
     found = read_state(newest[1]).sha256
-    return {name: found[name] for name in ("policy/model.safetensors", "optimizer.safetensors")} | {
-        "step": str(newest[0])
-    }
+    weights = f"policy/{find_weights(newest[1] / 'policy').name}"
+    return {name: found[name] for name in (weights, "optimizer.safetensors")} | {"step": str(newest[0])}
 
 
 def list_lines(run: Path) -> list[dict[str, Any]]:

@@ -170,16 +170,17 @@ def make_run(folder: Path, *overrides: str) -> RunConfig:
     return make_config(folder, "steps=3", *overrides)
 
 
-def assert_synchronous(folder: Path) -> None:
+def assert_synchronous(folder: Path, *overrides: str) -> None:
     """k = 0: the swarm computed what `shoal train` does with the secret that the ledger reveals at the end."""
     secret = (folder / "coordinator" / "beacon.secret").read_text()
-    alone = train_reference(make_run(folder / "alone"), secret)
+    alone = train_reference(make_run(folder / "alone", *overrides), secret)
     assert hash_state(folder / "swarm" / "tiny-seed0") == hash_state(alone)
 
 
-@pytest.mark.parametrize("level", [0, 2])
-def test_a_swarm_of_real_parts_trains_to_its_last_version(tmp_path: Path, level: int) -> None:
-    config = make_run(tmp_path / "swarm", f"async_level={level}")
+@pytest.mark.parametrize(("level", "rank"), [(0, 0), (2, 0), (0, 2)])
+def test_a_swarm_of_real_parts_trains_to_its_last_version(tmp_path: Path, level: int, rank: int) -> None:
+    lora = f"policy.lora.rank={rank}"
+    config = make_run(tmp_path / "swarm", f"async_level={level}", lora)
     core = Core(config, tmp_path)
 
     async def check() -> None:
@@ -192,7 +193,7 @@ def test_a_swarm_of_real_parts_trains_to_its_last_version(tmp_path: Path, level:
     versions = [json.loads(line) for line in (tmp_path / "swarm/tiny-seed0/versions/published.jsonl").open()]
     assert [line["version"] for line in versions] == [0, 1, 2, 3]
     if level == 0:
-        assert_synchronous(tmp_path)
+        assert_synchronous(tmp_path, lora)
 
 
 def test_origin_and_trainer_may_end_at_any_time_and_the_run_goes_on(tmp_path: Path) -> None:

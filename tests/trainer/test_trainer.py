@@ -23,7 +23,10 @@ from shoal.learner.checkpoint import list_checkpoints
 from shoal.protocol.params import hash_batch
 from shoal.train.report import read_metrics
 from shoal.trainer.errors import TrainerError
+from shoal.trainer.evaluator import Evaluator, read_evals
 from shoal.util.files import hash_file
+
+EVALUATED = ("eval/pass_at_1", "eval/greedy")
 
 
 def test_a_trainer_computes_what_shoal_train_does(tmp_path: Path, swarm: FakeSwarm) -> None:
@@ -37,6 +40,32 @@ def test_a_trainer_computes_what_shoal_train_does_with_older_rollouts(tmp_path: 
     assert_whole(life.run.path, swarm)
     lags = [line["off_policy/lag_max"] for line in read_metrics(life.run.metrics_path)]
     assert lags == [0, 1, 1, 1]
+
+
+LORA = ("policy.lora.rank=2", "learner.lr=1e-2", "learner.loss.kl=0.01")
+
+
+@pytest.mark.parametrize("crash", ["", "before hand-over", "after announcement"])
+def test_adapters_are_those_of_shoal_train(tmp_path: Path, crash: str) -> None:
+    """Versions after v0 are adapters, v0 is kept as their base, and the evaluator opens both."""
+    swarm = FakeSwarm(tmp_path / "swarm", train_reference(make_config(tmp_path / "reference", *LORA)))
+    swarm.crash, swarm.served_keep = crash, 1
+    config = make_config(tmp_path, *LORA)
+    if crash:
+        with pytest.raises(CrashError):
+            run_life(config, swarm)
+    life = run_life(config, swarm)
+    assert_whole(life.run.path, swarm)
+    folders = {path.name: sorted(file.name for file in path.iterdir()) for path in life.versions.folder.glob("v*")}
+    assert "model.safetensors" in folders.pop("v000000")
+    assert folders[f"v{STEPS:06d}"] == ["adapter_config.json", "adapter_model.safetensors"]
+    assert all(files == folders[f"v{STEPS:06d}"] for files in folders.values())
+    evaluator = Evaluator(config, life.run.path)
+    while not evaluator.is_done:
+        assert evaluator.evaluate_next() is not None
+    theirs = {line["step"]: line for line in read_metrics(swarm.reference / "metrics.jsonl") if "eval/greedy" in line}
+    for line in read_evals(life.run.path):
+        assert {name: line[name] for name in EVALUATED} == {name: theirs[line["step"]][name] for name in EVALUATED}
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])

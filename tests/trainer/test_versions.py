@@ -1,5 +1,6 @@
 """The folder of a run's versions: several files, the published type, and what a dead writer leaves."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal.config.run import PolicyConfig, TinyConfig
+from shoal.config.run import LearnerConfig, PolicyConfig, TinyConfig
+from shoal.learner import sharded
+from shoal.learner.learner import Learner
 from shoal.policy import weights
 from shoal.policy.model import Policy, load_policy, open_policy
 from shoal.policy.weights import INDEX
 from shoal.shardcast.growing import is_growing, read_plan
 from shoal.shardcast.origin import SHARD_BYTES, compute_root
+from shoal.train.resume import TrainState
 from shoal.trainer.errors import TrainerError
 from shoal.trainer.versions import VersionRecord, Versions, list_versions
 
@@ -23,6 +27,10 @@ SEVERAL = PolicyConfig(shard_bytes=4096)
 
 def make_policy(seed: int = 0) -> Policy:
     return load_policy(PolicyConfig(tiny=SMALL), alphabet="abc", seed=seed)
+
+
+def state_of(policy: Policy) -> TrainState:
+    return TrainState(0, policy, Learner(policy.model, LearnerConfig(), max_tokens=8), OrderedDict())
 
 
 def move_weights(policy: Policy, distance: float) -> None:
@@ -35,7 +43,7 @@ def move_weights(policy: Policy, distance: float) -> None:
 def test_a_version_in_several_files_opens_with_its_weights(tmp_path: Path, dtype: Any) -> None:
     policy = make_policy()
     versions = Versions(tmp_path, SEVERAL.model_copy(update={"publish_dtype": dtype}))
-    versions.write(3, policy)
+    versions.write(3, state_of(policy))
     path = versions.path_of(3)
     assert (path / INDEX).exists() and len(list(path.glob("*.safetensors"))) > 2
     opened = open_policy(path, dtype=getattr(torch, dtype)).model.state_dict()
@@ -47,7 +55,7 @@ def test_a_version_in_bfloat16_has_half_the_bytes(tmp_path: Path) -> None:
     policy, sizes = make_policy(), []
     for dtype in (torch.float32, torch.bfloat16):
         versions = Versions(tmp_path / str(dtype), PolicyConfig(publish_dtype=str(dtype).removeprefix("torch.")))
-        versions.write(0, policy)
+        versions.write(0, state_of(policy))
         tensors = load_file(versions.path_of(0) / weights.WEIGHTS)
         assert {tensor.dtype for tensor in tensors.values()} == {dtype}
         sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
@@ -57,11 +65,11 @@ def test_a_version_in_bfloat16_has_half_the_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", [PolicyConfig(), SEVERAL], ids=["one file", "several"])
 def test_a_step_that_is_computed_again_must_give_the_same_bits(tmp_path: Path, config: PolicyConfig) -> None:
     policy, versions = make_policy(), Versions(tmp_path, config)
-    versions.write(1, policy)
-    versions.write(1, policy)
+    versions.write(1, state_of(policy))
+    versions.write(1, state_of(policy))
     move_weights(policy, 1e-6)
     with pytest.raises(TrainerError, match="v1 was computed again with different weights"):
-        versions.write(1, policy)
+        versions.write(1, state_of(policy))
 
 
 def test_published_bits_are_compared_after_rounding(tmp_path: Path) -> None:
@@ -70,19 +78,19 @@ def test_published_bits_are_compared_after_rounding(tmp_path: Path) -> None:
         for parameter in policy.model.parameters():
             parameter.copy_(parameter.bfloat16())
     versions = Versions(tmp_path, SEVERAL.model_copy(update={"publish_dtype": "bfloat16"}))
-    versions.write(1, policy)
+    versions.write(1, state_of(policy))
     move_weights(policy, 1e-6)
-    versions.write(1, policy)
+    versions.write(1, state_of(policy))
     move_weights(policy, 1e-2)
     with pytest.raises(TrainerError, match="different weights"):
-        versions.write(1, policy)
+        versions.write(1, state_of(policy))
 
 
 def test_the_same_weights_in_another_type_are_another_version(tmp_path: Path) -> None:
     policy = make_policy()
-    Versions(tmp_path).write(1, policy)
+    Versions(tmp_path).write(1, state_of(policy))
     with pytest.raises(TrainerError, match="different weights"):
-        Versions(tmp_path, PolicyConfig(publish_dtype="bfloat16")).write(1, policy)
+        Versions(tmp_path, PolicyConfig(publish_dtype="bfloat16")).write(1, state_of(policy))
 
 
 def test_the_origin_can_begin_before_the_weights_are_written(tmp_path: Path) -> None:
@@ -94,7 +102,7 @@ def test_the_origin_can_begin_before_the_weights_are_written(tmp_path: Path) -> 
         assert plan is not None and is_growing(path) and list_versions(tmp_path) == []
         seen.append((plan, {file.name: file.stat().st_size for file in path.iterdir()}))
 
-    versions.write(2, make_policy(), look)
+    versions.write(2, state_of(make_policy()), look)
     (plan, early), *more = seen
     files = {file.name: file.stat().st_size for file in path.iterdir()}
     assert not more and plan == files and not is_growing(path) and list_versions(tmp_path) == [2]
@@ -103,7 +111,7 @@ def test_the_origin_can_begin_before_the_weights_are_written(tmp_path: Path) -> 
 
 def test_a_version_that_was_handed_over_before_is_compared_before_it_is_published_again(tmp_path: Path) -> None:
     policy, versions = make_policy(), Versions(tmp_path / "first", SEVERAL)
-    versions.write(1, policy)
+    versions.write(1, state_of(policy))
     root = compute_root(versions.path_of(1), SHARD_BYTES)
     begun: list[int] = []
     for name, other, error in (("same", make_policy(), False), ("other", make_policy(1), True)):
@@ -111,9 +119,9 @@ def test_a_version_that_was_handed_over_before_is_compared_before_it_is_publishe
         again.record(VersionRecord(1, root, "", ""))
         if error:
             with pytest.raises(TrainerError, match=r"published\.jsonl"):
-                again.write(1, other, lambda: begun.append(1))
+                again.write(1, state_of(other), lambda: begun.append(1))
         else:
-            again.write(1, other, lambda: begun.append(0))
+            again.write(1, state_of(other), lambda: begun.append(0))
     assert begun == [0]
 
 
@@ -137,17 +145,17 @@ def test_nothing_is_left_of_a_version_whose_writing_failed(
 
         return run
 
-    monkeypatch.setattr(weights, call, fail_second(getattr(weights, call)))
+    monkeypatch.setattr(sharded, call, fail_second(getattr(weights, call)))
     with pytest.raises(DiedError):
-        versions.write(1, policy)
-    assert calls and list(tmp_path.iterdir()) == []
+        versions.write(1, state_of(policy))
+    assert calls and [path.name for path in tmp_path.iterdir()] == ["written.jsonl"]
     monkeypatch.undo()
-    versions.write(1, policy)
+    versions.write(1, state_of(policy))
     assert list_versions(tmp_path) == [1]
 
 
 def test_what_a_killed_writer_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
-    Versions(tmp_path).write(1, make_policy())
+    Versions(tmp_path).write(1, state_of(make_policy()))
     (tmp_path / "v000002").mkdir()
     (tmp_path / "v000002" / "config.json").write_text("{}")
     (tmp_path / "v000002.writing").write_text('{"config.json": 2}')

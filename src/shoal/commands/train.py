@@ -181,12 +181,14 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
 
 def run_convert(args: argparse.Namespace) -> int:
-    """Convert a GGUF file to a float32 policy folder (extra `smollm`)."""
+    """Convert a GGUF file (extra `smollm`) or a trained version to a float32 policy folder."""
+    from shoal.learner.checkpoint import find_newest
     from shoal.policy.convert import convert_model
     from shoal.util.disk import guard_disk
 
+    newest = find_newest(Path(args.source) / "checkpoints")
     with guard_disk(args.folder):
-        policy = convert_model(args.source, args.folder)
+        policy = convert_model(args.source if newest is None else str(newest / "policy"), args.folder)
     chat = "with a chat template" if policy.tokenizer.chat_template else "without a chat template"
     print(f"{args.folder}: {policy.num_parameters:,} parameters, {len(policy.tokenizer):,} tokens, {chat}")
     return 0
@@ -274,7 +276,12 @@ _RESUMES = "; the same command resumes from the last checkpoint"
 _INPUTS = (common.name_inputs(), common.DRY_RUN)
 _SUBJECT = (common.name_inputs("CONFIG is a TOML file or a run directory"), common.DRY_RUN)
 _SETTINGS = "shoal.config.run:RunConfig"
-_SOURCE = flag("source", metavar="SOURCE", help="a GGUF file, or smollm2 for SmolLM2-135M-Instruct from PyPI")
+_SOURCE = flag(
+    "source",
+    metavar="SOURCE",
+    help="a run directory, or the folder of a version, whose adapter is merged; a GGUF file; or smollm2 for "
+    "SmolLM2-135M-Instruct from PyPI",
+)
 _FOLDER = flag("folder", type=Path, metavar="OUT", help="folder to write; must not exist")
 _FAMILY = flag("name", nargs="?", metavar="NAME", help="family to describe (default: list all)")
 _ROLLOUTS = (

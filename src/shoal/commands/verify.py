@@ -165,7 +165,17 @@ async def _find_policy(
         place = args.weights
         if (root := await asyncio.to_thread(find_root, place)) != evidence.weights:
             raise ConfigError(f"{place}: not v{version}: root is {root}, expected {evidence.weights}")
+    await asyncio.to_thread(_check_base, place, recipe)
     return await asyncio.to_thread(open_version, version, place, recipe)
+
+
+def _check_base(place: Path, recipe: "Recipe") -> None:
+    """Check the base beside an adapter: the root in the ledger covers only the adapter."""
+    from shoal.launch.prepare import find_root
+    from shoal.policy.adapter import find_base, is_adapter
+
+    if is_adapter(place) and (root := find_root(base := find_base(place))) != recipe.weights:
+        raise ConfigError(f"{base}: not v0: root is {root}, expected {recipe.weights}")
 
 
 def _find_held(node: Path, evidence: "Evidence") -> Path | None:

@@ -50,6 +50,12 @@ FOREIGN_NAMES = {
     "train_dataset": "tasks.set",
     "dataset_name": "tasks.set",
     "entropy_coef": "learner.loss.entropy",
+    # TRL and peft
+    "lora_r": "policy.lora.rank",
+    "r": "policy.lora.rank",
+    "lora_alpha": "policy.lora.alpha",
+    "lora_target_modules": "policy.lora.targets",
+    "target_modules": "policy.lora.targets",
     # verl
     "clip_ratio": "learner.loss.eps_low",
     "clip_ratio_low": "learner.loss.eps_low",
@@ -68,6 +74,7 @@ FOREIGN_NAMES = {
     "test_freq": "eval.every",
     "project_name": "track.project",
     "experiment_name": "name",
+    "lora_rank": "policy.lora.rank",
     # prime-rl
     "max_async_level": "async_level",
     "max_off_policy_steps": "async_level",

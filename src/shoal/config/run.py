@@ -72,6 +72,25 @@ SHARD_BYTES = 1 << 30
 last byte is written."""
 
 
+class LoraConfig(Settings):
+    """Low-rank adapters: the base model stays fixed, and only two thin matrices per linear layer are trained."""
+
+    rank: Annotated[int, Field(ge=0, le=4096)] = 0
+    """rank of the adapters; 0: none, all weights are trained"""
+    alpha: Annotated[float, Field(ge=0.0, le=65536.0)] = 0.0
+    """the adapters' product is scaled by alpha / rank; 0: twice the rank"""
+    targets: Annotated[
+        list[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]{1,128}$")]],
+        Field(max_length=64, json_schema_extra={"allowed": 'a list of module names, such as ["q_proj", "v_proj"]'}),
+    ] = Field(default=[])
+    """linear layers with adapters, by the end of their names; empty: all except the output head"""
+
+    @property
+    def used_alpha(self) -> float:
+        """Alpha, or what stands for 0."""
+        return self.alpha or 2.0 * self.rank
+
+
 class PolicyConfig(Settings):
     """Which model is trained."""
 
@@ -86,6 +105,7 @@ class PolicyConfig(Settings):
     """largest file of a version's weights in bytes; above it they are several files with an index"""
     device: Device = "auto"
     """where the model computes; auto: the accelerator that torch finds, else the CPU"""
+    lora: LoraConfig = LoraConfig()
 
 
 class SftConfig(Settings):

@@ -131,6 +131,8 @@ class DilocoConfig(Settings):
             raise ValueError(f"fragments {self.fragments} must not exceed rules.interval {self.rules.interval}")
         if self.peers > self.data.lanes:
             raise ValueError(f"peers {self.peers} must not exceed data.lanes {self.data.lanes}")
+        if self.policy.lora.rank:
+            raise ValueError("policy.lora.rank must be 0: DiLoCo trains all weights")
         if self.policy.path == "" and self.data.length > self.policy.tiny.context:
             raise ValueError(f"data.length {self.data.length} exceeds policy.tiny.context {self.policy.tiny.context}")
         return self

@@ -1,11 +1,12 @@
 """Exact checkpoints: a resumed run computes the same weights, bit for bit, as one that was never interrupted.
 
     checkpoints/step-000010/
-      policy/                   Hugging Face folder of v10
+      policy/                   Hugging Face folder of v10; with adapters only these, in peft's format
       optimizer.safetensors     AdamW moments and counters by parameter name, torch's random state
       optimizer/                the same of a learner in several ranks, each file the rows of one rank
       versions/v000009.safetensors ...   older versions that the sampler still needs (async level > 0)
       state.json                step, updates, hash of every other file; written last
+    checkpoints/v000000/        with adapters: Hugging Face folder of their base, written once
 
 Tasks and seeds derive from the step, so the step is the data position. Folders appear under their name only when
 complete, and are used only if every file matches its hash; nothing is pickled.
@@ -32,12 +33,13 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from shoal.config.run import PolicyConfig
+from shoal.config.run import LearnerConfig, PolicyConfig
 from shoal.errors import ConfigError
-from shoal.learner.learner import Learner
+from shoal.learner.learner import Learner, list_trained
 from shoal.learner.parallel import ONE, Ranks, first_row, own_rows
-from shoal.learner.sharded import Weights, shared_dir, write_rows
-from shoal.policy.model import Policy, reopen_policy, save_policy
+from shoal.learner.sharded import Weights, open_shards, read_rows, shared_dir, write_rows, write_trained
+from shoal.policy.lora import find_adapted
+from shoal.policy.model import Policy, reopen_policy
 from shoal.util.files import atomic_dir, hash_file, remove_dir
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -47,6 +49,7 @@ _MOMENTS = (*_ROW_MOMENTS, "step")
 _RNG = "rng.torch"
 _OPTIMIZER, _OPTIMIZER_FOLDER = "optimizer.safetensors", "optimizer"
 _STATE = "state.json"
+_BASE = "v000000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class CheckpointState:
     step: int
     num_updates: int
     sha256: Mapping[str, str]
-    """hash of every other file, by its path in the folder; that of policy/model.safetensors names the version"""
+    """hash of every other file, by its path from the folder"""
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -72,13 +75,14 @@ def find_newest(folder: Path) -> Path | None:
 
 def save_checkpoint(folder: Path, step: int, policy: Policy, learner: Learner, versions: Mapping[int, Weights]) -> None:
     """Write the state after `step`; `versions` are older weights that later steps will sample with."""
+    base = _save_base(folder, policy, ONE)
     with atomic_dir(folder / f"step-{step:06d}") as target:
-        save_policy(policy, target / "policy")
+        write_trained(policy, target / "policy", ONE)
         save_optimizer(learner.model, learner.optimizer, target / _OPTIMIZER)
         (target / "versions").mkdir()
         for version, weights in versions.items():
             save_file(weights, target / "versions" / f"v{version:06d}.safetensors")
-        state = CheckpointState(step, learner.num_updates, hash_files(target))
+        state = CheckpointState(step, learner.num_updates, hash_files(target) | base)
         (target / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
 
 
@@ -90,9 +94,10 @@ class SavingCheckpoint:
     ) -> None:
         """Write the weights, copy the optimizer state, and begin to write that in the background."""
         self._ranks, self._step, self._num_updates = learner.ranks, step, learner.num_updates
+        self._base = _save_base(folder, policy, self._ranks)
         self._stack = ExitStack()
         self._target = self._stack.enter_context(shared_dir(folder / f"step-{step:06d}", self._ranks))
-        write_rows(policy, self._target / "policy", self._ranks)
+        write_trained(policy, self._target / "policy", self._ranks)
         if self._ranks.is_first:
             (self._target / "versions").mkdir()
             for version, weights in versions.items():
@@ -105,8 +110,21 @@ class SavingCheckpoint:
             self._saving.result()
             self._ranks.barrier()
             if self._ranks.is_first:
-                state = CheckpointState(self._step, self._num_updates, hash_files(self._target))
+                state = CheckpointState(self._step, self._num_updates, hash_files(self._target) | self._base)
                 (self._target / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
+
+
+def _save_base(folder: Path, policy: Policy, ranks: Ranks) -> dict[str, str]:
+    """Write the base of adapters once; on rank 0 the hashes of its files, by their paths from a checkpoint."""
+    if not find_adapted(policy.model):
+        return {}
+    base, newest = folder / _BASE, find_newest(folder) if ranks.is_first else None
+    if ranks.decide(newest is not None):
+        known = json.loads((newest / _STATE).read_text())["sha256"] if newest is not None else {}
+        return {name: digest for name, digest in known.items() if name.startswith(f"../{_BASE}/")}
+    with shared_dir(base, ranks) as target:
+        write_rows(policy, target, ranks)
+    return {f"../{_BASE}/{name}": digest for name, digest in hash_files(base).items()} if ranks.is_first else {}
 
 
 def read_state(checkpoint: Path, *, is_checked: bool = True) -> CheckpointState:
@@ -151,8 +169,17 @@ def load_versions(checkpoint: Path) -> dict[int, Weights]:
 
 
 def load_checkpoint_policy(checkpoint: Path, config: PolicyConfig) -> Policy:
-    """The policy of a checkpoint."""
+    """The policy of a checkpoint, as it is evaluated: without adapters."""
     return reopen_policy(checkpoint / "policy", config)
+
+
+def load_trained_policy(checkpoint: Path, config: PolicyConfig, learner: LearnerConfig, ranks: Ranks) -> Policy:
+    """The policy of a checkpoint, as it is trained: sharded, and with the adapters of the settings, if any."""
+    if not config.lora.rank:
+        return open_shards(checkpoint / "policy", config, learner, ranks)
+    policy = open_shards(checkpoint.parent / _BASE, config, learner, ranks, adapters=0)  # replaced at once
+    read_rows(policy.model, checkpoint / "policy")
+    return policy
 
 
 def restore_learner(learner: Learner, checkpoint: Path, state: CheckpointState) -> None:
@@ -181,7 +208,7 @@ def start_saving(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Pat
 
 def _name_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Weights:
     tensors: Weights = {_RNG: torch.get_rng_state()}
-    for name, parameter in model.named_parameters():
+    for name, parameter in list_trained(model).items():
         for moment, tensor in optimizer.state.get(parameter, {}).items():
             tensors[f"{moment}.{name}"] = tensor
     return tensors
@@ -195,7 +222,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Pat
         tensors = load_file(path) if ranks.mesh is None else _read_rows(model, path)
     state = {
         index: {moment: tensors[f"{moment}.{name}"] for moment in _MOMENTS}
-        for index, (name, _) in enumerate(model.named_parameters())
+        for index, name in enumerate(list_trained(model))
         if f"step.{name}" in tensors
     }
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

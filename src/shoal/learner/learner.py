@@ -6,6 +6,8 @@
   are equal.
 - pi_old is the policy before the step's first update. For the first part the training forward pass computes it; the
   other parts are scored in advance.
+- Only parameters that require gradients are trained. With adapters (policy/lora.py) these are A and B, and the
+  reference of the KL term is the same model with its adapters disabled.
 - An update whose log-probs or gradient are not finite is skipped and counted; the weights are unchanged.
 - Several ranks (learner/parallel.py) are given the same groups and compute the same update and metrics as one.
 - Weights, gradients, optimizer state and everything after the logits are float32, whatever `learner.precision` is.
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shoal.config.run import LearnerConfig, LengthConfig
@@ -29,6 +31,7 @@ from shoal.learner.metrics import NUM_TERMS, UpdateMetrics, describe_step, list_
 from shoal.learner.optimizer import build_optimizer
 from shoal.learner.parallel import ONE, Ranks, Share, clip_gradients, deal_packs, measure_norm, score_model, set_sync
 from shoal.policy.decoder import LayerOptions, is_lean, set_layer_options
+from shoal.policy.lora import disable_adapters, find_adapted
 from shoal.policy.packing import Pack, Sample, build_packs
 from shoal.rollout import Group
 
@@ -36,7 +39,7 @@ Metrics = dict[str, float]
 
 
 class Learner:
-    """A model, its optimizer and the loss; `reference` is the frozen policy of the KL term."""
+    """A model, its optimizer and the loss; `reference` is the frozen policy of the KL term, if it is another one."""
 
     def __init__(
         self,
@@ -48,12 +51,13 @@ class Learner:
         length: LengthConfig = NO_LENGTH,
         ranks: Ranks = ONE,
     ) -> None:
-        assert (reference is not None) == (config.loss.kl > 0), "a reference is needed exactly if there is a KL term"
+        needs_reference = config.loss.kl > 0 and not find_adapted(model)
+        assert (reference is not None) == needs_reference, "a reference is needed exactly if there is a KL term"
         self.model = model.eval()  # no dropout: sampler and learner must agree on the policy
         for own in (model, reference):
             if own is not None:
                 set_layer_options(own, LayerOptions(config.gradient_checkpointing, config.compile))
-        self.optimizer = build_optimizer(model.parameters(), config)
+        self.optimizer = build_optimizer(list_trained(model).values(), config)
         self.ranks = ranks
         self.num_updates = 0
         self._config = config
@@ -156,17 +160,17 @@ class Learner:
         )
 
     def _kl_tokens(self, pack: Pack, logprobs: Tensor) -> Tensor:
-        if self._reference is None:
+        if not self._config.loss.kl:
             return torch.zeros_like(logprobs)
-        with torch.no_grad():
-            reference = score_model(self._reference, pack, dtype=self._dtype).logprobs
+        with torch.no_grad(), disable_adapters(self.model):
+            reference = score_model(self._reference or self.model, pack, dtype=self._dtype).logprobs
         return kl_k3(logprobs, reference)
 
     def _apply(self, packs: Sequence[Pack], numbers: Tensor) -> UpdateMetrics:
         """Clip and step, unless anything is not finite."""
         config, tally = self._config, UpdateMetrics()
         tally.lr = config.lr * min(1.0, (self.num_updates + 1) / max(config.warmup_steps, 1))
-        parameters = list(self.model.parameters())
+        parameters = list(list_trained(self.model).values())
         norm = measure_norm(parameters, self.ranks)
         tally.read(packs, numbers, norm)
         if tally.skipped:
@@ -187,6 +191,11 @@ def _choose_dtype(model: PreTrainedModel, config: LearnerConfig, ranks: Ranks) -
         name = model.config.model_type
         raise ConfigError(f'learner.precision: "bfloat16" with {name} needs FSDP2; add --nproc 1')
     return torch.bfloat16
+
+
+def list_trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that an optimizer holds, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _split_parts(groups: Sequence[Group], num: int) -> list[list[Group]]:

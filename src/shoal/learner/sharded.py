@@ -26,7 +26,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from shoal.config.run import SHARD_BYTES, LearnerConfig, PolicyConfig
 from shoal.errors import ConfigError
 from shoal.learner.parallel import Ranks, first_row, own_rows, shard_model, whole_tensor
+from shoal.policy.adapter import is_adapter, read_adapter, save_adapter
 from shoal.policy.compatibility import check_kind
+from shoal.policy.lora import (
+    adapter_weights,
+    attach_adapters,
+    check_shapes,
+    find_adapted,
+    is_factor,
+    merge_product,
+    start_adapters,
+)
 from shoal.policy.model import (
     Policy,
     find_policy,
@@ -54,40 +64,68 @@ Begun = Callable[[Mapping[str, int]], None]
 """Takes the sizes of all files that a folder will have, by name."""
 
 
-def open_shards(path: str | Path, policy: PolicyConfig, learner: LearnerConfig, ranks: Ranks) -> Policy:
-    """Open a saved policy, each rank its own rows; in a plain process the whole."""
+def open_shards(
+    path: str | Path, policy: PolicyConfig, learner: LearnerConfig, ranks: Ranks, *, adapters: int | None = None
+) -> Policy:
+    """Open a saved policy, each rank its own rows; in a plain process the whole.
+
+    `adapters` is the seed of new adapters as `policy.lora` describes them; None: without adapters.
+    """
     if ranks.mesh is None:
-        return reopen_policy(path, policy)
+        opened = reopen_policy(path, policy)
+        if adapters is not None:
+            attach_adapters(opened.model, policy.lora, adapters)
+        return opened
     folder = _find_folder(path, ranks)
+    if is_adapter(folder):
+        raise ConfigError(f"{folder}: is an adapter; merge it with `shoal convert` to train it in several ranks")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, policy.dtype))
     tokenizer = open_tokenizer(folder, model)
     check_kind(model)
+    if adapters is not None:
+        attach_adapters(model, policy.lora, adapters)
     shard_model(model, ranks, learner)
     model.to_empty(device="cpu" if learner.offload else ranks.device)
     _restore_buffers(model, ranks.device)
     read_rows(model, folder)
+    if adapters is not None:
+        _set_adapters(model, start_adapters(model, adapters))
     return Policy(model=model, tokenizer=tokenizer)
 
 
-def load_shards(policy: PolicyConfig, learner: LearnerConfig, ranks: Ranks, *, alphabet: str, seed: int) -> Policy:
+def load_shards(
+    policy: PolicyConfig,
+    learner: LearnerConfig,
+    ranks: Ranks,
+    *,
+    alphabet: str,
+    seed: int,
+    adapters: int | None = None,
+) -> Policy:
     """The policy that the settings name, sharded; a tiny one is built whole on every rank, from the same seed."""
     if policy.path:
-        return open_shards(policy.path, policy, learner, ranks)
+        return open_shards(policy.path, policy, learner, ranks, adapters=adapters)
     built = load_policy(
         policy if ranks.mesh is None else policy.model_copy(update={"device": ranks.device.type}),
         alphabet=alphabet,
         seed=seed,
     )
+    if adapters is not None:
+        attach_adapters(built.model, policy.lora, adapters)
     shard_model(built.model, ranks, learner)
     return built
 
 
+@torch.no_grad()
 def read_rows(model: PreTrainedModel, folder: Path) -> None:
-    """Load the weights of a folder into a model, in place."""
+    """Load the weights of a folder into a model, in place; only its adapters, if the folder holds some."""
+    if is_adapter(folder):
+        _set_adapters(model, read_adapter(folder).weights)
+        return
     with WeightsReader(folder) as reader:
-        tensors = name_tensors(model, reader.tensors)
+        tensors = {name: tensor for name, tensor in name_tensors(model, reader.tensors).items() if not is_factor(name)}
         if odd := sorted(name for name in tensors if name not in reader.tensors):
             raise ConfigError(f"{folder}: {len(odd)} weights are missing, first {odd[0]!r}")
         for name, tensor in tensors.items():
@@ -96,6 +134,38 @@ def read_rows(model: PreTrainedModel, folder: Path) -> None:
             own, first = own_rows(tensor), first_row(tensor)
             if own.numel():
                 own.copy_(reader.read_rows(name, first, first + len(own)) if own.dim() else reader.read_rows(name))
+
+
+@torch.no_grad()
+def _set_adapters(model: PreTrainedModel, weights: Weights) -> None:
+    """Set the adapters of a model to whole tensors, which every rank has."""
+    own = adapter_weights(model)
+    check_shapes(own, weights)
+    for name, tensor in own.items():
+        rows, first = own_rows(tensor), first_row(tensor)
+        rows.copy_(weights[name][first : first + len(rows)])
+
+
+def write_trained(
+    policy: Policy,
+    folder: Path,
+    ranks: Ranks,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    begun: Begun = lambda _sizes: None,
+) -> None:
+    """Write what training changes: the adapters if the policy has any, in float32, otherwise as `write_rows` does."""
+    if not find_adapted(policy.model):
+        write_rows(policy, folder, ranks, dtype=dtype, shard_bytes=shard_bytes, begun=begun)
+        return
+    weights = {name: whole_tensor(tensor) for name, tensor in adapter_weights(policy.model).items()}
+    if ranks.is_first:
+        save_adapter(policy.model, folder, weights)
+        for file in folder.iterdir():
+            sync_path(file)
+        begun({file.name: file.stat().st_size for file in folder.iterdir()})
+    ranks.barrier()
 
 
 def write_rows(
@@ -107,7 +177,7 @@ def write_rows(
     shard_bytes: int = SHARD_BYTES,
     begun: Begun = lambda _sizes: None,
 ) -> None:
-    """Write the Hugging Face folder of a policy, each rank its own rows. Not atomic.
+    """Write the Hugging Face folder of a policy, without adapters, each rank its own rows. Not atomic.
 
     Rank 0 calls `begun` before the first rows, when all other files of the folder are on disk.
     """
@@ -118,8 +188,8 @@ def write_rows(
         sizes = {file.name: file.stat().st_size for file in folder.iterdir()} | layout.sizes
         for file in folder.iterdir():
             sync_path(file)
-        create_files(folder, layout)
         begun(sizes)
+        create_files(folder, layout)
     ranks.barrier()
     is_shared = _count_ranks(folder.is_dir(), ranks) == ranks.size
     with WeightsWriter(folder, layout) as writer:
@@ -144,12 +214,24 @@ def _write_file(
 
 
 def is_equal(policy: Policy, folder: Path, ranks: Ranks, dtype: torch.dtype | None = None) -> bool:
-    """Whether a folder has the weights of a policy, rounded to `dtype`; every rank compares its own rows."""
-    tensors = saved_tensors(policy.model)
+    """Whether a folder has the weights of a policy, rounded to `dtype`, or its adapters; ranks compare their rows."""
+    same = _has_adapters(policy.model, folder) if is_adapter(folder) else _has_weights(policy.model, folder, dtype)
+    return _count_ranks(same, ranks) == ranks.size
+
+
+def _has_adapters(model: PreTrainedModel, folder: Path) -> bool:
+    found, own = read_adapter(folder).weights, adapter_weights(model)
+    if {name: tensor.shape for name, tensor in found.items()} != {name: tensor.shape for name, tensor in own.items()}:
+        return False
+    rows = {name: (own_rows(tensor).cpu(), first_row(tensor)) for name, tensor in own.items()}
+    return all(torch.equal(part, found[name][first : first + len(part)]) for name, (part, first) in rows.items())
+
+
+def _has_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> bool:
+    tensors = saved_tensors(model)
     with WeightsReader(folder) as reader:
         same = reader.specs == {spec.name: spec for spec in describe_tensors(tensors, dtype)}
-        same = same and all(_has_rows(reader, name, tensor) for name, tensor in tensors.items())
-    return _count_ranks(same, ranks) == ranks.size
+        return same and all(_has_rows(reader, name, tensor) for name, tensor in tensors.items())
 
 
 def _has_rows(reader: WeightsReader, name: str, tensor: Tensor) -> bool:
@@ -160,13 +242,23 @@ def _has_rows(reader: WeightsReader, name: str, tensor: Tensor) -> bool:
     return torch.equal(own.detach().to(device="cpu", dtype=stored.dtype), stored)
 
 
-def gather_weights(model: PreTrainedModel, ranks: Ranks) -> Weights:
-    """Copies of all tensors by all of their names, tensor by tensor; only rank 0 keeps them, in the host's memory."""
+def gather_weights(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype = torch.float32) -> Weights:
+    """Copies of all tensors by all of their names, tensor by tensor; only rank 0 keeps them, in the host's memory.
+
+    Adapters are merged in `dtype`: the result is what a node computes from a base that was published in this type.
+    """
     found: Weights = {}
     known: dict[int, Tensor] = {}
+    adapted = {f"{name}.weight": module for name, module in find_adapted(model).items()}
     for name, tensor in model.state_dict(keep_vars=True).items():
+        if is_factor(name):
+            continue
         if id(tensor) not in known:
             whole = whole_tensor(tensor.detach())
+            if name in adapted:
+                module = adapted[name]
+                low, high = whole_tensor(module.lora_A.detach()), whole_tensor(module.lora_B.detach())
+                whole = merge_product(whole.to(dtype), low, high, module.scale)
             known[id(tensor)] = whole if ranks.is_first else whole[:0]
         found[name] = known[id(tensor)].clone()
     return found if ranks.is_first else {}

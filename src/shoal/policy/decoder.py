@@ -13,10 +13,10 @@ Shapes: N tokens of any number of sequences, W width, H heads, K key/value heads
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from types import MethodType
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shoal.errors import ConfigError
 from shoal.policy.kernels import rms_norm, swiglu
+from shoal.policy.lora import LoraLinear
 
 LEAN = {"llama", "qwen2", "qwen3"}
 INTERFACE = "shoal"
@@ -42,6 +43,14 @@ class Attend(Protocol):
     """Attention of one layer: q (N, H, D) and k, v (N, K, D), already rotated, to (N, H, D)."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The adapters of concatenated projections as one: A stacked, and s B as blocks on a diagonal."""
+
+    low: Tensor
+    high: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,8 @@ class Layer:
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    adapters: Mapping[str, LowRank] = field(default_factory=dict)
+    """of `qkv`, `out`, `gate_up` and `down`, if they have any"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,15 +227,22 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _finish_layer(eps: float, layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
     """What follows the attention."""
-    x = x + F.linear(mixed.flatten(1), layer.out, layer.out_bias)
-    return x + F.linear(swiglu(F.linear(rms_norm(x, layer.mlp_norm, eps), layer.gate_up)), layer.down)
+    x = x + _project(layer, "out", mixed.flatten(1), layer.out_bias)
+    return x + _project(layer, "down", swiglu(_project(layer, "gate_up", rms_norm(x, layer.mlp_norm, eps))))
+
+
+def _project(layer: Layer, name: str, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """One projection; an adapter's share is computed beside it, so that no gradient of the full weight is needed."""
+    y = F.linear(x, getattr(layer, name), bias)
+    adapter = layer.adapters.get(name)
+    return y if adapter is None else y + F.linear(F.linear(x, adapter.low), adapter.high)
 
 
 def _project_qkv(config: Any, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries and keys, and values, per head; queries and keys are normalised and rotated as one tensor."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
-    fused = F.linear(normed, layer.qkv, layer.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, -1)
+    fused = _project(layer, "qkv", normed, layer.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, -1)
     qk, v = fused.split((heads + kv_heads, kv_heads), dim=1)
     if layer.qk_norm is not None:
         qk = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
@@ -268,7 +286,25 @@ def _fuse_layer(layer: nn.Module, dtype: torch.dtype | None = None) -> Layer:
         mlp_norm=layer.post_attention_layernorm.weight.to(dtype),  # type: ignore[union-attr, operator]
         gate_up=torch.cat((mlp.gate_proj.weight.to(dtype), mlp.up_proj.weight.to(dtype))),
         down=mlp.down_proj.weight.to(dtype),
+        adapters=_fuse_adapters(
+            dtype, qkv=parts, out=(attention.o_proj,), gate_up=(mlp.gate_proj, mlp.up_proj), down=(mlp.down_proj,)
+        ),
     )
+
+
+def _fuse_adapters(dtype: torch.dtype, **projections: tuple[nn.Linear, ...]) -> dict[str, LowRank]:
+    """The adapters of each fused projection, without those that have none or whose are disabled."""
+    fused = {}
+    for name, parts in projections.items():
+        adapted = [part if isinstance(part, LoraLinear) and part.enabled else None for part in parts]
+        lows: list[Tensor] = [part.lora_A.to(dtype) for part in adapted if part is not None]
+        if lows:
+            highs = [
+                lows[0].new_zeros(linear.out_features, 0) if part is None else part.scale * part.lora_B.to(dtype)
+                for linear, part in zip(parts, adapted, strict=True)
+            ]
+            fused[name] = LowRank(torch.cat(lows), torch.block_diag(*highs))
+    return fused
 
 
 def _fuse_norms(attention: Any, dtype: torch.dtype) -> Tensor:

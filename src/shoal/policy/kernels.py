@@ -48,9 +48,9 @@ class _RmsNorm(torch.autograd.Function):
         return normed * weight
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
         normed, scale, weight = ctx.saved_tensors
-        grad_weight = (grad * normed).sum_to_size(weight.shape)
+        grad_weight = (grad * normed).sum_to_size(weight.shape) if ctx.needs_input_grad[1] else None
         inner = grad * weight
         projection = (inner * normed).mean(-1, keepdim=True)
         return inner.sub_(normed * projection).mul_(scale), grad_weight, None

@@ -1,7 +1,8 @@
 """Policies: a Hugging Face causal LM with its tokenizer, loaded from a folder or hub id, or a tiny one from scratch.
 
 A saved policy is an ordinary Hugging Face folder (config, safetensors, tokenizer), which transformers and vLLM can
-load. Its weights are one file or several (`policy/weights.py`), read and written tensor by tensor.
+load. Its weights are one file or several (`policy/weights.py`), read and written tensor by tensor. It may also be an
+adapter beside its base model; what is opened is a whole model in both cases, with the adapter merged.
 """
 
 import copy
@@ -29,7 +30,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from shoal.config.run import SHARD_BYTES, PolicyConfig, TinyConfig
 from shoal.errors import ConfigError
+from shoal.policy.adapter import find_base, is_adapter, merge_adapter, read_adapter
 from shoal.policy.compatibility import check_model, first_line
+from shoal.policy.lora import is_factor
 from shoal.policy.tokenizer import build_tokenizer
 from shoal.policy.weights import INDEX, WeightsReader, describe_tensors, plan_layout, write_weights
 from shoal.seeds import derive_seed
@@ -54,6 +57,12 @@ class Policy:
     @property
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
+
+    def describe_size(self) -> str:
+        """The number of parameters, and of those that are trained if it differs."""
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        rest = "" if trained == self.num_parameters else f", of which {trained:,} are trained"
+        return f"{self.num_parameters:,} parameters{rest}"
 
 
 def choose_device(name: str) -> torch.device:
@@ -96,6 +105,11 @@ def find_policy(path: str | Path) -> str:
 def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Policy:
     """Open a saved policy. Weights are read only from safetensors: no pickle, no code from the folder."""
     path = find_policy(path)
+    if is_adapter(Path(path)):
+        base = find_base(Path(path))
+        policy = open_policy(base, dtype=dtype, device=device)
+        merge_adapter(policy.model, read_adapter(Path(path)), base)
+        return policy
     try:
         if (Path(path) / INDEX).is_file():
             WeightsReader(Path(path)).close()  # transformers would open any path that the index names
@@ -143,10 +157,10 @@ def name_tensors(model: PreTrainedModel, found: Mapping[str, object]) -> dict[st
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """A model's tensors by the names and in the order of `save_pretrained`: tied ones once, under the name that loads.
 
-    They may be on any device, and sharded. They are copied only for architectures whose files have other tensors than
-    the model (experts that are saved one by one).
+    Adapters are not among them. They may be on any device, and sharded. They are copied only for architectures whose
+    files have other tensors than the model (experts that are saved one by one).
     """
-    own = model.state_dict(keep_vars=True)
+    own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not is_factor(name)}
     kept = {id(tensor): name for name, tensor in own.items()}
     kept |= {id(tensor): name for name, tensor in own.items() if name not in model.all_tied_weights_keys}
     ignored = set(model._keys_to_ignore_on_save or ())
@@ -171,6 +185,7 @@ def save_policy(
 ) -> None:
     """Write the Hugging Face folder, with floating-point weights in `dtype` (default: as they are).
 
+    Of a model with adapters it is the base.
     Not atomic: callers write into a folder that is renamed when complete.
     """
     save_settings(policy, folder, dtype)

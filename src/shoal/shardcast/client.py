@@ -8,6 +8,7 @@ Invariants:
 - the files are hard links to the store's files (copies if the file system has no hard links), so a version is on disk
   once;
 - only folders on our own list are replaced or removed; anything else at that path is an error that names it;
+- a version that is an adapter appears after version 0, its base, which stays as long as there are adapters;
 - one process per output folder: the store's lock.
 
 A power cut can lose the last bytes of a version that was just published: the store detects that at the next start and
@@ -15,6 +16,7 @@ fetches them into the same files again. It can also lose the newest line of the 
 obstacle.
 """
 
+import asyncio
 import errno
 import json
 import os
@@ -27,6 +29,8 @@ from typing import Unpack
 
 from shoal.errors import ConfigError
 from shoal.shardcast.fetch.pull import FetchOptions, Puller, PullProgress
+from shoal.shardcast.fetch.upstreams import GoneError
+from shoal.shardcast.format.layout import BASE_VERSION, holds_adapter
 from shoal.shardcast.store.store import MAX_CHAIN, StoredVersion, VersionStore
 from shoal.util.aio import run_blocking
 from shoal.util.disk import guard_disk
@@ -35,6 +39,7 @@ from shoal.util.files import LATEST, check_latest, link_latest, write_atomic
 HIDDEN = ".shardcast"
 DEFAULT_KEEP = 2
 """Versions kept: the newest, and the previous one, which another process may still be reading."""
+BASE_RETRY_S = 1.0
 _ASIDE = "old-"
 _OURS = re.compile(r"v(0|[1-9][0-9]{0,18})")
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
@@ -92,13 +97,21 @@ class OutputFolder:
         """Remove excess versions. The version requested last counts as the newest, whatever its number."""
         names = [name for name in self._ours if name != newest and (self._folder / name).is_dir()]
         names = [*sorted(names, key=_number), newest]
+        bases = [name for name in names if self._is_base(name, names)]
+        names = [name for name in names if name not in bases]
         for name in names[: -self._keep]:
             aside = self._list.parent / f"{_ASIDE}{name}"
             shutil.rmtree(aside, ignore_errors=True)
             (self._folder / name).rename(aside)
             shutil.rmtree(aside)
-        kept = names[-self._keep :]
+        kept = names[-self._keep :] + bases
         self._write_list({name: digest for name, digest in self._ours.items() if name in kept})
+
+    def _is_base(self, name: str, names: Iterable[str]) -> bool:
+        """Whether a folder is the base of an adapter among these folders."""
+        if _number(name) != BASE_VERSION:
+            return False
+        return any(holds_adapter(path.name for path in (self._folder / other).iterdir()) for other in names)
 
     def _read_list(self) -> dict[str, str]:
         try:
@@ -129,6 +142,7 @@ class ShardcastClient:
     _output: OutputFolder
     puller: Puller
     _keep: int
+    _with_base: bool
 
     @classmethod
     async def open(
@@ -140,11 +154,13 @@ class ShardcastClient:
         publisher: str,
         keep: int = DEFAULT_KEEP,
         only: int | None = None,
+        with_base: bool = True,
         **options: Unpack[FetchOptions],
     ) -> "ShardcastClient":
         """Open or create an output folder. ConfigError if another process uses it.
 
-        `only`: the one version that will be pulled, which may be far behind the newest.
+        `only`: the one version that will be pulled, which may be far behind the newest. Without `with_base` an adapter
+        is pulled alone, for callers that have its base.
         """
         if keep < 1:
             raise ConfigError(f"keep = {keep}: must be at least 1")
@@ -160,7 +176,7 @@ class ShardcastClient:
             except BaseException:
                 await store.close()
                 raise
-        return cls(out, store, output, puller, keep)
+        return cls(out, store, output, puller, keep, with_base)
 
     async def __aenter__(self) -> "ShardcastClient":
         try:
@@ -191,19 +207,36 @@ class ShardcastClient:
         """Yield the folders of versions as they become complete, always the newest."""
         with guard_disk(self._out):
             async for entry in self.puller.follow():
+                if entry.is_adapter and self._with_base:
+                    await self._await_base()
                 yield await self._publish(entry)
+
+    async def _await_base(self) -> None:
+        """Pull version 0, and wait for a source that has it: followers are not told that a version is gone."""
+        while True:
+            try:
+                await self.puller.pull(BASE_VERSION)
+                return
+            except GoneError as error:
+                with self.puller.upstreams.wait_for(f"the base of the newest version: {error}"):
+                    await asyncio.sleep(BASE_RETRY_S)
 
     async def _publish(self, entry: StoredVersion) -> Path:
         with entry.hold():
+            if entry.is_adapter and self._with_base:
+                base = await self.puller.pull(BASE_VERSION)
+                with base.hold():
+                    await run_blocking(None, self._output.publish, base)
             folder = await run_blocking(None, self._output.publish, entry)
         await self._drop_old()
         return folder
 
     async def _drop_old(self) -> None:
         """Drop the blobs of versions older than those to be kept; they were needed only as bases of deltas."""
-        complete = [entry.version for entry in self.store.entries() if entry.complete]
+        others = [entry for entry in self.store.entries() if not self.store.is_base(entry.version)]
+        complete = [entry.version for entry in others if entry.complete]
         oldest = min(complete[-self._keep :], default=0)
-        for entry in self.store.entries():
+        for entry in others:
             if entry.version < oldest and entry.disk_bytes and not entry.held:
                 await self.store.drop(entry)
 

@@ -33,7 +33,7 @@ from shoal.shardcast.delta.delta import UselessDeltaError, encode_delta
 from shoal.shardcast.errors import DeltaError, StaleError
 from shoal.shardcast.format import records
 from shoal.shardcast.format.hashing import GROUP_BYTES, HASH_BYTES, hash_ordered, hash_root, hash_shards
-from shoal.shardcast.format.layout import File, Shard, ShardLayout, group_shards, is_single_pair
+from shoal.shardcast.format.layout import File, Shard, ShardLayout, group_shards, holds_adapter, is_single_pair
 from shoal.shardcast.format.manifest import DELTA
 from shoal.shardcast.format.records import Delta, Hashes, ManifestHead, NoDelta, Record, sign_record
 from shoal.shardcast.growing import is_growing
@@ -115,8 +115,9 @@ class Origin:
     ) -> StoredVersion:
         """Publish a folder of files or a file; returns when its whole manifest is written.
 
-        A `delta` is made against the newest complete version below this one. An anchor is a version that relays hold in
-        full: every `anchor_every`-th version by number, and every version without a parent.
+        A `delta` is made against the newest complete version below this one; between an adapter and a whole model there
+        is none. An anchor is a version that relays hold in full: every `anchor_every`-th version by number, and every
+        version without a parent.
         """
         async with self._publishing:
             source = await run_blocking(None, _open_source, path)
@@ -124,7 +125,9 @@ class Origin:
             known = await self._compare(source, version)
             if isinstance(known, StoredVersion):
                 return known
-            older = [entry for entry in self.store.entries() if entry.version < version and entry.complete]
+            is_adapter = holds_adapter(source.fingerprints)
+            alike = [entry for entry in self.store.entries() if entry.is_adapter == is_adapter]
+            older = [entry for entry in alike if entry.version < version and entry.complete]
             base = older[-1] if older and delta else None
             with contextlib.nullcontext() if base is None else base.hold():
                 entry = await self._add_entry(source, version, base)

@@ -12,7 +12,6 @@
 import logging
 import time
 from contextlib import ExitStack
-from copy import deepcopy
 
 import torch
 from transformers import PreTrainedModel
@@ -24,6 +23,7 @@ from shoal.learner.checkpoint import find_newest
 from shoal.learner.learner import Metrics
 from shoal.learner.parallel import ONE, Ranks
 from shoal.learner.sharded import build_whole
+from shoal.policy.lora import copy_merged
 from shoal.policy.model import cast_weights, find_policy
 from shoal.rollout import Group
 from shoal.tasks.open import check_tasks, open_tasks, pin_tasks
@@ -89,9 +89,10 @@ class TrainingLoop:
         self._family = open_tasks(config)
         self._checkpoint = find_newest(run.checkpoints_path)
         self._state = open_state(config, self._checkpoint, ranks)
+        self._published = getattr(torch, config.policy.publish_dtype)
         self._keep_version()
         policy = self._state.policy
-        sampled = cast_weights(self._copy_model(), getattr(torch, config.policy.publish_dtype))
+        sampled = cast_weights(self._copy_model(), self._published)
         self._engine = open_engine(config.engine, sampled, eos_id=policy.eos_id, version=self.step)
         self._stats = TaskStats(run.path / STATS_NAME, last=self.step if self._checkpoint is not None else -1)
         curriculum = Curriculum(self._stats, config.batch) if config.batch.curriculum else None
@@ -107,7 +108,7 @@ class TrainingLoop:
         config, console = self._config, self._console
         self._run.link()
         self._run.truncate_after(self.step if self._checkpoint is not None else -1)
-        logger.info(f"{self._state.policy.num_parameters:,} parameters, run directory {self._run.path}")
+        logger.info(f"{self._state.policy.describe_size()}, run directory {self._run.path}")
         console.start(config.steps, self.step)
         if self._checkpoint is None:
             self._evaluate()
@@ -155,17 +156,18 @@ class TrainingLoop:
         assert not stale, f"groups {stale[:5]} of step {step} are older than v{oldest}"
 
     def _keep_version(self) -> None:
-        """Keep the current weights, and drop those that no later step samples with."""
+        """Keep the current weights, merged with adapters, and drop those that no later step samples with."""
         versions = self._state.versions
-        versions[self.step] = self._state.gather()
+        versions[self.step] = self._state.gather(self._published)
         while next(iter(versions)) < self.step - self._config.async_level:
             versions.popitem(last=False)
 
     def _copy_model(self) -> PreTrainedModel:
         """The whole model, for the engine in this process."""
         model = self._state.policy.model
-        is_sharded = self._state.ranks.mesh is not None
-        return build_whole(model, self._state.versions[self.step]) if is_sharded else deepcopy(model)
+        if self._state.ranks.mesh is None:
+            return copy_merged(model, self._published)
+        return build_whole(model, self._state.versions[self.step])
 
     def _record(self, metrics: Metrics, drawn: SampledBatch) -> None:
         if self._config.rollouts:

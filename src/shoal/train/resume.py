@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from shoal.config.run import RunConfig
 from shoal.learner.checkpoint import (
     SavingCheckpoint,
+    load_trained_policy,
     load_versions,
     prune_checkpoints,
     read_state,
@@ -34,7 +35,7 @@ from shoal.learner.checkpoint import (
 )
 from shoal.learner.learner import Learner, Metrics
 from shoal.learner.parallel import ONE, Ranks, join_ranks, leave_ranks
-from shoal.learner.sharded import Begun, Weights, gather_weights, is_equal, open_shards, read_rows, write_rows
+from shoal.learner.sharded import Begun, Weights, gather_weights, is_equal, read_rows, write_rows, write_trained
 from shoal.policy.model import Policy
 from shoal.rollout import Group
 from shoal.seeds import derive_seed
@@ -47,7 +48,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class TrainState:
-    """The version after `step`, its learner, and the older versions still needed for sampling."""
+    """The version after `step`, its learner, and the weights of older versions still needed for sampling.
+
+    With adapters, the weights of a version are those of its adapters.
+    """
 
     step: int
     policy: Policy
@@ -66,26 +70,38 @@ class TrainState:
         self._finish()
         return metrics
 
-    def gather(self) -> Weights:
-        """Copies of all weights, on rank 0."""
-        announce(self.ranks, "gather")
-        return gather_weights(self.policy.model, self.ranks)
+    def gather(self, dtype: torch.dtype) -> Weights:
+        """Copies of all weights, on rank 0; adapters are merged in `dtype`."""
+        announce(self.ranks, "gather", dtype=_name_type(dtype))
+        return gather_weights(self.policy.model, self.ranks, dtype)
 
-    def write(self, folder: Path, dtype: torch.dtype, shard_bytes: int, begun: Begun = lambda _sizes: None) -> None:
-        """Write the policy as a Hugging Face folder; `begun` is told before its weights are written."""
-        announce(self.ranks, "write", folder=str(folder), dtype=_name_type(dtype), shard_bytes=shard_bytes)
-        write_rows(self.policy, folder, self.ranks, dtype=dtype, shard_bytes=shard_bytes, begun=begun)
+    def write(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        shard_bytes: int,
+        *,
+        is_base: bool = False,
+        begun: Begun = lambda _sizes: None,
+    ) -> None:
+        """Write the policy as a Hugging Face folder, or its adapters, unless it is the base of later adapters.
+
+        `begun` is called before the weights are written.
+        """
+        values = {"dtype": _name_type(dtype), "shard_bytes": shard_bytes, "is_base": is_base}
+        announce(self.ranks, "write", folder=str(folder), **values)
+        write = write_rows if is_base else write_trained
+        write(self.policy, folder, self.ranks, dtype=dtype, shard_bytes=shard_bytes, begun=begun)
 
     def matches(self, folder: Path, dtype: torch.dtype) -> bool:
-        """Whether a folder has the policy's weights, rounded to `dtype`."""
+        """Whether a folder has the policy's weights, rounded to `dtype`, or its adapters."""
         announce(self.ranks, "matches", folder=str(folder), dtype=_name_type(dtype))
         return is_equal(self.policy, folder, self.ranks, dtype)
 
     def read(self, folder: Path) -> None:
-        """Continue with the weights of a folder; the optimizer state stays."""
+        """Continue with the weights, or adapters, of a folder; the optimizer state stays."""
         announce(self.ranks, "read", folder=str(folder))
-        with torch.no_grad():
-            read_rows(self.policy.model, folder)
+        read_rows(self.policy.model, folder)
 
     def save(self, folder: Path, keep: int) -> None:
         """Write a checkpoint, and remove all but the newest `keep`; in several ranks begin to, see `train`."""
@@ -122,14 +138,14 @@ def open_state(config: RunConfig, checkpoint: Path | None, ranks: Ranks = ONE) -
     """The state in a checkpoint, or the state before the first step."""
     announce(ranks, "open", config=config.model_dump_json(), checkpoint=str(checkpoint or ""))
     if checkpoint is None:
-        policy = load_start(config, ranks)
+        policy = load_start(config, ranks, adapters=config.seed if config.policy.lora.rank else None)
         torch.manual_seed(derive_seed("torch", config.seed))  # nothing draws from it, but its state is in checkpoints
         reference = _open_reference(config, ranks, policy.model)
         return TrainState(0, policy, _build_learner(config, policy, reference, ranks), OrderedDict())
     saved = read_state(checkpoint, is_checked=ranks.is_first)
     if ranks.is_first:
         logger.info(f"resuming after step {saved.step}")
-    policy = open_shards(checkpoint / "policy", config.policy, config.learner, ranks)
+    policy = load_trained_policy(checkpoint, config.policy, config.learner, ranks)
     # From here on the starting policy is only a reference, which is needed only with a KL term.
     reference = _open_reference(config, ranks, None)
     learner = _build_learner(config, policy, reference, ranks)
@@ -173,16 +189,16 @@ def follow_calls(ranks: Ranks) -> None:
 
 
 def _follow(state: TrainState, name: str, values: dict[str, Any], payload: bytes) -> None:
-    folder = Path(values.get("folder", "."))
+    folder, dtype = Path(values.get("folder", ".")), getattr(torch, values.get("dtype", "float32"))
     match name:
         case "train":
             state.train(decode_groups(payload))
         case "gather":
-            state.gather()
+            state.gather(dtype)
         case "write":
-            state.write(folder, getattr(torch, values["dtype"]), values["shard_bytes"])
+            state.write(folder, dtype, values["shard_bytes"], is_base=values["is_base"])
         case "matches":
-            state.matches(folder, getattr(torch, values["dtype"]))
+            state.matches(folder, dtype)
         case "read":
             state.read(folder)
         case "save":
@@ -211,8 +227,11 @@ def _name_type(dtype: torch.dtype) -> str:
 
 
 def _open_reference(config: RunConfig, ranks: Ranks, start: PreTrainedModel | None) -> PreTrainedModel | None:
-    """The frozen starting policy, if there is a KL term; a sharded model is opened again, not copied."""
-    if config.learner.loss.kl <= 0:
+    """The frozen starting policy, if there is a KL term; a sharded model is opened again, not copied.
+
+    The base of adapters is itself the reference.
+    """
+    if config.learner.loss.kl <= 0 or config.policy.lora.rank:
         return None
     return deepcopy(start) if start is not None and ranks.mesh is None else load_start(config, ranks).model
 

@@ -68,7 +68,8 @@ _FLOOR = 0.1
 """The cosine schedule ends at this share of the peak learning rate."""
 _POLICY_KEYS = ("policy.path", "policy.tiny", "policy.dtype", "policy.device")
 _KEYS = ("seed", "threads", *_POLICY_KEYS, "tasks", "length.mode", "length.targets", "length.template", "sft")
-"""Settings that decide the weights; `threads` is one, because it changes the order of summation and so the bits."""
+"""Settings that decide the weights; `threads` is one, because it changes the order of summation and so the bits.
+`policy.lora` is none: adapters are trained after SFT, which trains all weights."""
 _SEED = "warmup"
 """Name of the seeds. Changing breaks: the bits of every fine-tuned v0."""
 _DONE = "sft.json"
@@ -102,12 +103,15 @@ def run_sft(config: RunConfig, ranks: Ranks = ONE) -> Path:
     return result
 
 
-def load_start(config: RunConfig, ranks: Ranks = ONE) -> Policy:
-    """v0: the policy that the settings name, fine-tuned if `sft.steps` is set; sharded if there are ranks."""
+def load_start(config: RunConfig, ranks: Ranks = ONE, *, adapters: int | None = None) -> Policy:
+    """v0: the policy that the settings name, fine-tuned if `sft.steps` is set; sharded if there are ranks.
+
+    `adapters` is the seed of new adapters; None: without.
+    """
     if config.sft.steps:
-        return open_shards(run_sft(config, ranks), config.policy, config.learner, ranks)
+        return open_shards(run_sft(config, ranks), config.policy, config.learner, ranks, adapters=adapters)
     alphabet = "" if config.policy.path else open_tasks(config).alphabet
-    return load_shards(config.policy, config.learner, ranks, alphabet=alphabet, seed=config.seed)
+    return load_shards(config.policy, config.learner, ranks, alphabet=alphabet, seed=config.seed, adapters=adapters)
 
 
 def _log(ranks: Ranks, text: str) -> None:

@@ -186,5 +186,5 @@ def _open_state(config: RunConfig, reporter: TrainerReporter, ranks: Ranks) -> T
     state = open_state(config, checkpoint, ranks)
     reporter.run.link()
     reporter.run.truncate_after(state.step if checkpoint is not None else -1)
-    logger.info(f"{state.policy.num_parameters:,} parameters, run directory {reporter.run.path}")
+    logger.info(f"{state.policy.describe_size()}, run directory {reporter.run.path}")
     return state

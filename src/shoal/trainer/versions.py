@@ -1,4 +1,4 @@
-"""The versions that a trainer wrote, each an ordinary Hugging Face folder.
+"""The versions that a trainer wrote, each an ordinary Hugging Face folder, or an adapter over v0 (policy/adapter.py).
 
     <run>/versions/v000012/           complete if there is no v000012.writing; then never written again
     <run>/versions/v000012.writing    while it is written: its files, which the origin serves as they appear
@@ -9,7 +9,8 @@ Invariants:
 - a step that is computed again by the same number of the same devices must give the bits that exist already, after
   rounding to the published type; other bits are a `TrainerError`. Other devices, or another number, round differently:
   then the first version stands, and the trainer continues from its weights;
-- a folder is kept while the origin serves it, until it is announced, and until it is evaluated if that is due.
+- a folder is kept while the origin serves it, until it is announced, and until it is evaluated if that is due; v0 as
+  long as there are adapters over it.
 """
 
 import json
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch
 
 from shoal.config.run import PolicyConfig, RunConfig
+from shoal.policy.adapter import is_adapter
 from shoal.shardcast.growing import list_growing, open_growing, remove_stale
 from shoal.shardcast.origin import SHARD_BYTES, compute_root
 from shoal.train.resume import TrainState
@@ -84,14 +86,13 @@ class Versions:
             self._compare(version, state)
             begun()
             return
-        self._write_folder(path, state, (lambda: None) if record else begun)
+        self._write_folder(version, state, (lambda: None) if record else begun)
         if record is not None:
-            is_kept = record.root == compute_root(path, record.shard_bytes) or self._drop_repeated(version, state)
+            if record.root != compute_root(path, record.shard_bytes):
+                self._check_kind(version, state, str(self._log))
+                remove_dir(path)
+                logger.warning(f"{self._explain(version, state)}; it is not here any more, so only later ones count")
             begun()
-            if not is_kept:
-                return
-        self._kinds.setdefault(version, state.ranks.kind)
-        append_line(self._kinds_log, json.dumps({"version": version, "devices": state.ranks.kind}))
 
     def _compare(self, version: int, state: TrainState) -> None:
         path = self.path_of(version)
@@ -100,21 +101,17 @@ class Versions:
             logger.warning(f"{self._explain(version, state)}; continuing from the weights in {path}")
             state.read(path)
 
-    def _write_folder(self, path: Path, state: TrainState, begun: Callable[[], None]) -> None:
-        with open_growing(path) as announce:
+    def _write_folder(self, version: int, state: TrainState, begun: Callable[[], None]) -> None:
+        with open_growing(self.path_of(version)) as announce:
 
             def start(sizes: Mapping[str, int]) -> None:
+                if version not in self._kinds:  # before anybody can see the version
+                    self._kinds[version] = state.ranks.kind
+                    append_line(self._kinds_log, json.dumps({"version": version, "devices": state.ranks.kind}))
                 announce(sizes)
                 begun()
 
-            state.write(path, self._dtype, self._shard_bytes, start)
-
-    def _drop_repeated(self, version: int, state: TrainState) -> bool:
-        """Remove a version that differs from the published one, of which only the hash is left; always False."""
-        self._check_kind(version, state, str(self._log))
-        remove_dir(self.path_of(version))
-        logger.warning(f"{self._explain(version, state)}; its weights are not kept here, so only later ones count")
-        return False
+            state.write(self.path_of(version), self._dtype, self._shard_bytes, is_base=version == 0, begun=start)
 
     def _check_kind(self, version: int, state: TrainState, where: str) -> None:
         """Raise if these devices should have computed the same bits."""
@@ -133,7 +130,10 @@ class Versions:
 
     def prune(self, below: int, needed: Collection[int]) -> None:
         """Remove versions below `below` that are not needed. Blocking."""
-        for version in list_versions(self.folder):
+        found = list_versions(self.folder)
+        if any(is_adapter(self.path_of(version)) for version in found):
+            needed = {*needed, 0}
+        for version in found:
             if version < below and version not in needed:
                 remove_dir(self.path_of(version))
 

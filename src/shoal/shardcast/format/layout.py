@@ -3,7 +3,7 @@
 Every file is cut separately into pieces of the shard size, the last one short; an empty file has none. Shards are
 numbered across all files in order. Nothing is stored per shard: place and size follow from the number.
 
-Also here: which names a file of a checkpoint may have, wherever the name came from.
+Also here: which names a file of a checkpoint may have, wherever the name came from; and which checkpoints are adapters.
 
 A name is one plain part of a path: no separator, no leading dot, only ASCII letters, digits, dot, underscore and
 hyphen, at most 128 of them. So joining it to a folder always stays directly inside that folder.
@@ -94,6 +94,15 @@ def group_shards(shards: Iterable[Shard], size: int) -> Iterator[list[Shard]]:
 def is_single_pair(old: ShardLayout, new: ShardLayout) -> bool:
     """Whether a delta between the two goes from a single file to a single file, whatever their names."""
     return len(old.files) == len(new.files) == 1
+
+
+BASE_VERSION = 0
+"""the version that adapters are laid over"""
+
+
+def holds_adapter(names: Iterable[str]) -> bool:
+    """Whether files of these names are an adapter in peft's format, which is of no use without version 0."""
+    return "adapter_config.json" in (found := set(names)) and "config.json" not in found
 
 
 MAX_NAME_CHARS = 128

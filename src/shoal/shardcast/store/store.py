@@ -14,6 +14,7 @@ reached, at most `MAX_CHAIN`, whatever the publisher does. In the store of a ser
 anchor, so that a client that joins late finds it and every delta since, and the next anchor can be built from them. In
 a client's store it begins at any held version, so that a client that fell behind continues by deltas. A store that
 holds none of these begins at an anchor. Beyond `keep` a client's chain is manifests and deltas, never full blobs.
+If the newest version is an adapter, version 0, its base, belongs to the chain and is kept in full everywhere.
 
 Invariants:
 - the manifest's file is the log; a line counts there with its newline, and is written before it counts in memory;
@@ -41,6 +42,7 @@ from pathlib import Path
 from shoal.errors import ConfigError
 from shoal.identity.keys import check_public
 from shoal.shardcast.errors import ManifestError, StaleError
+from shoal.shardcast.format.layout import BASE_VERSION, holds_adapter
 from shoal.shardcast.format.manifest import DELTA, FULL, ManifestLog
 from shoal.shardcast.format.records import MAX_LINE_BYTES, Delta, End
 from shoal.shardcast.store.blob import Blob
@@ -94,6 +96,11 @@ class StoredVersion:
     def source(self) -> PublishedFiles | None:
         """The files of an origin's entry; None in the store of a relay or client."""
         return self.full.source if isinstance(self.full, PublishedBlob) else None
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether its files are an adapter over version 0."""
+        return holds_adapter(file.name for file in self.full.layout.files)
 
     @property
     def complete(self) -> bool:
@@ -227,9 +234,15 @@ def list_kept(entries: Mapping[int, StoredVersion], keep: int, *, serves: bool) 
 
 
 def find_chain(entries: Mapping[int, StoredVersion], *, serves: bool) -> set[int]:
-    """The versions of the chain to the newest, inclusive."""
+    """The versions of the chain to the newest, inclusive, and the base of an adapter."""
     to_held, found = _trace_chain(entries, lambda entry: entry.complete and (entry.log.head.anchor or not serves))
-    return to_held if found else _trace_chain(entries, lambda entry: entry.log.head.anchor)[0]
+    chain = to_held if found else _trace_chain(entries, lambda entry: entry.log.head.anchor)[0]
+    return chain | find_base(entries)
+
+
+def find_base(entries: Mapping[int, StoredVersion]) -> set[int]:
+    """Version 0 if the newest is an adapter over it, otherwise nothing."""
+    return {BASE_VERSION} if entries and entries[max(entries)].is_adapter else set()
 
 
 def _trace_chain(
@@ -327,6 +340,10 @@ class VersionStore:
     def find(self, version: int) -> StoredVersion | None:
         """The entry of a version."""
         return self._entries.get(version)
+
+    def is_base(self, version: int) -> bool:
+        """Whether the newest version is an adapter over this one."""
+        return version in find_base(self._entries)
 
     def find_digest(self, digest: str) -> StoredVersion | None:
         """The entry whose manifest has this digest, given completely or as its first 16 characters."""
