@@ -4,6 +4,7 @@
                                         -> delta or no_delta        > end -> trim
 
 Invariants:
+
 - the files are read once and never copied; memory does not depend on their size;
 - publishing the same content under the same version again returns the same entry; different content replaces it, with a
   larger serial;
