@@ -314,7 +314,7 @@ def test_a_dry_run_is_refused_where_the_run_would_be(folder: Path, capsys: pytes
     run.append_metrics(1, {})
     run.close()
     assert main(["train", "learner.lr=0.5", "--dry-run"]) == 2
-    assert "another configuration" in capsys.readouterr().err
+    assert "holds a run with other settings" in capsys.readouterr().err
     assert main(["train", "learner.lr=0.5", "--dry-run", "--fresh"]) == 0
     assert load_config(folder / "runs" / "sort-seed0" / "config.toml") == RunConfig()
 

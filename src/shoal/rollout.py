@@ -1,6 +1,7 @@
 """The records that travel through the system: request, rollout, score, group.
 
 Invariants:
+
 - token ids travel end to end; text is decoded from them, never the other way round;
 - every per-token array of a rollout has the length of `token_ids`;
 - records carry an id and are matched by it, never by order of iteration.

@@ -63,7 +63,7 @@ def test_another_configuration_is_refused_and_the_sentence_says_what_to_do(confi
     begin_run(config)
     with pytest.raises(ConfigError) as caught:
         RunDir.open(change(config, "learner.lr=0.5"))
-    assert "another configuration (learner.lr = 0.0001)" in str(caught.value)
+    assert "other settings (learner.lr = 0.0001)" in str(caught.value)
     assert "--fresh" in str(caught.value)
 
 
@@ -225,7 +225,7 @@ def test_checking_settings_writes_nothing(config: RunConfig) -> None:
     path = begin_run(config)
     check_config(change(config, "steps=99"))
     assert load_config(path / "config.toml") == config
-    with pytest.raises(ConfigError, match="another configuration"):
+    with pytest.raises(ConfigError, match="other settings"):
         check_config(change(config, "learner.lr=0.5"))
 
 

@@ -5,6 +5,7 @@
     <out>/.shardcast/         the store, and the list of the folders that are ours
 
 Invariants:
+
 - the files are hard links to the store's files (copies if the file system has no hard links), so a version is on disk
   once;
 - only folders on our own list are replaced or removed; anything else at that path is an error that names it;

@@ -4,6 +4,7 @@
                                         -> delta or no_delta        > end -> trim
 
 Invariants:
+
 - the files are read once and never copied; memory does not depend on their size;
 - a folder that is still being written (`growing.py`) is published file by file; its version ends only after its writer
   has finished, and is dropped if the writer ends before that;

@@ -4,6 +4,7 @@ rollout is done.
 
 The proof of a chunk is a function of its values alone. Proofs of the published package differ only where several values
 tie for the last place: here the lowest index is taken.
+
 - A chunk with fewer values than `topk` commits to all of them, and its proof is shorter.
 - No tokens: no proofs.
 - The largest modulus up to P that keeps the indices distinct is found by trying downwards; with at most P values per

@@ -2,10 +2,12 @@
 
 For each of the k positions where the verifier's own states are largest, the proof's polynomial gives the bfloat16
 pattern that the prover claims there:
+
 - exponents differ: a mismatch. A position the prover did not commit to gives a random pattern, which mismatches except
   by chance;
 - exponents equal: the mantissas differ by 0 .. 127, of which mean and median are taken, and the signs may differ.
   -0.0 and 0.0 agree. NaN agrees with NaN.
+
 Elsewhere an honest polynomial is effectively random. `OUTSIDE` positions spread over the rest of the chunk are tested
 for an exponent that the top values have: one in a hundred hits by chance, all hit for a polynomial that is constant.
 

@@ -91,7 +91,7 @@ def find_conflict(path: Path, config: RunConfig) -> str | None:
         )
     shown = ", ".join(f"{key} = {json.dumps(old.get(key))}" for key in changed[:3])
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    return f"{path}: has a run with another configuration ({shown}{more}); use the same to resume, or {_WAY_OUT}"
+    return f"{path}: holds a run with other settings ({shown}{more}); use those to resume it, or {_WAY_OUT}"
 
 
 def is_started(path: Path) -> bool:

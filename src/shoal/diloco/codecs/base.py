@@ -1,6 +1,7 @@
 """Codecs: an fp32 vector to bytes and back, with a bound on the loss.
 
 Invariants:
+
 - the length of a payload follows from the number of elements alone, so a decoder knows it in advance;
 - encoding is deterministic, and decoding the same bytes gives the same bits on every machine: elementwise IEEE
   arithmetic only, little-endian;

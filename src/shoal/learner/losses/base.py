@@ -4,6 +4,7 @@ Shapes: T completion tokens of a micro-batch on one flat axis, S samples; `segme
 padding and no mask.
 
 Invariants:
+
 - old log-probs and advantages are finite before any loss sees them. A non-finite value is a bug upstream (untrusted
   behaviour log-probs are checked on arrival), so it fails an assertion here instead of spreading as NaN. The current
   log-probs may overflow in one pass: the gradient is then not finite and the learner skips the update;

@@ -3,6 +3,7 @@
     info, prompt, completion -> Score      a worker scores, a validator scores again, both compare exactly
 
 Invariants:
+
 - pure: a score depends only on the three arguments, the verifier's options and its version. Third-party code that it
   uses is named in `stamp`, which belongs in the run descriptor together with `version`;
 - deterministic: a score is 0 or 1, or one division of whole numbers (see tasks/base.py);
