@@ -4,6 +4,7 @@ NAMES = (
     "learner",
     "learner gspo sequence",
     "learner qwen3",
+    "learner chunked",
     "sft",
     "evaluation",
     "calibration",

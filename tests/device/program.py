@@ -26,6 +26,7 @@ from shoal.calibrate import variants  # noqa: E402
 from shoal.config.run import LearnerConfig, LossConfig, PolicyConfig, TinyConfig, load_config  # noqa: E402
 from shoal.engine import open_engine  # noqa: E402
 from shoal.engine.torch import TorchEngine  # noqa: E402
+from shoal.learner import logprobs  # noqa: E402
 from shoal.learner.advantage import build_samples  # noqa: E402
 from shoal.learner.learner import Learner  # noqa: E402
 from shoal.policy.model import Policy, load_policy  # noqa: E402
@@ -103,6 +104,15 @@ def check_learner(loss: str, correction: str, arch: str = "llama") -> dict[str, 
     same = all(torch.equal(one, other) for one, other in zip(list_weights(model), list_weights(moved), strict=True))
     packs = sum(len(build_packs(build_samples(part, config.advantage), config.micro_tokens)) for part in (groups,))
     return {"metrics": ours == metrics, "weights": same, "updates": int(metrics["optim/updates"]), "packs": packs}
+
+
+def check_chunks() -> dict[str, Any]:
+    """A training step whose logits are computed in chunks of a few tokens."""
+    before, logprobs.CHUNK_BYTES = logprobs.CHUNK_BYTES, 256
+    try:
+        return check_learner("intellect2", "token")
+    finally:
+        logprobs.CHUNK_BYTES = before
 
 
 def check_sft() -> dict[str, Any]:
@@ -237,6 +247,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     "learner": lambda: check_learner("intellect2", "token"),
     "learner gspo sequence": lambda: check_learner("gspo", "sequence"),
     "learner qwen3": lambda: check_learner("dapo", "none", "qwen3"),
+    "learner chunked": check_chunks,
     "sft": check_sft,
     "evaluation": check_evaluation,
     "calibration": check_calibration,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fixtures.sizes import Sizes
 from torch import Tensor
 
 from shoal.policy.attention import LONG, STRIP, PackedAttention, Segment, StripAttention, positions_of
@@ -69,7 +70,7 @@ def test_attention_is_the_masked_softmax_with_its_gradients(shape: list[tuple[in
 
 
 @pytest.mark.parametrize("even", [True, False])
-def test_long_sequences_go_through_the_fused_kernel_alike(even: bool) -> None:
+def test_long_sequences_have_the_masked_softmax_and_its_gradients(even: bool) -> None:
     segments = [Segment(0, 530), Segment(530, 600, 0), Segment(600, 605)]
     inputs = draw_inputs(605, torch.float32)
     ours, theirs = PackedAttention(segments, even=even)(0, *inputs), attend_naively(segments, *inputs)
@@ -80,6 +81,20 @@ def test_long_sequences_go_through_the_fused_kernel_alike(even: bool) -> None:
         strict=True,
     ):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_memory_of_a_long_sequence_is_linear_with_gradients() -> None:
+    long, short = 40 * STRIP, 20 * STRIP
+    sizes = []
+    for length in (short, long):
+        segments = [Segment(0, length), Segment(length, length + STRIP, 0)]
+        inputs = draw_inputs(length + STRIP, torch.float32)
+        with Sizes() as seen:
+            mixed = PackedAttention(segments)(0, *inputs)
+            torch.autograd.grad(mixed.square().sum(), inputs)
+        sizes.append(seen.largest)
+    # The scores of a strip for all heads, over all keys; the square would be 40 times as large.
+    assert sizes[1] == STRIP * HEADS * (long + STRIP) and sizes[1] < 2 * sizes[0]
 
 
 def test_segments_may_stand_in_any_order_of_length() -> None:

@@ -4,22 +4,24 @@ The axis is divided into *segments*: queries are tokens start .. end - 1, and ea
 tokens before it, and the whole prefix of the segment, if it has one. So the completions of a group share one copy of
 their prompt, in the forward and in the backward pass, and the result equals running every sequence alone.
 
-Cost: segments of similar length are padded to one rectangle; the rest of the network never sees padding. How far a
+Cost: short segments of similar length are padded to one rectangle, long ones are computed alone in strips, whose memory
+is linear in the length, with gradients too; the rest of the network never sees padding. How far a
 segment is padded depends only on its own length. Matrix libraries may still change the order of summation when a
 rectangle holds more segments; `even` cuts rectangles into pieces of one size, the last padded, so that no bit of a
 segment depends on the number of its neighbours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 _FUSED = 512
-"""Number of keys from which the fused attention kernel, which never stores the scores, beats three plain operators."""
+"""Number of keys above which strips, or for even pieces the fused kernel, beat a rectangle of scores."""
 _ROUND = 8
 """Lengths are rounded up to a multiple of this before bucketing: fewer, fuller rectangles."""
 _PIECE = 256
@@ -46,14 +48,16 @@ class Segment:
 class PackedAttention:
     """Causal attention within each segment and over its prefix; an `Attend` for packed batches.
 
-    With `strips`, for use without gradients, long segments are computed alone, see `StripAttention`.
+    Segments that see more than `_FUSED` keys are computed alone, see `StripAttention`: a rectangle stores a mask of all
+    pairs for every head. With `strips`, for use without gradients, segments of `LONG` tokens are so too.
     """
 
     def __init__(self, segments: Sequence[Segment], *, even: bool = False, strips: bool = False) -> None:
         prefixes = (segments[segment.prefix] for segment in segments if segment.prefix is not None)
         assert all(prefix.prefix is None for prefix in prefixes), "a prefix has no prefix of its own"
         assert not (even and strips), "strips do not keep a segment's bits"
-        long = [index for index, segment in enumerate(segments) if strips and segment.length >= LONG]
+        self.segments, self.strips = segments, strips
+        long = [] if even else [index for index in range(len(segments)) if _is_long(segments, index, strips)]
         self._parts: list[_LengthBucket | StripAttention] = [_cut_strips(segments, index) for index in long]
         self._parts += [_LengthBucket(segments, members, even) for members in _bucket_segments(segments, set(long))]
         order = torch.cat([part.flat_q for part in self._parts])
@@ -79,6 +83,12 @@ def positions_of(segments: Sequence[Segment]) -> Tensor:
         offset = 0 if segment.prefix is None else segments[segment.prefix].length
         parts.append(torch.arange(offset, offset + segment.length))
     return torch.cat(parts)
+
+
+def _is_long(segments: Sequence[Segment], index: int, strips: bool) -> bool:
+    segment = segments[index]
+    prefix = 0 if segment.prefix is None else segments[segment.prefix].length
+    return _round_up(segment.length) + _round_up(prefix) > _FUSED or (strips and segment.length >= LONG)
 
 
 def _cut_strips(segments: Sequence[Segment], index: int) -> "StripAttention":
@@ -183,10 +193,10 @@ def _mask_bias(q_valid: Tensor, p_valid: Tensor) -> Tensor:
 class StripAttention:
     """Causal attention of tokens start .. end - 1 of the flat axis, which also attend to all of `prefix`.
 
-    For one long segment without gradients: queries in strips, each over the keys it can see. Compared with a rectangle
-    of segments, nothing is padded or gathered, half of the products are never computed, and only the corner where a
-    strip meets its own keys is masked. Memory is one strip's scores, not the square's. For segments of fewer than
-    `LONG` tokens the calls of many short operators cost more than this saves.
+    For one long segment: queries in strips, each over the keys it can see. Compared with a rectangle of segments,
+    nothing is padded or gathered, half of the products are never computed, and only the corner where a strip meets its
+    own keys is masked. Memory is one strip's scores, not the square's: the backward pass computes them again. For
+    segments of fewer than `LONG` tokens the calls of many short operators cost more than this saves.
     """
 
     def __init__(self, start: int, end: int, prefix: slice) -> None:
@@ -203,27 +213,68 @@ class StripAttention:
         # (K, Q * repeat, D): heads that share keys become rows of one product, those of a strip adjacent.
         queries = q[self._own].reshape(length, kv_heads, repeat * dim).transpose(0, 1) * dim**-0.5
         queries = queries.reshape(kv_heads, length * repeat, dim)
-        keys, values = self._gather(k), self._gather(v)
-        strips = [self._mix_strip(strip, queries, keys, values) for strip in range(0, length, STRIP)]
-        mixed = torch.cat(strips, dim=1).view(kv_heads, length, repeat, dim)
-        return mixed.transpose(0, 1).reshape(length, heads, dim)
-
-    def _mix_strip(self, first: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """softmax(q k) v for the strip that begins with query `first`."""
-        length = len(self.flat_q)
-        repeat, before = queries.shape[1] // length, keys.shape[1] - length
-        last = min(first + STRIP, length)
-        scores = torch.bmm(queries[:, first * repeat : last * repeat], keys[:, : before + last].transpose(1, 2))
-        corner = scores[:, :, before + first :]
-        corner += _mask_corner(repeat, scores.device)[: corner.shape[1], : corner.shape[2]]
-        weights = torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype)
-        return torch.bmm(weights, values[:, : before + last])
+        mixed: Tensor = _StripMix.apply(queries, self._gather(k), self._gather(v), length)  # type: ignore[no-untyped-call]
+        return mixed.view(kv_heads, length, repeat, dim).transpose(0, 1).reshape(length, heads, dim)
 
     def _gather(self, x: Tensor) -> Tensor:
         """Keys or values (K, P + Q, D); a view if the prefix ends where the segment begins."""
         if self._prefix.stop == self._own.start:
             return x[self._prefix.start : self._own.stop].transpose(0, 1)
         return torch.cat((x[self._prefix], x[self._own])).transpose(0, 1)
+
+
+class _StripMix(torch.autograd.Function):
+    """softmax(q k) v of one segment, strip by strip; the backward pass computes the weights of each strip again."""
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, length: int) -> Tensor:
+        ctx.save_for_backward(queries, keys, values)
+        ctx.length = length
+        mixed, repeat = [], queries.shape[1] // length
+        for rows, seen in _cut_queries(queries, keys, length):
+            weights = _weigh_keys(queries[:, rows], keys[:, :seen], repeat).to(values.dtype)
+            mixed.append(torch.bmm(weights, values[:, :seen]))
+        return torch.cat(mixed, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        queries, keys, values = ctx.saved_tensors
+        repeat = queries.shape[1] // ctx.length
+        grad_q = torch.empty_like(queries)
+        grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values))
+        for rows, seen in _cut_queries(queries, keys, ctx.length):
+            strip, weights = grad[:, rows], _weigh_keys(queries[:, rows], keys[:, :seen], repeat)
+            _add_product(grad_v[:, :seen], weights.to(grad.dtype).transpose(1, 2), strip)
+            slope = torch.bmm(strip, values[:, :seen].transpose(1, 2)).float()
+            slope = slope.sub_((weights * slope).sum(-1, keepdim=True)).mul_(weights).to(grad.dtype)
+            grad_q[:, rows] = torch.bmm(slope, keys[:, :seen])
+            _add_product(grad_k[:, :seen], slope.transpose(1, 2), queries[:, rows])
+        return grad_q, grad_k.to(keys.dtype), grad_v.to(values.dtype), None
+
+
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """total += one @ other, in float32 whatever the type of the factors."""
+    if one.dtype == total.dtype:
+        total.baddbmm_(one, other)
+    else:
+        total += torch.bmm(one, other)
+
+
+def _cut_queries(queries: Tensor, keys: Tensor, length: int) -> Iterator[tuple[slice, int]]:
+    """Rows of each strip, and how many keys its last query sees."""
+    repeat, before = queries.shape[1] // length, keys.shape[1] - length
+    for first in range(0, length, STRIP):
+        last = min(first + STRIP, length)
+        yield slice(first * repeat, last * repeat), before + last
+
+
+def _weigh_keys(queries: Tensor, keys: Tensor, repeat: int) -> Tensor:
+    """Float32 softmax of the scores of one strip, whose queries are the last of the keys."""
+    scores = torch.bmm(queries, keys.transpose(1, 2))
+    own = queries.shape[1] // repeat
+    corner = scores[:, :, -own:]
+    corner += _mask_corner(repeat, scores.device)[: corner.shape[1], : corner.shape[2]]
+    return torch.softmax(scores, -1, dtype=torch.float32)
 
 
 @cache

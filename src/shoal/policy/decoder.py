@@ -5,18 +5,29 @@ Shapes: N tokens of any number of sequences, W width, H heads, K key/value heads
   packing cannot leak between samples, and the same code decodes one token of 256 rollouts or trains on a packed batch.
 - Llama, Qwen2 and Qwen3 run on fused weights in a lean loop. Every other architecture that supports transformers'
   attention interface runs its own forward, with `attend` plugged in.
+- A layer runs through its own module, where FSDP2's hooks gather its parameters, and fuses what they gathered. Only the
+  callers that pass `layers` (engine and replay, whose weights change rarely) run past the modules.
+- Activation checkpointing and compilation happen inside that module's forward, so within FSDP2's hooks. A recomputed
+  layer brings its attention along: the backward pass runs when `run_decoder` is over, on GPUs in another thread.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache, partial
+from types import MethodType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from shoal.errors import ConfigError
 from shoal.policy.kernels import rms_norm, swiglu
 
 LEAN = {"llama", "qwen2", "qwen3"}
@@ -45,6 +56,29 @@ class Layer:
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOptions:
+    """How the layers of a model run when gradients are recorded."""
+
+    recompute: bool = False
+    """keep only a layer's input for the backward pass, which computes the layer again"""
+    compile: bool = False
+    """by torch.compile, except for the attention"""
+
+
+_OPTIONS = "shoal_options"
+"""Attribute of a layer's module: it stays with the module when FSDP2 changes its class, and in copies of the model."""
+
+
+def set_layer_options(model: PreTrainedModel, options: LayerOptions) -> None:
+    """Apply the options to every decoder layer of the model."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers and options != LayerOptions():
+        raise ConfigError(f"learner: {model.config.model_type} has no layers that can be recomputed or compiled")
+    for layer in layers:
+        setattr(layer, _OPTIONS, options)
 
 
 def is_lean(model: PreTrainedModel) -> bool:
@@ -76,7 +110,7 @@ def run_decoder(
     """Hidden states (N, W) after the final norm. Pass `layers` to avoid fusing again if the weights did not change."""
     if not is_lean(model):
         return _run_hub(model, token_ids, positions, attend)
-    return _run_lean(model, token_ids, positions, attend, fuse_layers(model) if layers is None else layers)
+    return _run_lean(model, token_ids, positions, attend, layers)
 
 
 def compute_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -84,24 +118,84 @@ def compute_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return model.get_output_embeddings()(hidden).float()  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """What a layer's lean forward needs besides the hidden states (N, W)."""
+
+    config: Any
+    index: int
+    cos: Tensor
+    sin: Tensor
+    attend: Attend
+
+
 def _run_lean(
-    model: PreTrainedModel, token_ids: Tensor, positions: Tensor, attend: Attend, layers: list[Layer]
+    model: PreTrainedModel, token_ids: Tensor, positions: Tensor, attend: Attend, layers: list[Layer] | None
 ) -> Tensor:
     body, config = model.model, model.config
-    eps = config.rms_norm_eps
     x = F.embedding(token_ids, body.embed_tokens.weight)
     cos, sin = _rotation(model, positions)
-    for index, layer in enumerate(layers):
-        q, k, v = _project_qkv(config, layer, rms_norm(x, layer.input_norm, eps), cos, sin)
-        x = x + F.linear(attend(index, q, k, v).flatten(1), layer.out, layer.out_bias)
-        x = x + F.linear(swiglu(F.linear(rms_norm(x, layer.mlp_norm, eps), layer.gate_up)), layer.down)
-    return rms_norm(x, body.norm.weight, eps)
+    for index, module in enumerate(body.layers):
+        given = LayerInput(config, index, cos, sin, attend)
+        x = _call_layer(module, x, given) if layers is None else _run_layer(layers[index], x, given)
+    return rms_norm(x, body.norm.weight, config.rms_norm_eps)
+
+
+def _call_layer(module: nn.Module, x: Tensor, given: LayerInput) -> Tensor:
+    """Run one decoder layer through its module, whose hooks may gather and release its parameters."""
+    _adopt_layer(module)
+    return module(x, given)  # type: ignore[no-any-return]
+
+
+def _adopt_layer(module: nn.Module) -> None:
+    """Have the module run our forward."""
+    if "forward" not in vars(module):
+        module.forward = MethodType(_forward_layer, module)
+
+
+def _forward_layer(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A decoder layer's forward: the lean one for hidden states and a `LayerInput`, else transformers' own."""
+    options: LayerOptions = getattr(module, _OPTIONS, LayerOptions())
+    plug: AbstractContextManager[None] = nullcontext()
+    if args and isinstance(args[-1], LayerInput):
+        run: Callable[..., Any] = partial(_run_module, compiled=options.compile)
+    elif (plugged := _plugged.get(None)) is None:  # the model runs by itself
+        return type(module).forward(module, *args, **kwargs)
+    else:
+        run, plug = _compile(type(module).forward) if options.compile else type(module).forward, plugged.copy()
+    if not (options.recompute and torch.is_grad_enabled()):
+        return run(module, *args, **kwargs)
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    return checkpoint(run, module, *args, context_fn=lambda: (nullcontext(), plug), **settings, **kwargs)
+
+
+def _run_module(module: nn.Module, x: Tensor, given: LayerInput, *, compiled: bool) -> Tensor:
+    return _run_layer(_fuse_layer(module), x, given, compiled=compiled)
+
+
+def _run_layer(layer: Layer, x: Tensor, given: LayerInput, *, compiled: bool = False) -> Tensor:
+    project, finish = (_compile(_project_qkv), _compile(_finish_layer)) if compiled else (_project_qkv, _finish_layer)
+    q, k, v = project(given.config, layer, x, given.cos, given.sin)
+    return finish(given.config.rms_norm_eps, layer, x, given.attend(given.index, q, k, v))  # type: ignore[no-any-return]
+
+
+@cache
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One compilation for all layers of a model: they differ in nothing but their weights."""
+    return torch.compile(function, dynamic=True)
+
+
+def _finish_layer(eps: float, layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
+    """What follows the attention."""
+    x = x + F.linear(mixed.flatten(1), layer.out, layer.out_bias)
+    return x + F.linear(swiglu(F.linear(rms_norm(x, layer.mlp_norm, eps), layer.gate_up)), layer.down)
 
 
 def _project_qkv(config: Any, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries and keys, and values, per head; queries and keys are normalised and rotated as one tensor."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    fused = F.linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, -1)
+    normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
+    fused = F.linear(normed, layer.qkv, layer.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, -1)
     qk, v = fused.split((heads + kv_heads, kv_heads), dim=1)
     if layer.qk_norm is not None:
         qk = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
@@ -152,20 +246,41 @@ def _fuse_norms(attention: Any) -> Tensor:
     return torch.cat((q_norm.expand(heads[0], -1), k_norm.expand(heads[1], -1)))
 
 
-_attend: ContextVar[Attend] = ContextVar("attend")
+class _Plug:
+    """Makes transformers' code call `attend`, inside the block; for any number of blocks, one after the other."""
+
+    def __init__(self, model: PreTrainedModel, attend: Attend) -> None:
+        self._model, self._attend = model, attend
+
+    def __enter__(self) -> None:
+        self._token, self._before = _plugged.set(self), self._model.config._attn_implementation
+        self._model.config._attn_implementation = INTERFACE
+
+    def __exit__(self, *_: object) -> None:
+        self._model.config._attn_implementation = self._before
+        _plugged.reset(self._token)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._attend(layer, q, k, v)
+
+    def copy(self) -> "_Plug":
+        """For a block of its own: a backward pass may run inside this one's."""
+        return _Plug(self._model, self._attend)
+
+
+_plugged: ContextVar[_Plug] = ContextVar("plugged")
 
 
 def _run_hub(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-    token, before = _attend.set(attend), model.config._attn_implementation
-    model.config._attn_implementation = INTERFACE
-    try:
+    for module in model.modules():
+        if hasattr(module, _OPTIONS):
+            _adopt_layer(module)
+    with _Plug(model, attend):
         output = model.base_model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
-    finally:
-        model.config._attn_implementation = before
-        _attend.reset(token)
     return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _hub_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **extra: Any
 ) -> tuple[Tensor, None]:
@@ -174,7 +289,7 @@ def _hub_attention(
         raise ValueError(f"its attention uses {' and '.join(odd)}")
     dim = query.shape[-1]
     scaled = query[0].transpose(0, 1) * (extra["scaling"] * dim**0.5)  # attend itself divides by sqrt(D)
-    mixed = _attend.get()(module.layer_idx, scaled, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    mixed = _plugged.get().attend(module.layer_idx, scaled, key[0].transpose(0, 1), value[0].transpose(0, 1))
     return mixed[None], None
 
 

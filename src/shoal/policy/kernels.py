@@ -1,7 +1,8 @@
 """RMSNorm and SwiGLU with hand-written gradients.
 
 Autograd through the composite operators keeps every intermediate and makes a pass over memory for each; on a CPU these
-passes dominate the cost, not the arithmetic. Values equal those of transformers' modules up to rounding.
+passes dominate the cost, not the arithmetic. Values equal those of transformers' modules up to rounding. A compiler
+makes these passes one by itself: under `torch.compile` the plain formulas run.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis, normalised in float32 as transformers does."""
     if torch.is_grad_enabled():
-        if x.dtype.itemsize >= 4:
+        if x.dtype.itemsize >= 4 and not torch.compiler.is_compiling():
             return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
@@ -26,6 +27,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where the last axis holds gate then up."""
+    if torch.compiler.is_compiling():
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
     if not torch.is_grad_enabled():
         # F.silu rounds differently at the end of a thread's share of the elements; exp does not.
         gate, up = gate_up.chunk(2, -1)

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from shoal.policy.attention import PackedAttention, Segment, positions_of
+from shoal.policy.decoder import Attend
+from shoal.policy.flex import AttentionName, place_attention
 from shoal.rollout import Rollout
 
 
@@ -45,7 +47,7 @@ class Pack:
     """[N]"""
     positions: Tensor
     """[N]"""
-    attention: PackedAttention
+    attention: Attend
     rows: Tensor
     """[T] flat index of the state that predicts each completion token"""
     targets: Tensor
@@ -55,12 +57,13 @@ class Pack:
     temperatures: Tensor
     """[T]"""
 
-    def to(self, device: torch.device) -> "Pack":
+    def to(self, device: torch.device, attention: AttentionName = "auto") -> "Pack":
         """The same micro-batch on the device of the model; a pack is built on the host."""
         if self.token_ids.device == device:
             return self
+        assert isinstance(self.attention, PackedAttention), "a pack moves once, from the host"
         moved = {name: getattr(self, name).to(device) for name in _TENSORS}
-        return replace(self, attention=self.attention.to(device), **moved)
+        return replace(self, attention=place_attention(self.attention, device, attention), **moved)
 
     def spread(self, values: Sequence[float]) -> Tensor:
         """[T] one number per sample, repeated for its tokens."""
