@@ -40,10 +40,10 @@ class TrainerOptions:
     """weights' shards, gradients and optimizer state are in host memory"""
     checkpointing: bool = False
     """layers are computed again in the backward pass; only their inputs are kept"""
-    logit_rows: int = 0
-    """rows of logits at a time; 0: all rows of a pack at once"""
     flex_attention: bool = False
-    """attention without stored scores and masks; else rectangles, see policy/attention.py"""
+    """attention without stored scores and masks (policy/flex.py); else rectangles and strips (policy/attention.py)"""
+    exchanges_every_pack: bool = False
+    """ranks sum gradients after every pack; else after the last of an update, and keep whole gradients until then"""
     lora: LoraSettings | None = None
     publish: Dtype = "float32"
     """type of a published version"""
