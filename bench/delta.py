@@ -46,7 +46,8 @@ from common import OUT, ROOT, finish, mean, parse_flags
 from shoal.shardcast.delta.delta import BlockWorkers, DeltaWriter, Scratch, apply_chain, encode_delta, read_range
 from shoal.shardcast.delta.format import Block, list_blocks
 from shoal.shardcast.delta.stream import ZSTD_LEVEL
-from shoal.shardcast.delta.tensors import ElementSpan, read_tensors
+from shoal.shardcast.delta.tensors import ElementSpan
+from shoal.util.tensors import read_tensors
 
 RATES = {"_3e7": 3e-7, "": 1e-6, "_3e6": 3e-6, "_1e5": 1e-5}
 """Learning rates by the suffix of their figures."""

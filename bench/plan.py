@@ -39,7 +39,7 @@ _GENERATED = 64
 
 def read_case(case: Case) -> PlanSettings:
     """The settings of a case as the plan sees them."""
-    return read_settings(case.config, prompt_tokens=case.prompt, completion_tokens=case.completion)
+    return read_settings(case.config, prompt_tokens=case.prompt, completion_tokens=case.completion, on_cpu=True)
 
 
 def predict(case: Case) -> MemoryPlan:

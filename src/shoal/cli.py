@@ -174,12 +174,23 @@ def _run_command(argv: Sequence[str] | None) -> int:
         args.inputs = [*args.inputs, *rest]
     if args.settings:
         args.inputs = add_environment(args.inputs, args.settings)
+    if getattr(args, "nproc", 0) and "RANK" not in os.environ:
+        return _run_ranks(args, list(sys.argv[1:] if argv is None else argv))
     level = choose_level(args.log_level, verbose=args.verbose, quiet=args.quiet)
     try:
         with log_to_stderr(args.role, level, as_json=args.log_json):
             return int(args.command(args))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(args.resumes) from None  # printed by `main`, with what holds for this command
+
+
+def _run_ranks(args: argparse.Namespace, argv: list[str]) -> int:
+    """Start the same command once per rank; in a rank, `--nproc` says nothing new."""
+    from shoal.launch.ranks import MAX_RANKS, run_ranks
+
+    if not 1 <= args.nproc <= MAX_RANKS:
+        raise ConfigError(f"--nproc: must be from 1 to {MAX_RANKS}, got {args.nproc}")
+    return run_ranks(argv, args.nproc)
 
 
 def _explain_unknown(words: list[str], args: argparse.Namespace, argv: list[str]) -> str:

@@ -106,13 +106,28 @@ def test_the_text_and_the_figures_say_the_same(shape: ModelShape, make_settings:
 
 
 def test_settings_come_from_the_run() -> None:
-    config = LaunchConfig.model_validate({"policy": {"dtype": "bfloat16"}, "batch": {"groups": 4, "group_size": 8}})
-    settings = read_settings(config, prompt_tokens=10, completion_tokens=20, kept=0.5)
-    assert settings.trainer == TrainerOptions(
-        master="bfloat16", compute="bfloat16", optimizer_state="bfloat16", publish="bfloat16"
-    )
+    config = LaunchConfig.model_validate({"batch": {"groups": 4, "group_size": 8}})
+    settings = read_settings(config, prompt_tokens=10, completion_tokens=20, kept=0.5, on_cpu=True)
+    assert settings.trainer == TrainerOptions()
     assert (settings.trained_rollouts, settings.sampled_rollouts) == (32, 64)
     assert settings.checked_share == 0.25 and settings.submission_rollouts == 8
+
+
+def test_options_of_the_trainer_come_from_the_run() -> None:
+    learner = {"precision": "bfloat16", "optimizer_state": "int8", "gradient_checkpointing": True, "offload": True}
+    config = LaunchConfig.model_validate({"policy": {"publish_dtype": "bfloat16"}, "learner": learner})
+    assert read_settings(config, prompt_tokens=10).trainer == TrainerOptions(
+        compute="bfloat16",
+        optimizer_state="int8",
+        offload=True,
+        checkpointing=True,
+        flex_attention=True,
+        publish="bfloat16",
+    )
+    whole = LaunchConfig.model_validate({"policy": {"dtype": "bfloat16"}, "learner": {"attention": "packed"}})
+    assert read_settings(whole, prompt_tokens=10).trainer == TrainerOptions(
+        master="bfloat16", compute="bfloat16", optimizer_state="bfloat16"
+    )
 
 
 @pytest.mark.parametrize(

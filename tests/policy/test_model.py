@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from shoal.config.run import PolicyConfig, TinyConfig
+from shoal.config.run import SHARD_BYTES, PolicyConfig, TinyConfig
 from shoal.errors import ConfigError
-from shoal.policy.model import WEIGHTS, Policy, copy_policy, load_policy, open_policy, save_policy
+from shoal.policy.model import Policy, cast_weights, copy_policy, load_policy, open_policy, save_policy, saved_tensors
 from shoal.policy.tokenizer import build_tokenizer, encode_prompt
+from shoal.policy.weights import INDEX, WEIGHTS, WeightsReader, hash_weights
+from shoal.util.files import hash_file
 
 SMALL = TinyConfig(layers=1, width=16, heads=2, kv_heads=1, context=64)
 
@@ -199,7 +201,7 @@ def test_a_copy_has_the_weights_of_the_file_and_leaves_the_other_alone(
     first, second = make(1), make(2)
     before = {name: tensor.clone() for name, tensor in first.model.state_dict().items()}
     save_policy(second, tmp_path / "second")
-    copied = copy_policy(first, tmp_path / "second" / WEIGHTS)
+    copied = copy_policy(first, tmp_path / "second")
     assert copied is not None
     wanted = second.model.state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in copied.model.state_dict().items())
@@ -208,7 +210,7 @@ def test_a_copy_has_the_weights_of_the_file_and_leaves_the_other_alone(
 
 def test_a_copy_of_tied_weights_is_tied(tmp_path: Path) -> None:
     save_policy(make_tied(2), tmp_path / "second")
-    copied = copy_policy(make_tied(1), tmp_path / "second" / WEIGHTS)
+    copied = copy_policy(make_tied(1), tmp_path / "second")
     assert copied is not None
     model = copied.model
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -219,5 +221,80 @@ def test_a_file_that_lacks_a_tensor_is_no_copy(tmp_path: Path) -> None:
         save_policy(make(2), tmp_path / "second")
         weights = load_file(tmp_path / "second" / WEIGHTS)
         weights.pop("model.embed_tokens.weight")
-        save_file(weights, tmp_path / "less.safetensors", metadata={"format": "pt"})
-        assert copy_policy(make(1), tmp_path / "less.safetensors") is None
+        (tmp_path / "less").mkdir(exist_ok=True)
+        save_file(weights, tmp_path / "less" / WEIGHTS, metadata={"format": "pt"})
+        assert copy_policy(make(1), tmp_path / "less") is None
+
+
+@pytest.mark.parametrize("make", [make_tiny, make_tied])
+@pytest.mark.parametrize("shard_bytes", [SHARD_BYTES, 2000])
+def test_a_folder_has_the_bytes_that_transformers_writes(
+    make: Callable[[int], Policy], shard_bytes: int, tmp_path: Path
+) -> None:
+    policy = make(1)
+    policy.model.save_pretrained(tmp_path / "theirs", max_shard_size=shard_bytes)
+    policy.tokenizer.save_pretrained(tmp_path / "theirs")
+    save_policy(policy, tmp_path / "ours", shard_bytes=shard_bytes)
+    ours, theirs = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("ours", "theirs")
+    )
+    assert ours == theirs and (INDEX in ours) == (shard_bytes == 2000)
+
+
+@pytest.mark.parametrize("make", [make_tiny, make_tied])
+def test_saving_copies_no_tensor(make: Callable[[int], Policy]) -> None:
+    model = make(1).model
+    own = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    saved = saved_tensors(model)
+    places = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    assert len(saved) == len(own) and {tensor.data_ptr() for tensor in saved.values()} == places
+
+
+@pytest.mark.parametrize("make", [make_tiny, make_tied])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_policy_in_several_files_opens_and_is_copied(
+    make: Callable[[int], Policy], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    policy = make(1)
+    save_policy(policy, tmp_path, dtype=dtype, shard_bytes=2000)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    wanted = {name: tensor.to(dtype) for name, tensor in policy.model.state_dict().items()}
+    opened = open_policy(tmp_path, dtype=dtype)
+    copied = copy_policy(make(2), tmp_path)
+    assert copied is not None and opened.model.dtype == dtype and opened.model.config.dtype == dtype
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in opened.model.state_dict().items())
+    assert all(torch.equal(tensor, wanted[name].float()) for name, tensor in copied.model.state_dict().items())
+
+
+@pytest.mark.parametrize("make", [make_tiny, make_tied])
+def test_rounded_weights_compute_like_a_folder_opened_in_that_type(
+    make: Callable[[int], Policy], tmp_path: Path
+) -> None:
+    policy = make(1)
+    save_policy(policy, tmp_path, dtype=torch.bfloat16)
+    rounded, opened = cast_weights(policy.model, torch.bfloat16), open_policy(tmp_path, dtype=torch.bfloat16).model
+    ids = torch.arange(5)[None]
+    with torch.no_grad():
+        assert torch.equal(rounded(ids).logits, opened(ids).logits)
+
+
+def test_a_policy_whose_index_leaves_the_folder_is_refused(tmp_path: Path) -> None:
+    save_policy(make_tiny(), tmp_path / "policy", shard_bytes=2000)
+    index = tmp_path / "policy" / INDEX
+    file = WeightsReader(tmp_path / "policy").tensors["lm_head.weight"].file
+    (tmp_path / "policy" / file).rename(tmp_path / file)
+    index.write_text(index.read_text().replace(file, f"../{file}"))
+    with pytest.raises(ConfigError, match="is not the plain name of a safetensors file"):
+        open_policy(tmp_path / "policy")
+
+
+def test_the_hash_of_weights_covers_every_file(tmp_path: Path) -> None:
+    save_policy(make_tiny(), tmp_path / "one")
+    assert hash_weights(tmp_path / "one") == hash_file(tmp_path / "one" / WEIGHTS)
+    save_policy(make_tiny(), tmp_path / "several", shard_bytes=2000)
+    files = sorted(path for path in (tmp_path / "several").iterdir() if "safetensors" in path.name)
+    hashes = {hash_weights(tmp_path / "several")}
+    for path in files:
+        path.write_bytes(path.read_bytes()[:-1] + b" " if path.name == INDEX else path.read_bytes()[:-1] + b"!")
+        hashes.add(hash_weights(tmp_path / "several"))
+    assert len(hashes) == len(files) + 1

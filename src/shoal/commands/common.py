@@ -223,6 +223,7 @@ QUERY = (WHERE, AUTHORITY, JSON)
 """flags of a command that queries a coordinator"""
 SUBMISSION = flag("submission", metavar="SUBMISSION", help="id of the submission, e.g. s123")
 DRY_RUN = flag("--dry-run", action="store_true", help="check and print the resolved settings, then exit")
+NPROC = flag("--nproc", type=int, default=0, metavar="N", help="run as N ranks on this machine (default: no ranks)")
 FRESH = flag("--fresh", action="store_true", help="move an existing run directory to DIR.old-N first")
 
 

@@ -77,16 +77,24 @@ def run_trainer(args: argparse.Namespace) -> int:
     """Train a swarm's policy on its batches, or resume."""
     config = common.load_inputs(args.inputs)
     logger.info(f"trainer of {config.name}, coordinator {args.coordinator}: loading libraries")
+    from shoal.learner.parallel import Ranks
     from shoal.net.retry import RefusedError
     from shoal.node.session import SessionError
+    from shoal.train.resume import run_as_rank
     from shoal.train.rundir import run_path
     from shoal.trainer.run import TrainerPaths
     from shoal.trainer.run import run_trainer as train
 
     place = TrainerPaths(authority=args.ca, **common.pick_flags(args, "coordinator", "origin", "folder", "owner"))
-    work = partial(train, config, place, fresh=args.fresh)
+
+    def work(ranks: Ranks) -> int:
+        run = partial(train, config, place, fresh=args.fresh, ranks=ranks)
+        if ranks.mesh is not None:  # ranks cannot begin again by themselves: they end, and are started again
+            return common.run_until_stopped(run())
+        return common.run_until_stopped(outlast_disk(run, run_path(config), RoleWaits("trainer")))
+
     try:
-        return common.run_until_stopped(outlast_disk(work, run_path(config), RoleWaits("trainer")))
+        return run_as_rank(config.policy.device, work)
     except (SessionError, TrainerError, RefusedError) as error:
         print(f"shoal: {error}", file=sys.stderr)
         return EXIT_UNWANTED
@@ -266,7 +274,9 @@ async def fetch_calibration(session: "Session", recipe: "Recipe", path: Path) ->
 
 _RESUMES = "; the same command resumes"
 COMMANDS = (
-    CliCommand("trainer", run_trainer, (common.name_inputs(), _add_trainer, common.AUTHORITY, common.FRESH)),
+    CliCommand(
+        "trainer", run_trainer, (common.name_inputs(), _add_trainer, common.AUTHORITY, common.FRESH, common.NPROC)
+    ),
     CliCommand("evaluator", run_evaluator, (common.name_inputs("CONFIG is a TOML file or a run directory"),)),
     CliCommand("origin", run_origin, (add_origin,)),
     CliCommand("worker", run_worker, (partial(add_node, folder="worker"), add_engine), resumes=_RESUMES),

@@ -84,8 +84,9 @@ def run_train(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _check_settings(config, resumes=not args.fresh)
     from shoal.train.loop import run_training
+    from shoal.train.resume import run_as_rank
 
-    return run_training(config, fresh=args.fresh)
+    return run_as_rank(config.policy.device, lambda ranks: run_training(config, fresh=args.fresh, ranks=ranks))
 
 
 def run_sft(args: argparse.Namespace) -> int:
@@ -93,10 +94,16 @@ def run_sft(args: argparse.Namespace) -> int:
     config = common.load_inputs(args.inputs)
     if args.dry_run:
         return _check_settings(config, resumes=False)
+    from shoal.learner.parallel import Ranks
+    from shoal.train.resume import announce, run_as_rank
     from shoal.train.sft import run_sft as fine_tune
 
-    print(fine_tune(config))
-    return 0
+    def work(ranks: Ranks) -> int:
+        announce(ranks, "sft", config=config.model_dump_json())
+        print(fine_tune(config, ranks))
+        return 0
+
+    return run_as_rank(config.policy.device, work)
 
 
 def run_eval(args: argparse.Namespace) -> int:
@@ -278,8 +285,8 @@ _ROLLOUTS = (
     flag("--samples", type=int, default=8, metavar="N", help="rollouts of each group (%(default)s)"),
 )
 COMMANDS = (
-    CliCommand("train", run_train, (*_INPUTS, common.FRESH), settings=_SETTINGS, resumes=_RESUMES),
-    CliCommand("sft", run_sft, _INPUTS, settings=_SETTINGS, resumes=_RESUMES),
+    CliCommand("train", run_train, (*_INPUTS, common.FRESH, common.NPROC), settings=_SETTINGS, resumes=_RESUMES),
+    CliCommand("sft", run_sft, (*_INPUTS, common.NPROC), settings=_SETTINGS, resumes=_RESUMES),
     CliCommand("eval", run_eval, (*_SUBJECT, _add_eval)),
     CliCommand("rollouts", run_rollouts, _ROLLOUTS),
     CliCommand("calibrate", run_calibrate, (_add_calibrate,)),

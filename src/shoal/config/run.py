@@ -67,6 +67,11 @@ class TinyConfig(Settings):
         return self
 
 
+SHARD_BYTES = 1 << 30
+"""Large enough that a small model is one file, small enough that the publishing of a large one begins long before its
+last byte is written."""
+
+
 class PolicyConfig(Settings):
     """Which model is trained."""
 
@@ -75,6 +80,10 @@ class PolicyConfig(Settings):
     tiny: TinyConfig = TinyConfig()
     dtype: Literal["float32", "bfloat16"] = "float32"
     """float32 is faster on CPUs without bf16 support"""
+    publish_dtype: Literal["float32", "bfloat16"] = "float32"
+    """type in which versions are published, sampled from and checked; training and checkpoints stay in `dtype`"""
+    shard_bytes: Annotated[int, Field(ge=1 << 10)] = SHARD_BYTES
+    """largest file of a version's weights in bytes; above it they are several files with an index"""
     device: Device = "auto"
     """where the model computes; auto: the accelerator that torch finds, else the CPU"""
 
@@ -168,6 +177,18 @@ class LearnerConfig(Settings):
     """most tokens in one packed micro-batch"""
     share: bool = True
     """compute identical completions of a group only once; gradients are the same up to rounding"""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """type of the forward and backward computation; weights, gradients, optimizer state and losses are float32"""
+    optimizer_state: Literal["float32", "bfloat16", "int8"] = "float32"
+    """type of AdamW's moments; the shorter ones need the extra `lowbit`"""
+    offload: bool = False
+    """keep weights, gradients and optimizer state in the host's memory (with `--nproc` or torchrun)"""
+    gradient_checkpointing: bool = False
+    """keep only each layer's input for the backward pass, which computes the layer again: less memory, more time"""
+    compile: bool = False
+    """compile the layers by torch.compile; on CPUs it needs a C++ compiler"""
+    attention: Literal["auto", "packed", "flex"] = "auto"
+    """kernel of the attention; auto: torch's flex attention on CUDA, packed elsewhere"""
 
 
 class BatchConfig(Settings):

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from shoal.calibrate.calibrate import CalibrationPlan, calibrate_policy
 from shoal.calibrate.prompts import PromptSource
 from shoal.calibrate.variants import list_setups
@@ -25,9 +27,10 @@ def write_start(config: RunConfig, folder: Path) -> Policy:
     """The folder of v0, as the trainer will write it, and its policy as others will open it."""
     config = settle_config(config)
     tune_process(config.threads)
+    dtype = getattr(torch, config.policy.publish_dtype)
     with atomic_dir(folder) as target:
-        save_policy(load_start(config), target)
-    return open_policy(folder)
+        save_policy(load_start(config), target, dtype=dtype, shard_bytes=config.policy.shard_bytes)
+    return open_policy(folder, dtype=dtype)
 
 
 def calibrate_start(policy: Policy, config: RunConfig, *, chunks: int, tokens: int) -> Calibration:
@@ -48,7 +51,7 @@ def calibrate_start(policy: Policy, config: RunConfig, *, chunks: int, tokens: i
         answer_tokens=min(config.engine.max_tokens, longest),
         step=config.learner.lr,
     )
-    ways = list_setups(config.policy.dtype, threads=1, mixed=False)
-    if config.policy.dtype == "float32":
+    ways = list_setups(config.policy.publish_dtype, threads=1, mixed=False)
+    if config.policy.publish_dtype == "float32":
         ways = [way for way in ways if way.name not in _SKIPPED]
     return calibrate_policy(policy, ways, plan, name=config.name)

@@ -58,7 +58,9 @@ def list_trainer_arguments(prepared: PreparedSwarm) -> tuple[str, ...]:
     """The command of the trainer."""
     layout = prepared.layout
     place = ("--origin", str(layout.folder("origin")), "--folder", str(layout.folder("trainer")))
-    return ("trainer", str(layout.run_settings), "--coordinator", prepared.url, *place)
+    ranks = prepared.config.swarm.trainer_ranks
+    nproc = ("--nproc", str(ranks)) if ranks else ()
+    return ("trainer", str(layout.run_settings), "--coordinator", prepared.url, *place, *nproc)
 
 
 def list_evaluator_arguments(prepared: PreparedSwarm) -> tuple[str, ...]:

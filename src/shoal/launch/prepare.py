@@ -258,7 +258,7 @@ def _write_run_files(config: LaunchConfig, layout: SwarmPaths) -> None:
         filter=core.batch.filter,
         max_tokens=core.engine.max_tokens,
         temperature=core.engine.temperature,
-        dtype=core.policy.dtype,
+        dtype=core.policy.publish_dtype,
         model=hash_model(policy.model),
         weights=find_root(layout.start),
         calibration=hashlib.sha256(layout.calibration.read_bytes()).hexdigest(),

@@ -132,12 +132,12 @@ def read_last_line(folder: Path, name: str) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")[:_LAST_CHARS]
 
 
-def bind_to_parent() -> Callable[[], None] | None:
-    """For a child, before it becomes the command: ask the kernel to stop it when its parent is gone."""
+def bind_to_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], None] | None:
+    """For a child, before it becomes the command: ask the kernel to send it a signal when its parent is gone."""
     if sys.platform != "linux":
         return None
     linux.load_libc()  # not in the child: other threads of ours may hold a lock of the loader
-    return partial(linux.die_with_parent, os.getpid(), signal.SIGTERM)
+    return partial(linux.die_with_parent, os.getpid(), number)
 
 
 class ForkServerError(Exception):

@@ -54,6 +54,8 @@ class SwarmConfig(Settings):
     """relays between the origin and all that pull weights"""
     threads: Annotated[int, Field(ge=1, le=64)] = 1
     """torch threads of each process; the trainer's are `threads`, or as many if that is 0"""
+    trainer_ranks: Annotated[int, Field(ge=0, le=64)] = 0
+    """processes of the trainer, which share its model (`--nproc`); 0: one plain process"""
     slots: Annotated[int, Field(ge=0, le=2**16)] = 0
     """rollouts that a worker decodes side by side; 0: `engine.slots`"""
     groups_per_lease: Annotated[int, Field(ge=0, le=256)] = 0

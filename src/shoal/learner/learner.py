@@ -7,6 +7,8 @@
 - pi_old is the policy before the step's first update. For the first part the training forward pass computes it; the
   other parts are scored in advance.
 - An update whose log-probs or gradient are not finite is skipped and counted; the weights are unchanged.
+- Several ranks (learner/parallel.py) are given the same groups and compute the same update and metrics as one.
+- Weights, gradients, optimizer state and everything after the logits are float32, whatever `learner.precision` is.
 """
 
 from collections.abc import Sequence
@@ -17,12 +19,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shoal.config.run import LearnerConfig, LengthConfig
+from shoal.errors import ConfigError
 from shoal.learner.advantage import NO_LENGTH, build_samples
 from shoal.learner.correction import Correction, build_correction
-from shoal.learner.logprobs import kl_k3, score_tokens
+from shoal.learner.logprobs import kl_k3
 from shoal.learner.losses import LOSSES
 from shoal.learner.losses.base import LossInputs, sum_tokens
-from shoal.learner.metrics import PackMetrics, UpdateMetrics, describe_step
+from shoal.learner.metrics import NUM_TERMS, UpdateMetrics, describe_step, list_numbers
+from shoal.learner.optimizer import build_optimizer
+from shoal.learner.parallel import ONE, Ranks, Share, clip_gradients, deal_packs, measure_norm, score_model, set_sync
+from shoal.policy.decoder import LayerOptions, is_lean, set_layer_options
 from shoal.policy.packing import Pack, Sample, build_packs
 from shoal.rollout import Group
 
@@ -40,55 +46,82 @@ class Learner:
         max_tokens: int,
         reference: PreTrainedModel | None = None,
         length: LengthConfig = NO_LENGTH,
+        ranks: Ranks = ONE,
     ) -> None:
         assert (reference is not None) == (config.loss.kl > 0), "a reference is needed exactly if there is a KL term"
         self.model = model.eval()  # no dropout: sampler and learner must agree on the policy
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
-        )
+        for own in (model, reference):
+            if own is not None:
+                set_layer_options(own, LayerOptions(config.gradient_checkpointing, config.compile))
+        self.optimizer = build_optimizer(model.parameters(), config)
+        self.ranks = ranks
         self.num_updates = 0
         self._config = config
         self._loss = LOSSES[config.loss.name]
         self._max_tokens = max_tokens
         self._reference = reference
         self._length = length
+        self._device = model.device if ranks.mesh is None else ranks.device
+        self._dtype = _choose_dtype(model, config, ranks)
+        if config.attention == "flex" and self._device.type == "cpu":
+            raise ConfigError('learner.attention: "flex" has no backward pass on the CPU; use "auto" or "packed"')
 
     def train_step(self, groups: Sequence[Group]) -> Metrics:
         """Train on the groups of one batch; an empty batch changes nothing."""
         split = _split_parts(groups, self._config.updates)
         parts = [build_samples(part, self._config.advantage, self._length) for part in split]
-        packs = [self._build_packs(samples) for samples in parts]
-        olds = [self._score_old(part, first=index == 0) for index, part in enumerate(packs)]
-        return describe_step([self._update(*update) for update in zip(parts, packs, olds, strict=True)])
+        parts_packs = [self._build_packs(samples) for samples in parts]
+        dealt = [self._deal(packs) for packs in parts_packs]
+        olds = [self._score_old(own, first=index == 0) for index, own in enumerate(dealt)]
+        return describe_step([self._update(*update) for update in zip(parts, parts_packs, dealt, olds, strict=True)])
 
     def _build_packs(self, samples: Sequence[Sample]) -> list[Pack]:
-        packs = build_packs(samples, self._config.micro_tokens, share=self._config.share)
-        return [pack.to(self.model.device) for pack in packs]
+        """Micro-batches on the host, at least one per rank if the samples allow it."""
+        most, ranks = self._config.micro_tokens, self.ranks.size
+        if ranks > 1:
+            prompts = {sample.group: len(sample.rollout.prompt_ids) for sample in samples}
+            total = sum(prompts.values()) + sum(sample.rollout.num_tokens for sample in samples)
+            most = min(most, -(-total // ranks))
+        return build_packs(samples, most, share=self._config.share)
 
-    def _score_old(self, packs: Sequence[Pack], *, first: bool) -> list[Tensor | None]:
+    def _deal(self, packs: Sequence[Pack]) -> list[tuple[Share, Pack]]:
+        """The micro-batches of this rank, on its device."""
+        shares = deal_packs([len(pack.token_ids) for pack in packs], self.ranks)
+        return [(share, packs[share.index].to(self._device, self._config.attention)) for share in shares]
+
+    def _score_old(self, own: Sequence[tuple[Share, Pack]], *, first: bool) -> list[Tensor | None]:
         """log pi_old of each pack; None if the training pass itself computes it."""
         if self._config.old_logprobs == "behaviour":
-            return [pack.behaviour for pack in packs]
+            return [pack.behaviour for _, pack in own]
         if first:
-            return [None for _ in packs]
+            return [None for _ in own]
         with torch.no_grad():
-            return [score_tokens(self.model, pack).logprobs for pack in packs]
+            return [score_model(self.model, pack, dtype=self._dtype).logprobs for _, pack in own]
 
-    def _update(self, samples: Sequence[Sample], packs: Sequence[Pack], olds: Sequence[Tensor | None]) -> UpdateMetrics:
+    def _update(
+        self,
+        samples: Sequence[Sample],
+        packs: Sequence[Pack],
+        own: Sequence[tuple[Share, Pack]],
+        olds: Sequence[Tensor | None],
+    ) -> UpdateMetrics:
         lengths = torch.tensor([sample.rollout.num_tokens for sample in samples])
         weights = self._loss.sample_weights(lengths, self._max_tokens)
         weight_of = {id(sample): float(weight) for sample, weight in zip(samples, weights, strict=True)}
-        tally = UpdateMetrics()
+        numbers = torch.zeros(len(packs), NUM_TERMS, dtype=torch.float64, device=self._device)
         self.optimizer.zero_grad(set_to_none=True)
-        for pack, old in zip(packs, olds, strict=True):
-            pack_weights = torch.tensor([weight_of[id(sample)] for sample in pack.samples], device=pack.segment.device)
-            self._backward(pack, pack_weights, old, tally)
-        self._apply(tally)
-        return tally
+        for index, ((share, pack), old) in enumerate(zip(own, olds, strict=True)):
+            set_sync(self.model, index == len(own) - 1)
+            values = [weight_of[id(sample)] * share.counts for sample in pack.samples]
+            found = self._backward(pack, torch.tensor(values, device=self._device), old)
+            if share.counts:
+                numbers[share.index] = found
+        return self._apply(packs, self.ranks.sum(numbers))
 
-    def _backward(self, pack: Pack, weights: Tensor, old: Tensor | None, tally: UpdateMetrics) -> None:
+    def _backward(self, pack: Pack, weights: Tensor, old: Tensor | None) -> Tensor:
+        """Add the gradient of one micro-batch, and return its numbers for the metrics."""
         config = self._config.loss
-        scores = score_tokens(self.model, pack, entropy_grad=config.entropy > 0)
+        scores = score_model(self.model, pack, entropy_grad=config.entropy > 0, dtype=self._dtype)
         current = scores.logprobs.detach()
         old = current if old is None else old
         # Not read here, which would wait for the device: `UpdateMetrics.read` skips the whole update if it is false.
@@ -109,7 +142,7 @@ class Learner:
         total = policy + config.kl * kl - config.entropy * entropy
         total.backward()  # type: ignore[no-untyped-call]
         terms = {"total": total, "policy": policy, "kl": kl, "entropy": scores.entropy}
-        tally.add_pack(PackMetrics.of(finite, output=output, correction=correction, **terms))
+        return list_numbers(finite, output=output, correction=correction, **terms)
 
     def _correct(self, pack: Pack, current: Tensor, old: Tensor) -> Correction:
         """Weights of the policy term, and how far the policy is from the sampler's."""
@@ -126,21 +159,34 @@ class Learner:
         if self._reference is None:
             return torch.zeros_like(logprobs)
         with torch.no_grad():
-            reference = score_tokens(self._reference, pack).logprobs
+            reference = score_model(self._reference, pack, dtype=self._dtype).logprobs
         return kl_k3(logprobs, reference)
 
-    def _apply(self, tally: UpdateMetrics) -> None:
-        config = self._config
-        rate = config.lr * min(1.0, (self.num_updates + 1) / max(config.warmup_steps, 1))
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
-        tally.lr = rate
-        tally.read(norm)
+    def _apply(self, packs: Sequence[Pack], numbers: Tensor) -> UpdateMetrics:
+        """Clip and step, unless anything is not finite."""
+        config, tally = self._config, UpdateMetrics()
+        tally.lr = config.lr * min(1.0, (self.num_updates + 1) / max(config.warmup_steps, 1))
+        parameters = list(self.model.parameters())
+        norm = measure_norm(parameters, self.ranks)
+        tally.read(packs, numbers, norm)
         if tally.skipped:
-            return
+            return tally
+        clip_gradients(parameters, norm, config.max_grad_norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = tally.lr
         self.optimizer.step()
         self.num_updates += 1
+        return tally
+
+
+def _choose_dtype(model: PreTrainedModel, config: LearnerConfig, ranks: Ranks) -> torch.dtype | None:
+    """What a plain process casts weights to inside its forward pass; FSDP2 casts by itself."""
+    if config.precision == "float32" or ranks.mesh is not None:
+        return None
+    if not is_lean(model):
+        name = model.config.model_type
+        raise ConfigError(f'learner.precision: "bfloat16" with {name} needs FSDP2; add --nproc 1')
+    return torch.bfloat16
 
 
 def _split_parts(groups: Sequence[Group], num: int) -> list[list[Group]]:

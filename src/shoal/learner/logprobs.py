@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shoal.learner.losses.base import LOG_RATIO_BOUND
-from shoal.policy.decoder import run_decoder
+from shoal.policy.decoder import apply_head, run_decoder
 from shoal.policy.packing import Pack
 
 CHUNK_BYTES = 2**27
@@ -50,9 +50,14 @@ class TokenScores:
     entropy: Tensor
 
 
-def score_tokens(model: PreTrainedModel, pack: Pack, *, entropy_grad: bool = False) -> TokenScores:
-    """log-softmax(logits / temperature) of each completion token, and the distribution's entropy."""
-    hidden = run_decoder(model, pack.token_ids, pack.positions, pack.attention).index_select(0, pack.rows)
+def score_tokens(
+    model: PreTrainedModel, pack: Pack, *, entropy_grad: bool = False, dtype: torch.dtype | None = None
+) -> TokenScores:
+    """log-softmax(logits / temperature) of each completion token, and the distribution's entropy.
+
+    `dtype` is the type of the forward pass up to the logits (default: that of the weights).
+    """
+    hidden = run_decoder(model, pack.token_ids, pack.positions, pack.attention, dtype=dtype).index_select(0, pack.rows)
     temperatures = pack.temperatures if pack.is_scaled else None
     return score_states(hidden, model.get_output_embeddings(), pack.targets, temperatures, entropy_grad=entropy_grad)
 
@@ -66,7 +71,7 @@ def score_states(
         rows = max(1, CHUNK_BYTES // (4 * head.out_features))
         inputs = (hidden, head.weight, head.bias, targets, temperatures, rows, entropy_grad)
         return TokenScores(*_ChunkedScores.apply(*inputs))  # type: ignore[no-untyped-call]
-    logits = head(hidden).float()
+    logits = apply_head(head, hidden)
     if temperatures is not None:
         logits = logits / temperatures[:, None]
     logprobs = -F.cross_entropy(logits, targets, reduction="none")
@@ -95,8 +100,9 @@ class _ChunkedScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
+        head = _cast(weight, hidden), _cast(bias, hidden)
         for part in _cut_rows(len(hidden), rows):
-            scores = _score_words(hidden[part], weight, bias, _take(temperatures, part))
+            scores = _score_words(hidden[part], *head, _take(temperatures, part))
             logprobs[part] = scores.gather(1, targets[part, None])[:, 0]
             entropy[part] = -(scores.exp().mul_(scores)).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, entropy)
@@ -114,15 +120,16 @@ class _ChunkedScores(torch.autograd.Function):
         # Sums over chunks in float32, whatever the type of the weights: bfloat16 would lose small addends.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
+        head = _cast(weight, hidden), _cast(bias, hidden)
         for part in _cut_rows(len(hidden), ctx.rows):
-            scores = _score_words(hidden[part], weight, bias, _take(temperatures, part))
+            scores = _score_words(hidden[part], *head, _take(temperatures, part))
             own, spread = grads[0][part, None], grads[1][part, None] if ctx.entropy_grad else None
             slope = _differentiate(scores, own, spread, entropy[part, None], targets[part, None])
             if temperatures is not None:
                 slope.div_(temperatures[part, None])
             slope = slope.to(hidden.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = slope @ weight
+                grad_hidden[part] = slope @ head[0]
             if grad_weight is not None and slope.dtype == grad_weight.dtype:
                 grad_weight.addmm_(slope.t(), hidden[part])  # without a product of the size of the weight
             elif grad_weight is not None:
@@ -147,6 +154,11 @@ def _differentiate(scores: Tensor, own: Tensor, spread: Tensor | None, entropy: 
     if spread is None:
         return probs.mul_(-own).scatter_add_(1, targets, own)
     return scores.add_(entropy).mul_(spread).add_(own).mul_(probs).neg_().scatter_add_(1, targets, own)
+
+
+def _cast(parameter: Any, hidden: Tensor) -> Any:
+    """A parameter of the head, if there is one, in the type of the product."""
+    return None if parameter is None else parameter.to(hidden.dtype)
 
 
 def _cut_rows(num: int, rows: int) -> Iterator[slice]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -10,33 +10,26 @@ from torch import Tensor
 
 from shoal.learner.correction import Correction, Mismatch
 from shoal.learner.losses.base import LossOutput
+from shoal.policy.packing import Pack
+
+NUM_TERMS = 7 + 8
+"""numbers of a micro-batch: finite, total, policy, kl, clipped, entropy, largest ratio, then the sums of `Mismatch`"""
 
 
-@dataclass(frozen=True, slots=True)
-class PackMetrics:
-    """The numbers of one micro-batch, on the device of the model."""
-
-    num_tokens: int
-    num_samples: int
-    numbers: Tensor
-    """float64: finite, total, policy, kl, clipped, entropy, largest ratio, then the sums of `Mismatch`"""
-
-    @classmethod
-    def of(
-        cls,
-        finite: Tensor,
-        *,
-        total: Tensor,
-        policy: Tensor,
-        kl: Tensor,
-        output: LossOutput,
-        entropy: Tensor,
-        correction: Correction,
-    ) -> "PackMetrics":
-        """Gather the numbers; nothing is read."""
-        tensors = (finite, total, policy, kl, output.clipped.sum(), entropy.sum(), output.ratio.max())
-        terms = torch.stack([tensor.detach().double() for tensor in tensors])
-        return cls(correction.num_tokens, correction.num_samples, torch.cat((terms, correction.sums)))
+def list_numbers(
+    finite: Tensor,
+    *,
+    total: Tensor,
+    policy: Tensor,
+    kl: Tensor,
+    output: LossOutput,
+    entropy: Tensor,
+    correction: Correction,
+) -> Tensor:
+    """The numbers of one micro-batch in float64, on the device of the model; nothing is read."""
+    tensors = (finite, total, policy, kl, output.clipped.sum(), entropy.sum(), output.ratio.max())
+    terms = torch.stack([tensor.detach().double() for tensor in tensors])
+    return torch.cat((terms, correction.sums))
 
 
 @dataclass(slots=True)
@@ -54,35 +47,27 @@ class UpdateMetrics:
     entropy_sum: float = 0.0
     ratio_max: float = 0.0
     mismatch: Mismatch | None = None
-    _unread: list[PackMetrics] = field(default_factory=list)
 
-    def add_pack(self, pack: PackMetrics) -> None:
-        """Add a micro-batch; its numbers stay on the device until `read`."""
-        self._unread.append(pack)
-
-    def read(self, norm: Tensor) -> None:
-        """Read the gradient norm and the numbers of all micro-batches, in one transfer: each waits for the device."""
-        columns = [pack.numbers for pack in self._unread] + [norm.detach().double()[None]]
-        numbers = torch.cat(columns).tolist()
-        self.grad_norm = numbers.pop()
-        size = len(numbers) // max(len(self._unread), 1)
-        for index, pack in enumerate(self._unread):
-            self._add_numbers(pack, numbers[index * size : (index + 1) * size])
+    def read(self, packs: Sequence[Pack], numbers: Tensor, norm: Tensor) -> None:
+        """Read the numbers of all micro-batches (packs, NUM_TERMS) and the gradient norm in one transfer: each waits
+        for the device."""
+        *rows, self.grad_norm = torch.cat((numbers.flatten(), norm.detach().double()[None])).tolist()
+        for index, pack in enumerate(packs):
+            self._add_numbers(pack, rows[index * NUM_TERMS : (index + 1) * NUM_TERMS])
         self.skipped |= not math.isfinite(self.grad_norm)
-        self._unread.clear()
 
-    def _add_numbers(self, pack: PackMetrics, numbers: list[float]) -> None:
+    def _add_numbers(self, pack: Pack, numbers: list[float]) -> None:
         finite, total, policy, kl, clipped, entropy, ratio, *mismatch = numbers
         if not finite:
             self.skipped = True  # no ratio could be formed; gradients of the other micro-batches are not applied either
             return
         # The terms are already weighted, so they can be summed.
         self.total, self.policy, self.kl = self.total + total, self.policy + policy, self.kl + kl
-        self.num_tokens += pack.num_tokens
+        self.num_tokens += len(pack.targets)
         self.num_clipped += int(clipped)
         self.entropy_sum += entropy
         self.ratio_max = max(self.ratio_max, ratio)
-        own = Mismatch(pack.num_tokens, pack.num_samples, *mismatch)
+        own = Mismatch(len(pack.targets), len(pack.samples), *mismatch)
         self.mismatch = own if self.mismatch is None else self.mismatch.merge(own)
 
 

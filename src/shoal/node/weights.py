@@ -21,7 +21,8 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.node.session import Session
-from shoal.policy.model import WEIGHTS, Policy, copy_policy, open_policy
+from shoal.policy.model import Policy, copy_policy, open_policy
+from shoal.policy.weights import is_weights
 from shoal.recipe import Recipe
 from shoal.shardcast.client import ShardcastClient
 from shoal.shardcast.fetch.upstreams import GoneError
@@ -87,7 +88,7 @@ class WeightsOpener:
         other_files = _hash_other_files(folder)
         policy = None
         if self._last is not None and self._last[0] == other_files:
-            policy = copy_policy(self._last[1], folder / WEIGHTS)
+            policy = copy_policy(self._last[1], folder)
         if policy is None:
             policy = open_version(version, folder, self._recipe, self._device)
         self._last = other_files, policy
@@ -98,7 +99,7 @@ def _hash_other_files(folder: Path) -> str:
     """A hash of all files except the weights."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.name != WEIGHTS:
+        if not is_weights(path.name):
             digest.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 

@@ -222,8 +222,7 @@ def _count_layer(shape: ModelShape, options: TrainerOptions, pack: PackShape) ->
     if shape.has_qk_norm:
         rest += pack.tokens * (heads + kv_heads) * (4 if item == 4 else 6)
     if options.lora is not None:
-        names = [name for name, _, _ in shape.linears if name in options.lora.targets]
-        rest += pack.tokens * item * options.lora.rank * len(names)
+        rest += pack.tokens * item * options.lora.rank * len(shape.find_targets(options.lora.targets))
     return float(rest + _count_attention(shape, item, pack, flex=options.flex_attention))
 
 

@@ -25,17 +25,23 @@ _TOLERANCE, _SHORT_TOLERANCE = 1e-3, 0.1
 
 def check_model(model: PreTrainedModel) -> None:
     """Reject a model that `attend` cannot express, or whose own forward gives different logits."""
+    check_kind(model)
     name = f"policy.path: {model.config.model_type}"
-    if obstacle := _find_obstacle(model.config):
-        raise ConfigError(f"{name} with {obstacle} is not supported")
-    if not is_lean(model) and not getattr(model, "_supports_attention_backend", False):
-        raise ConfigError(f"{name} is not supported: it has no pluggable attention in transformers")
     try:
         error = _probe_model(model)
     except _FAILURES as failure:
         raise ConfigError(f"{name} is not supported: {first_line(failure)}") from failure
     if not error <= (_TOLERANCE if model.dtype == torch.float32 else _SHORT_TOLERANCE):
         raise ConfigError(f"{name} is not supported: packed sequences give different logits than separate ones")
+
+
+def check_kind(model: PreTrainedModel) -> None:
+    """The part of `check_model` that needs no weights."""
+    name = f"policy.path: {model.config.model_type}"
+    if obstacle := _find_obstacle(model.config):
+        raise ConfigError(f"{name} with {obstacle} is not supported")
+    if not is_lean(model) and not getattr(model, "_supports_attention_backend", False):
+        raise ConfigError(f"{name} is not supported: it has no pluggable attention in transformers")
 
 
 def first_line(error: Exception) -> str:

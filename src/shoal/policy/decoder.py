@@ -11,6 +11,8 @@ Shapes: N tokens of any number of sequences, W width, H heads, K key/value heads
   layer brings its attention along: the backward pass runs when `run_decoder` is over, on GPUs in another thread.
 """
 
+import os
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
@@ -68,6 +70,8 @@ class LayerOptions:
     """by torch.compile, except for the attention"""
 
 
+_COMPILERS = (os.environ.get("CXX", ""), "g++", "clang++")
+"""What torch.compile looks for on a CPU."""
 _OPTIONS = "shoal_options"
 """Attribute of a layer's module: it stays with the module when FSDP2 changes its class, and in copies of the model."""
 
@@ -77,6 +81,8 @@ def set_layer_options(model: PreTrainedModel, options: LayerOptions) -> None:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers and options != LayerOptions():
         raise ConfigError(f"learner: {model.config.model_type} has no layers that can be recomputed or compiled")
+    if options.compile and model.device.type == "cpu" and not any(map(shutil.which, _COMPILERS)):
+        raise ConfigError(f"learner.compile: no C++ compiler found ({', '.join(filter(None, _COMPILERS))})")
     for layer in layers:
         setattr(layer, _OPTIONS, options)
 
@@ -105,17 +111,35 @@ def fuse_layers(model: PreTrainedModel) -> list[Layer]:
 
 
 def run_decoder(
-    model: PreTrainedModel, token_ids: Tensor, positions: Tensor, attend: Attend, layers: list[Layer] | None = None
+    model: PreTrainedModel,
+    token_ids: Tensor,
+    positions: Tensor,
+    attend: Attend,
+    layers: list[Layer] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Hidden states (N, W) after the final norm. Pass `layers` to avoid fusing again if the weights did not change."""
+    """Hidden states (N, W) after the final norm. Pass `layers` to avoid fusing again if the weights did not change.
+
+    `dtype` is the type of the computation (default: that of the weights); gradients arrive in the type of the weights.
+    """
     if not is_lean(model):
+        assert dtype is None, "only the lean loop casts weights"
         return _run_hub(model, token_ids, positions, attend)
-    return _run_lean(model, token_ids, positions, attend, layers)
+    return _run_lean(model, token_ids, positions, attend, layers, dtype)
 
 
 def compute_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Float32 logits (N, vocabulary)."""
-    return model.get_output_embeddings()(hidden).float()  # type: ignore[no-any-return]
+    """Float32 logits (N, vocabulary), from a product in the type of the hidden states."""
+    return apply_head(model.get_output_embeddings(), hidden)
+
+
+def apply_head(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """`compute_logits` of a model with this head."""
+    if head.weight.dtype == hidden.dtype:
+        return head(hidden).float()  # type: ignore[no-any-return]
+    bias = None if head.bias is None else head.bias.to(hidden.dtype)
+    return F.linear(hidden, head.weight.to(hidden.dtype), bias).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +154,20 @@ class LayerInput:
 
 
 def _run_lean(
-    model: PreTrainedModel, token_ids: Tensor, positions: Tensor, attend: Attend, layers: list[Layer] | None
+    model: PreTrainedModel,
+    token_ids: Tensor,
+    positions: Tensor,
+    attend: Attend,
+    layers: list[Layer] | None,
+    dtype: torch.dtype | None,
 ) -> Tensor:
     body, config = model.model, model.config
-    x = F.embedding(token_ids, body.embed_tokens.weight)
-    cos, sin = _rotation(model, positions)
+    x = F.embedding(token_ids, body.embed_tokens.weight.to(dtype or body.embed_tokens.weight.dtype))
+    cos, sin = (table.to(x.dtype) for table in _rotation(model, positions))
     for index, module in enumerate(body.layers):
         given = LayerInput(config, index, cos, sin, attend)
         x = _call_layer(module, x, given) if layers is None else _run_layer(layers[index], x, given)
-    return rms_norm(x, body.norm.weight, config.rms_norm_eps)
+    return rms_norm(x, body.norm.weight.to(x.dtype), config.rms_norm_eps)
 
 
 def _call_layer(module: nn.Module, x: Tensor, given: LayerInput) -> Tensor:
@@ -170,7 +199,7 @@ def _forward_layer(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_module(module: nn.Module, x: Tensor, given: LayerInput, *, compiled: bool) -> Tensor:
-    return _run_layer(_fuse_layer(module), x, given, compiled=compiled)
+    return _run_layer(_fuse_layer(module, x.dtype), x, given, compiled=compiled)
 
 
 def _run_layer(layer: Layer, x: Tensor, given: LayerInput, *, compiled: bool = False) -> Tensor:
@@ -222,26 +251,28 @@ def _rotation(model: PreTrainedModel, positions: Tensor) -> tuple[Tensor, Tensor
     return cos.index_select(0, positions), signed.index_select(0, positions)
 
 
-def _fuse_layer(layer: nn.Module) -> Layer:
+def _fuse_layer(layer: nn.Module, dtype: torch.dtype | None = None) -> Layer:
+    """The weights of a layer, in `dtype` if given: cast before anything else, as FSDP2 casts what it gathers."""
     attention: Any = layer.self_attn
     mlp: Any = layer.mlp
+    dtype = dtype or mlp.down_proj.weight.dtype
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-    biased = parts[0].bias is not None
+    biased, out_bias = parts[0].bias is not None, attention.o_proj.bias
     return Layer(
-        input_norm=layer.input_layernorm.weight,  # type: ignore[union-attr, arg-type]
-        qkv=torch.cat([part.weight for part in parts]),
-        qkv_bias=torch.cat([part.bias for part in parts]) if biased else None,
-        qk_norm=_fuse_norms(attention) if hasattr(attention, "q_norm") else None,
-        out=attention.o_proj.weight,
-        out_bias=attention.o_proj.bias,
-        mlp_norm=layer.post_attention_layernorm.weight,  # type: ignore[union-attr, arg-type]
-        gate_up=torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)),
-        down=mlp.down_proj.weight,
+        input_norm=layer.input_layernorm.weight.to(dtype),  # type: ignore[union-attr, operator]
+        qkv=torch.cat([part.weight.to(dtype) for part in parts]),
+        qkv_bias=torch.cat([part.bias.to(dtype) for part in parts]) if biased else None,
+        qk_norm=_fuse_norms(attention, dtype) if hasattr(attention, "q_norm") else None,
+        out=attention.o_proj.weight.to(dtype),
+        out_bias=None if out_bias is None else out_bias.to(dtype),
+        mlp_norm=layer.post_attention_layernorm.weight.to(dtype),  # type: ignore[union-attr, operator]
+        gate_up=torch.cat((mlp.gate_proj.weight.to(dtype), mlp.up_proj.weight.to(dtype))),
+        down=mlp.down_proj.weight.to(dtype),
     )
 
 
-def _fuse_norms(attention: Any) -> Tensor:
-    q_norm, k_norm = attention.q_norm.weight, attention.k_norm.weight
+def _fuse_norms(attention: Any, dtype: torch.dtype) -> Tensor:
+    q_norm, k_norm = attention.q_norm.weight.to(dtype), attention.k_norm.weight.to(dtype)
     heads = attention.q_proj.out_features // len(q_norm), attention.k_proj.out_features // len(k_norm)
     return torch.cat((q_norm.expand(heads[0], -1), k_norm.expand(heads[1], -1)))
 

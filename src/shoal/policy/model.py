@@ -1,7 +1,7 @@
 """Policies: a Hugging Face causal LM with its tokenizer, loaded from a folder or hub id, or a tiny one from scratch.
 
 A saved policy is an ordinary Hugging Face folder (config, safetensors, tokenizer), which transformers and vLLM can
-load.
+load. Its weights are one file or several (`policy/weights.py`), read and written tensor by tensor.
 """
 
 import copy
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,21 +24,20 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
-from shoal.config.run import PolicyConfig, TinyConfig
+from shoal.config.run import SHARD_BYTES, PolicyConfig, TinyConfig
 from shoal.errors import ConfigError
 from shoal.policy.compatibility import check_model, first_line
 from shoal.policy.tokenizer import build_tokenizer
+from shoal.policy.weights import INDEX, WeightsReader, describe_tensors, plan_layout, write_weights
 from shoal.seeds import derive_seed
 
 disable_progress_bar()  # users see only shoal's own progress bars
 
 _FF_MULTIPLE = 64
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_ONE_FILE = "1000TB"
-"""Weights stay one file, model.safetensors: its hash names the version, and its bytes are broadcast."""
-WEIGHTS = "model.safetensors"
 
 
 @dataclass(slots=True)
@@ -98,62 +97,114 @@ def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32, device:
     """Open a saved policy. Weights are read only from safetensors: no pickle, no code from the folder."""
     path = find_policy(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        if (Path(path) / INDEX).is_file():
+            WeightsReader(Path(path)).close()  # transformers would open any path that the index names
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError, ConfigError) as error:
         reason = first_line(error)
         raise ConfigError(f"policy.path: cannot load a causal LM from {str(path)!r}: {reason}") from error
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         text = f"{len(missing)} missing, first {missing[0]!r}"
         raise ConfigError(f"policy.path: the weights of {str(path)!r} are incomplete, {text}")
-    _check_tokenizer(tokenizer, model, path)
+    tokenizer = open_tokenizer(path, model)
     check_model(model)
     return Policy(model=model.to(device), tokenizer=tokenizer)
 
 
-def copy_policy(policy: Policy, weights: Path) -> Policy | None:
-    """The same model with the weights of a file; None if the file does not hold exactly its tensors.
+def copy_policy(policy: Policy, folder: Path) -> Policy | None:
+    """The same model with the weights of a folder; None if the folder does not hold exactly its tensors.
 
     Opening a folder takes several times longer, because transformers detects everything again.
     """
     try:
-        found = load_file(weights)
-    except (OSError, SafetensorError):
+        reader = WeightsReader(folder)
+    except ConfigError:
         return None
-    model = copy.deepcopy(policy.model)
-    own = name_tensors(model, found)
-    if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in found.items()}:
-        return None
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(found[name])
+    with reader:
+        shapes = {name: tuple(tensor.shape) for name, tensor in name_tensors(policy.model, reader.tensors).items()}
+        if shapes != {name: spec.shape for name, spec in reader.specs.items()}:
+            return None
+        model = copy.deepcopy(policy.model)
+        for name, tensor in name_tensors(model, reader.tensors).items():
+            reader.copy_into(name, tensor)
     return Policy(model=model, tokenizer=policy.tokenizer)
 
 
-def name_tensors(model: PreTrainedModel, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def name_tensors(model: PreTrainedModel, found: Mapping[str, object]) -> dict[str, Tensor]:
     """A model's tensors, each once. Tied tensors are one, and a file holds it under one of its names."""
     own = model.state_dict(keep_vars=True)  # tied tensors are one object
     given = {id(own[name]) for name in own.keys() & found.keys()}
     return {name: tensor.detach() for name, tensor in own.items() if name in found or id(tensor) not in given}
 
 
-def save_policy(policy: Policy, folder: Path) -> None:
-    """Write the Hugging Face folder. Not atomic: callers write into a folder that is renamed when complete."""
-    policy.model.save_pretrained(folder, max_shard_size=_ONE_FILE)
+def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """A model's tensors by the names and in the order of `save_pretrained`: tied ones once, under the name that loads.
+
+    They may be on any device, and sharded. They are copied only for architectures whose files have other tensors than
+    the model (experts that are saved one by one).
+    """
+    own = model.state_dict(keep_vars=True)
+    kept = {id(tensor): name for name, tensor in own.items()}
+    kept |= {id(tensor): name for name, tensor in own.items() if name not in model.all_tied_weights_keys}
+    ignored = set(model._keys_to_ignore_on_save or ())
+    tensors = {
+        name: tensor.detach() for name, tensor in own.items() if kept[id(tensor)] == name and name not in ignored
+    }
+    return revert_weight_conversion(model, tensors)  # type: ignore[no-any-return]
+
+
+def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Round a model's weights in place, as opening its folder in this type does.
+
+    `model.to` would also round the frequencies of the rotation, which stay in float32 there.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def save_policy(
+    policy: Policy, folder: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write the Hugging Face folder, with floating-point weights in `dtype` (default: as they are).
+
+    Not atomic: callers write into a folder that is renamed when complete.
+    """
+    save_settings(policy, folder, dtype)
+    tensors = saved_tensors(policy.model)
+    write_weights(folder, plan_layout(describe_tensors(tensors, dtype), shard_bytes), tensors)
+
+
+def save_settings(policy: Policy, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write everything of the folder except the weights: configs and tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = policy.model
+    config = copy.deepcopy(model.config)
+    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # sharding changes the name of the class
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
 
 
-def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str | Path) -> None:
-    """transformers creates an empty tokenizer if a folder has none."""
+def open_tokenizer(path: str | Path, model: PreTrainedModel) -> PreTrainedTokenizerBase:
+    """The tokenizer of a saved policy; transformers creates an empty one if a folder has none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = first_line(error)
+        raise ConfigError(f"policy.path: cannot load the tokenizer of {str(path)!r}: {reason}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ConfigError(f"policy.path: {str(path)!r} has no tokenizer")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"policy.path: the tokenizer of {str(path)!r} has no end token")
     if len(tokenizer) > (rows := model.config.vocab_size):
         raise ConfigError(f"policy.path: the tokenizer of {str(path)!r} has {len(tokenizer)} tokens, the model {rows}")
+    return tokenizer
 
 
 def describe_tiny(config: TinyConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:

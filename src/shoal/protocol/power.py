@@ -122,8 +122,8 @@ class Dial:
             raise ConfigError(
                 f"validation.guarantee: {describe_promise(self._config.guarantee)} cannot be kept against "
                 f"{', '.join(broken)}, even if all {self._rollouts} rollouts of a submission are replayed; use "
-                "policy.dtype=float32, larger leases (swarm.groups_per_lease), more submissions, or remove the attack "
-                "from validation.promised"
+                "policy.publish_dtype=float32, larger leases (swarm.groups_per_lease), more submissions, or remove the "
+                "attack from validation.promised"
             )
         if self.hardest is None:
             return params
@@ -145,7 +145,8 @@ class Dial:
             if cover.evidence.gain:
                 seen += f", each adds {cover.evidence.gain:.2g} nats"
             if within is None:
-                lines.append((False, f"{seen}; NOT caught within {_TRIED[-1]:,} submissions: use policy.dtype=float32"))
+                advice = "use policy.publish_dtype=float32"
+                lines.append((False, f"{seen}; NOT caught within {_TRIED[-1]:,} submissions: {advice}"))
             else:
                 is_kept = self._is_kept_spread(cover, checked)
                 rest = "" if is_kept else ", but NOT if it is spread over single rollouts"

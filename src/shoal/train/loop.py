@@ -14,18 +14,23 @@ import time
 from contextlib import ExitStack
 from copy import deepcopy
 
+import torch
+from transformers import PreTrainedModel
+
 from shoal.config.run import RunConfig
 from shoal.engine import open_engine
 from shoal.errors import ConfigError
 from shoal.learner.checkpoint import find_newest
 from shoal.learner.learner import Metrics
-from shoal.policy.model import find_policy
+from shoal.learner.parallel import ONE, Ranks
+from shoal.learner.sharded import build_whole
+from shoal.policy.model import cast_weights, find_policy
 from shoal.rollout import Group
 from shoal.tasks.open import check_tasks, open_tasks, pin_tasks
 from shoal.tasks.stats import STATS_NAME, Curriculum, TaskStats
 from shoal.train.eval import draw_tasks, evaluate
 from shoal.train.report import describe_gain, write_report
-from shoal.train.resume import open_state, save_state
+from shoal.train.resume import open_state
 from shoal.train.rollout_files import write_groups
 from shoal.train.rundir import RunDir, is_swarms, run_path
 from shoal.train.sampler import SampledBatch, Sampler
@@ -38,8 +43,8 @@ from shoal.util.process import tune_process
 logger = logging.getLogger(__name__)
 
 
-def run_training(config: RunConfig, *, fresh: bool = False) -> int:
-    """Train to the last step, from the newest checkpoint if there is one."""
+def run_training(config: RunConfig, *, fresh: bool = False, ranks: Ranks = ONE) -> int:
+    """Train to the last step, from the newest checkpoint if there is one. Rank 0 calls this."""
     config = settle_config(config)
     if not fresh and is_swarms(path := run_path(config)):
         raise ConfigError(
@@ -53,7 +58,7 @@ def run_training(config: RunConfig, *, fresh: bool = False) -> int:
         stack.callback(console.close)
         tracker = open_tracker(config, run.path)
         stack.callback(tracker.close)
-        TrainingLoop(config, run, console, tracker).run()
+        TrainingLoop(config, run, console, tracker, ranks).run()
     return 0
 
 
@@ -78,15 +83,16 @@ def settle_config(config: RunConfig) -> RunConfig:
 class TrainingLoop:
     """Policy, learner, engine and versions of one run."""
 
-    def __init__(self, config: RunConfig, run: RunDir, console: Console, tracker: Tracker) -> None:
-        tune_process(config.threads)
+    def __init__(self, config: RunConfig, run: RunDir, console: Console, tracker: Tracker, ranks: Ranks = ONE) -> None:
+        tune_process(ranks.divide_threads(config.threads))
         self._config, self._run, self._console, self._tracker = config, run, console, tracker
         self._family = open_tasks(config)
         self._checkpoint = find_newest(run.checkpoints_path)
-        self._state = open_state(config, self._checkpoint)
+        self._state = open_state(config, self._checkpoint, ranks)
         self._keep_version()
         policy = self._state.policy
-        self._engine = open_engine(config.engine, deepcopy(policy.model), eos_id=policy.eos_id, version=self.step)
+        sampled = cast_weights(self._copy_model(), getattr(torch, config.policy.publish_dtype))
+        self._engine = open_engine(config.engine, sampled, eos_id=policy.eos_id, version=self.step)
         self._stats = TaskStats(run.path / STATS_NAME, last=self.step if self._checkpoint is not None else -1)
         curriculum = Curriculum(self._stats, config.batch) if config.batch.curriculum else None
         self._sampler = Sampler(self._engine, self._family, policy.tokenizer, config, curriculum)
@@ -113,6 +119,7 @@ class TrainingLoop:
                 self._evaluate()
             if last or self.step % config.checkpoint.every == 0:
                 self._save()
+        self._state.finish()
         logger.info(describe_gain(self._run.path))
         logger.info(f"report: {write_report(self._run.path)}")
 
@@ -124,7 +131,7 @@ class TrainingLoop:
         drawn = self._sampler.draw_batch(step)
         sampled = time.perf_counter()
         self._check_staleness(step, drawn.batch.groups)
-        metrics = self._state.learner.train_step(drawn.batch.groups)
+        metrics = self._state.train(drawn.batch.groups)
         trained = time.perf_counter()
         self._state.step = step
         self._keep_version()
@@ -149,10 +156,16 @@ class TrainingLoop:
 
     def _keep_version(self) -> None:
         """Keep the current weights, and drop those that no later step samples with."""
-        weights, versions = self._state.policy.model.state_dict(), self._state.versions
-        versions[self.step] = {name: tensor.clone() for name, tensor in weights.items()}
+        versions = self._state.versions
+        versions[self.step] = self._state.gather()
         while next(iter(versions)) < self.step - self._config.async_level:
             versions.popitem(last=False)
+
+    def _copy_model(self) -> PreTrainedModel:
+        """The whole model, for the engine in this process."""
+        model = self._state.policy.model
+        is_sharded = self._state.ranks.mesh is not None
+        return build_whole(model, self._state.versions[self.step]) if is_sharded else deepcopy(model)
 
     def _record(self, metrics: Metrics, drawn: SampledBatch) -> None:
         if self._config.rollouts:
@@ -175,4 +188,4 @@ class TrainingLoop:
         self._console.report_eval(self.step, result.metrics())
 
     def _save(self) -> None:
-        save_state(self._run.checkpoints_path, self._state, self._config.checkpoint.keep)
+        self._state.save(self._run.checkpoints_path, self._config.checkpoint.keep)

@@ -19,20 +19,30 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from shoal.config.run import RunConfig, SftConfig, config_hash
+from shoal.config.run import LearnerConfig, RunConfig, SftConfig, config_hash
 from shoal.errors import ConfigError
 from shoal.group import encode_task
 from shoal.learner.checkpoint import load_optimizer, save_optimizer
-from shoal.learner.logprobs import score_tokens
-from shoal.policy.model import Policy, load_policy, reopen_policy, save_policy
+from shoal.learner.parallel import (
+    ONE,
+    Ranks,
+    clip_gradients,
+    deal_packs,
+    measure_norm,
+    score_model,
+    set_sync,
+)
+from shoal.learner.sharded import load_shards, open_shards, shared_dir, write_rows
+from shoal.policy.model import Policy
 from shoal.policy.packing import Pack, Sample, build_packs
 from shoal.policy.tokenizer import encode_completion
+from shoal.policy.weights import hash_weights
 from shoal.rollout import Finish, Rollout
 from shoal.seeds import derive_seed
 from shoal.tasks.base import Family, Task
@@ -40,9 +50,7 @@ from shoal.tasks.open import open_tasks, read_set
 from shoal.tasks.split import heldout_tasks, train_task
 from shoal.util.disk import guard_disk
 from shoal.util.files import (
-    atomic_dir,
     hash_dir,
-    hash_file,
     open_lock,
     read_accounts,
     remove_dir,
@@ -58,7 +66,8 @@ _PACK_TOKENS = 4096
 _GRAD_NORM = 1.0
 _FLOOR = 0.1
 """The cosine schedule ends at this share of the peak learning rate."""
-_KEYS = ("seed", "threads", "policy", "tasks", "length.mode", "length.targets", "length.template", "sft")
+_POLICY_KEYS = ("policy.path", "policy.tiny", "policy.dtype", "policy.device")
+_KEYS = ("seed", "threads", *_POLICY_KEYS, "tasks", "length.mode", "length.targets", "length.template", "sft")
 """Settings that decide the weights; `threads` is one, because it changes the order of summation and so the bits."""
 _SEED = "warmup"
 """Name of the seeds. Changing breaks: the bits of every fine-tuned v0."""
@@ -69,34 +78,41 @@ _PATIENCE_S, _POLL_S = 86_400.0, 0.2
 
 
 def fix_threads(config: RunConfig) -> RunConfig:
-    """The settings with 0 threads, all cores, replaced by their number here: bits depend on it."""
-    return config if config.threads else config.model_copy(update={"threads": torch.get_num_threads()})
+    """The settings with 0 threads, all cores, replaced by their number here: bits depend on it. Ranks divide them."""
+    threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return config if config.threads else config.model_copy(update={"threads": threads})
 
 
-def run_sft(config: RunConfig) -> Path:
-    """Folder of the fine-tuned policy, computed unless it is cached."""
+def run_sft(config: RunConfig, ranks: Ranks = ONE) -> Path:
+    """Folder of the fine-tuned policy, computed unless it is cached; all ranks call this."""
     if not config.sft.steps:
         raise ConfigError("sft.steps: must be at least 1 for SFT, got 0")
     config = fix_threads(config)
-    tune_process(config.threads)
+    tune_process(ranks.divide_threads(config.threads))
     folder = Path(config.out).expanduser() / "sft" / _name_folder(config)
     result = folder / "policy"
     with guard_disk(folder):
-        if _is_cached(result):
-            logger.info(f"SFT: cached in {result}")
+        if ranks.decide(ranks.is_first and _is_cached(result)):
+            _log(ranks, f"SFT: cached in {result}")
             return result
-        with _lock_folder(folder):
-            if not _is_cached(result):  # another process may have computed it while this one waited
-                _FineTuning(config, folder).run()
+        with _lock_folder(folder) if ranks.is_first else nullcontext():
+            # Another process may have computed it while this one waited.
+            if not ranks.decide(ranks.is_first and _is_cached(result)):
+                _FineTuning(config, folder, ranks).run()
     return result
 
 
-def load_start(config: RunConfig) -> Policy:
-    """v0: the policy that the settings name, fine-tuned if `sft.steps` is set."""
+def load_start(config: RunConfig, ranks: Ranks = ONE) -> Policy:
+    """v0: the policy that the settings name, fine-tuned if `sft.steps` is set; sharded if there are ranks."""
     if config.sft.steps:
-        return reopen_policy(run_sft(config), config.policy)
+        return open_shards(run_sft(config, ranks), config.policy, config.learner, ranks)
     alphabet = "" if config.policy.path else open_tasks(config).alphabet
-    return load_policy(config.policy, alphabet=alphabet, seed=config.seed)
+    return load_shards(config.policy, config.learner, ranks, alphabet=alphabet, seed=config.seed)
+
+
+def _log(ranks: Ranks, text: str) -> None:
+    if ranks.is_first:
+        logger.info(text)
 
 
 def _name_folder(config: RunConfig) -> str:
@@ -114,8 +130,8 @@ def _name_folder(config: RunConfig) -> str:
 class _FineTuning:
     """State of one fine-tuning: policy, optimizer, step."""
 
-    def __init__(self, config: RunConfig, folder: Path) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, folder: Path, ranks: Ranks = ONE) -> None:
+        self._config, self._ranks = config, ranks
         self._result, self._partial = folder / "policy", folder / "partial"
         self._family = open_tasks(config, config.sft.options)
         self._losses: dict[int, float] = {}
@@ -131,40 +147,45 @@ class _FineTuning:
     def run(self) -> None:
         """Train to the last step and publish the folder."""
         steps, reported_s = self._config.sft.steps, time.monotonic()
-        logger.info(f"SFT: {steps} steps of {self._config.sft.batch} demonstrations")
+        _log(self._ranks, f"SFT: {steps} steps of {self._config.sft.batch} demonstrations")
         while self._step < steps:
             self._train_step()
             if time.monotonic() - reported_s > _REPORT_S:
-                logger.info(f"SFT: step {self._step}/{steps}")
+                _log(self._ranks, f"SFT: step {self._step}/{steps}")
                 reported_s = time.monotonic()
             if self._step % self._config.sft.eval_every == 0 or self._step == steps:
                 self._losses[self._step] = self._heldout_loss()
-                logger.info(f"SFT: step {self._step}/{steps}, held-out loss {self._losses[self._step]:.4f}")
+                _log(self._ranks, f"SFT: step {self._step}/{steps}, held-out loss {self._losses[self._step]:.4f}")
                 self._save_partial()
-        with atomic_dir(self._result) as target:
-            save_policy(self._policy, target)
-            done = {"heldout_loss": self._losses, "weights_sha256": hash_file(target / "model.safetensors")}
-            (target / _DONE).write_text(json.dumps(done) + "\n")
-        remove_dir(self._partial)
+        with shared_dir(self._result, self._ranks) as target:
+            write_rows(self._policy, target, self._ranks)
+            if self._ranks.is_first:
+                done = {"heldout_loss": self._losses, "weights_sha256": hash_weights(target)}
+                (target / _DONE).write_text(json.dumps(done) + "\n")
+        if self._ranks.is_first:
+            remove_dir(self._partial)
 
     def _open_policy(self) -> Policy:
+        config, learner = self._config, LearnerConfig(offload=self._config.learner.offload)
         if self._partial.exists():
-            return reopen_policy(self._partial, self._config.policy)
-        return load_policy(self._config.policy, alphabet=self._family.alphabet, seed=self._config.seed)
+            return open_shards(self._partial, config.policy, learner, self._ranks)
+        return load_shards(config.policy, learner, self._ranks, alphabet=self._family.alphabet, seed=config.seed)
 
     def _resume(self) -> None:
         progress = json.loads((self._partial / "progress.json").read_text())
         self._step = int(progress["step"])
         self._losses = {int(step): loss for step, loss in progress["heldout_loss"].items()}
-        load_optimizer(self._policy.model, self._optimizer, self._partial / "optimizer.safetensors")
-        logger.info(f"SFT: resuming from step {self._step}")
+        path = self._partial / "optimizer.safetensors"
+        load_optimizer(self._policy.model, self._optimizer, path, self._ranks)
+        _log(self._ranks, f"SFT: resuming from step {self._step}")
 
     def _save_partial(self) -> None:
         progress = {"step": self._step, "heldout_loss": self._losses}
-        with atomic_dir(self._partial) as target:
-            save_policy(self._policy, target)
-            save_optimizer(self._policy.model, self._optimizer, target / "optimizer.safetensors")
-            (target / "progress.json").write_text(json.dumps(progress) + "\n")
+        with shared_dir(self._partial, self._ranks) as target:
+            write_rows(self._policy, target, self._ranks)
+            save_optimizer(self._policy.model, self._optimizer, target / "optimizer.safetensors", self._ranks)
+            if self._ranks.is_first:
+                (target / "progress.json").write_text(json.dumps(progress) + "\n")
 
     def _train_step(self) -> None:
         settings = self._config.sft
@@ -172,10 +193,15 @@ class _FineTuning:
         samples = [self._demonstrate(train_task(self._family, seed), index) for index, seed in enumerate(seeds)]
         total = sum(sample.rollout.num_tokens for sample in samples)
         self._optimizer.zero_grad(set_to_none=True)
-        for pack in self._build_packs(samples):
-            loss = -score_tokens(self._policy.model, pack).logprobs.sum() / total
-            loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self._policy.model.parameters(), _GRAD_NORM)
+        packs = self._build_packs(samples)
+        shares = deal_packs([len(pack.token_ids) for pack in packs], self._ranks)
+        for number, share in enumerate(shares, 1):
+            set_sync(self._policy.model, number == len(shares))
+            loss = -score_model(self._policy.model, packs[share.index]).logprobs.sum() / total
+            (loss if share.counts else 0.0 * loss).backward()
+        parameters = list(self._policy.model.parameters())
+        norm = measure_norm(parameters, self._ranks)
+        clip_gradients(parameters, norm, _GRAD_NORM)
         if not bool(torch.isfinite(norm)):
             raise ConfigError(f"sft.lr: non-finite gradient in step {self._step + 1}; lower the learning rate")
         for group in self._optimizer.param_groups:
@@ -188,11 +214,13 @@ class _FineTuning:
         return self._build_packs([self._demonstrate(task, index) for index, task in enumerate(tasks)])
 
     def _build_packs(self, samples: Sequence[Sample]) -> list[Pack]:
-        return [pack.to(self._policy.model.device) for pack in build_packs(samples, _PACK_TOKENS)]
+        device = self._policy.model.device if self._ranks.mesh is None else self._ranks.device
+        return [pack.to(device) for pack in build_packs(samples, _PACK_TOKENS)]
 
     @torch.no_grad()
     def _heldout_loss(self) -> float:
-        scores = [score_tokens(self._policy.model, pack).logprobs for pack in self._heldout]
+        """Mean over all tokens; every rank scores all of them, because there are few."""
+        scores = [score_model(self._policy.model, pack).logprobs for pack in self._heldout]
         return -float(torch.cat(scores).mean())
 
     def _demonstrate(self, task: Task, index: int) -> Sample:
@@ -232,8 +260,8 @@ def _is_cached(result: Path) -> bool:
     """Whether there is a result whose weights match their hash; a damaged one is computed again."""
     try:
         done = json.loads((result / _DONE).read_text())
-        return bool(done["weights_sha256"] == hash_file(result / "model.safetensors"))
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return bool(done["weights_sha256"] == hash_weights(result))
+    except (FileNotFoundError, ValueError, KeyError, TypeError, ConfigError):
         return False
 
 

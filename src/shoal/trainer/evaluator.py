@@ -20,10 +20,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shoal.config.run import RunConfig
 from shoal.engine import open_engine
 from shoal.node.disk_full import outlast_disk
-from shoal.policy.model import reopen_policy
+from shoal.policy.model import choose_device, open_policy
 from shoal.tasks.open import open_tasks
 from shoal.train.eval import EvalResult, evaluate
 from shoal.train.report import read_metrics
@@ -124,6 +126,10 @@ class Evaluator:
 
     def _evaluate(self, version: int) -> EvalResult:
         config = self._config
-        policy = reopen_policy(path_of(self._run / "versions", version), config.policy)
+        policy = open_policy(
+            path_of(self._run / "versions", version),
+            dtype=getattr(torch, config.policy.publish_dtype),
+            device=choose_device(config.policy.device),
+        )
         engine = open_engine(config.engine, policy.model, eos_id=policy.eos_id, version=version)
         return evaluate(engine, self._family, policy, config)

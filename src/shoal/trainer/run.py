@@ -9,6 +9,7 @@ from pathlib import Path
 from shoal.config.run import RunConfig
 from shoal.errors import ConfigError
 from shoal.learner.checkpoint import find_newest
+from shoal.learner.parallel import ONE, Ranks
 from shoal.node.disk_full import outlast_disk
 from shoal.node.recipe import read_recipe
 from shoal.node.session import Role, RoleState, Session, open_session
@@ -52,8 +53,8 @@ class TrainerPaths:
     """file of certificates to trust; None: those of the system"""
 
 
-async def run_trainer(config: RunConfig, place: TrainerPaths, *, fresh: bool = False) -> int:
-    """Train a swarm's policy to the last step, from the newest checkpoint if there is one."""
+async def run_trainer(config: RunConfig, place: TrainerPaths, *, fresh: bool = False, ranks: Ranks = ONE) -> int:
+    """Train a swarm's policy to the last step, from the newest checkpoint if there is one. Rank 0 calls this."""
     config = check_config(settle_config(config))
     async with AsyncExitStack() as stack:
         run = RunDir.open(config, fresh)
@@ -74,13 +75,18 @@ async def run_trainer(config: RunConfig, place: TrainerPaths, *, fresh: bool = F
         )
         check_params(config, session.params)
         reporter = TrainerReporter(run=run, console=console, tracker=tracker, spans=session.spans)
-        train = partial(_train, config, reporter, session, place)
-        await session.run(outlast_disk(train, run.path, session.waits, stopping=session.stopping))
+        train = partial(_train, config, reporter, session, place, ranks)
+        if ranks.mesh is None:
+            await session.run(outlast_disk(train, run.path, session.waits, stopping=session.stopping))
+        else:
+            await session.run(train())
     return 0
 
 
-async def _train(config: RunConfig, reporter: TrainerReporter, session: Session, place: TrainerPaths) -> None:
-    state = await run_blocking(None, _open_state, config, reporter)
+async def _train(
+    config: RunConfig, reporter: TrainerReporter, session: Session, place: TrainerPaths, ranks: Ranks
+) -> None:
+    state = await run_blocking(None, _open_state, config, reporter, ranks)
     path, descriptor, params = reporter.run.path, session.descriptor, session.params
     expected = describe_policy(config, state.policy)
     first_root = ""
@@ -88,7 +94,7 @@ async def _train(config: RunConfig, reporter: TrainerReporter, session: Session,
         recipe = await read_recipe(session, find_folder(place, reporter.run))
         check_recipe(config, recipe)
         first_root = recipe.weights
-    versions = Versions(path / "versions")
+    versions = Versions(path / "versions", config.policy)
     publisher = Publisher(
         versions,
         session.client,
@@ -131,9 +137,12 @@ def check_config(config: RunConfig) -> RunConfig:
 
 
 def check_recipe(config: RunConfig, recipe: Recipe) -> None:
-    """Reject rewards that differ from what the prompts state, and a different choice of groups than the validators'."""
+    """Reject rewards that differ from what the prompts state, and other versions or groups than validators expect."""
     if config.length != recipe.length:
         raise ConfigError("length: the run's recipe has different target lengths; they were fixed at its creation")
+    if config.policy.publish_dtype != recipe.dtype:
+        words = f"{config.policy.publish_dtype} here and {recipe.dtype} in the run's recipe"
+        raise ConfigError(f"policy.publish_dtype: {words}; it was fixed when the run was created")
     if config.batch.filter != recipe.filter:
         words = f"{config.batch.filter} here and {recipe.filter} in the run's recipe".lower()
         raise ConfigError(f"batch.filter: {words}; it was fixed when the run was created")
@@ -170,11 +179,11 @@ def describe_policy(config: RunConfig, policy: Policy) -> GroupSpec:
     )
 
 
-def _open_state(config: RunConfig, reporter: TrainerReporter) -> TrainState:
+def _open_state(config: RunConfig, reporter: TrainerReporter, ranks: Ranks) -> TrainState:
     """Load the newest checkpoint, and remove traces of later steps from the run directory. Blocking."""
-    tune_process(config.threads)
+    tune_process(ranks.divide_threads(config.threads))
     checkpoint = find_newest(reporter.run.checkpoints_path)
-    state = open_state(config, checkpoint)
+    state = open_state(config, checkpoint, ranks)
     reporter.run.link()
     reporter.run.truncate_after(state.step if checkpoint is not None else -1)
     logger.info(f"{state.policy.num_parameters:,} parameters, run directory {reporter.run.path}")

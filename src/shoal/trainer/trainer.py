@@ -6,7 +6,8 @@
 Invariants:
 - only `_train_step` advances the counter;
 - a step's result is a function of the checkpoint before it and the batches since: killed at any point, the trainer
-  resumes from its newest checkpoint, computes the same versions again, bit for bit, and checks that they are equal;
+  resumes from its newest checkpoint, computes the same versions again, bit for bit, and checks that they are equal.
+  With another number or kind of devices it does not; then the version on disk stands, and it continues from that;
 - v0 is published before the first batch is requested; the last step publishes its version and ends;
 - the loop waits only for batches. It does not depend on who fetches a version, or how slowly;
 - a trainer that is asked to stop leaves a checkpoint of its newest step, whenever the signal arrived.
@@ -24,7 +25,7 @@ from shoal.config.run import LengthConfig, RunConfig
 from shoal.learner.advantage import NO_LENGTH
 from shoal.learner.checkpoint import find_newest
 from shoal.learner.learner import Metrics
-from shoal.train.resume import TrainState, save_state
+from shoal.train.resume import TrainState
 from shoal.train.rollout_files import write_groups
 from shoal.train.rundir import RunDir
 from shoal.train.sampler import describe_groups
@@ -91,7 +92,7 @@ class Trainer:
             self._thread.shutdown()
 
     async def _train_all(self) -> None:
-        await self._run_thread(tune_process, self._config.threads)
+        await self._run_thread(tune_process, self._state.ranks.divide_threads(self._config.threads))
         await self._publish_start()
         self._reporter.console.start(self._config.steps, self.step)
         while self.step < self._config.steps:
@@ -102,6 +103,7 @@ class Trainer:
             await self._train_step(batch, time.perf_counter() - started)
         if self._saved < self.step:
             await self._run_thread(self._save)
+        await self._run_thread(self._state.finish)
         await self._drain()
 
     async def _publish_start(self) -> None:
@@ -111,7 +113,7 @@ class Trainer:
         self._saved = self.step
         newest = self._publisher.newest
         if self.step >= newest:
-            await self._run_thread(self._versions.write, self.step, self._state.policy)
+            await self._run_thread(self._versions.write, self.step, self._state)
         for version in range(max(0, min(newest + 1, self.step)), self.step + 1):
             self._publisher.enqueue(version, await self._batches.find_hash(version) if version else "")
 
@@ -159,11 +161,11 @@ class Trainer:
         if self._config.async_level and step < self._config.steps:
             self._read_ahead(step + 1)  # concurrently with training: step n + 1 is open already
         with self._reporter.spans.span("train", step=step):
-            metrics = await self._run_thread(self._state.learner.train_step, batch.groups)
+            metrics = await self._run_thread(self._state.train, batch.groups)
         trained = time.perf_counter()
         self._state.step = step
         with self._reporter.spans.span("write", step=step):
-            await self._run_thread(self._versions.write, step, self._state.policy)
+            await self._run_thread(self._versions.write, step, self._state)
             self._publisher.enqueue(step, batch.hash)
             times = {"perf/wait_s": wait_s, "perf/train_s": trained - started}
             times["perf/write_s"] = time.perf_counter() - trained
@@ -189,7 +191,7 @@ class Trainer:
         return last or self.step % self._config.checkpoint.every == 0
 
     def _save(self) -> None:
-        save_state(self._reporter.run.checkpoints_path, self._state, self._config.checkpoint.keep)
+        self._state.save(self._reporter.run.checkpoints_path, self._config.checkpoint.keep)
         self._saved = self.step
 
     async def _run_thread(self, call: Callable[..., T], *args: object) -> T:

@@ -2,29 +2,33 @@
 
     <run>/versions/v000012/           appears complete; never written again, because the origin serves its files
     <run>/versions/published.jsonl    one line per version handed over: its hashes, before it is announced
+    <run>/versions/written.jsonl      one line per version written: the devices that computed it
 
 Invariants:
-- a step that is computed again must give the bits that exist already; other bits are a `TrainerError`;
+- a step that is computed again by the same number of the same devices must give the bits that exist already; other
+  bits are a `TrainerError`. Other devices, or another number, round differently: then the first version stands, and the
+  trainer continues from its weights;
 - a folder is kept while the origin serves it, until it is announced, and until it is evaluated if that is due.
 """
 
 import json
+import logging
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
-from shoal.config.run import RunConfig
-from shoal.policy.model import Policy, save_policy
+from shoal.config.run import PolicyConfig, RunConfig
 from shoal.shardcast.origin import SHARD_BYTES, compute_root
+from shoal.train.resume import TrainState
 from shoal.trainer.errors import TrainerError
 from shoal.util.files import append_line, atomic_dir, remove_dir, repair_jsonl, sweep_leftovers
 
+logger = logging.getLogger(__name__)
+
 _NAME = re.compile(r"v(\d{6,})")
-_WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +48,19 @@ class VersionRecord:
 class Versions:
     """The folder of a run's versions. One process writes to it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: PolicyConfig | None = None) -> None:
+        """`config` says in which type and in how large files versions are written."""
+        config = config or PolicyConfig()
+        self._dtype, self._shard_bytes = getattr(torch, config.publish_dtype), config.shard_bytes
         folder.mkdir(parents=True, exist_ok=True)
         sweep_leftovers(folder)
         self.folder = folder
         self._log = folder / "published.jsonl"
         repair_jsonl(self._log)
         self._records = _read_records(self._log)
+        self._kinds_log = folder / "written.jsonl"
+        repair_jsonl(self._kinds_log)
+        self._kinds = _read_kinds(self._kinds_log)
 
     @property
     def records(self) -> Mapping[int, VersionRecord]:
@@ -61,17 +71,33 @@ class Versions:
         """The folder of a version, whether it exists or not."""
         return path_of(self.folder, version)
 
-    def write(self, version: int, policy: Policy) -> None:
-        """Write a version; if it exists already, check that it is the same. Blocking."""
+    def write(self, version: int, state: TrainState) -> None:
+        """Write the current weights as a version; if it exists already, see above. Blocking."""
         path, record = self.path_of(version), self._records.get(version)
         if path.exists():
-            if not _is_equal(path / _WEIGHTS, policy):
-                raise _report_mismatch(version, str(path))
+            if not state.matches(path, self._dtype):
+                self._check_kind(version, state, str(path))
+                logger.warning(f"{self._explain(version, state)}; continuing from the weights in {path}")
+                state.read(path)
             return
         with atomic_dir(path) as target:
-            save_policy(policy, target)
+            state.write(target, self._dtype, self._shard_bytes)
         if record is not None and record.root != compute_root(path, record.shard_bytes):
-            raise _report_mismatch(version, str(self._log))
+            self._check_kind(version, state, str(self._log))
+            remove_dir(path)
+            logger.warning(f"{self._explain(version, state)}; its weights are not kept here, so only later ones count")
+            return
+        self._kinds.setdefault(version, state.ranks.kind)
+        append_line(self._kinds_log, json.dumps({"version": version, "devices": state.ranks.kind}))
+
+    def _check_kind(self, version: int, state: TrainState, where: str) -> None:
+        """Raise if these devices should have computed the same bits."""
+        if self._kinds.get(version, state.ranks.kind) == state.ranks.kind:
+            raise _report_mismatch(version, where)
+
+    def _explain(self, version: int, state: TrainState) -> str:
+        words = f"{self._kinds[version]}, which rounds differently than {state.ranks.kind}"
+        return f"v{version} was first computed on {words}"
 
     def record(self, record: VersionRecord) -> None:
         """Record that a version was handed over; on disk when this returns."""
@@ -105,11 +131,6 @@ def list_due(config: RunConfig) -> list[int]:
     return sorted({0, *between, config.steps})
 
 
-def _is_equal(path: Path, policy: Policy) -> bool:
-    weights = policy.model.state_dict()
-    return all(torch.equal(weights[name], tensor) for name, tensor in load_file(path).items())
-
-
 def _read_records(path: Path) -> dict[int, VersionRecord]:
     if not path.exists():
         return {}
@@ -120,6 +141,12 @@ def _read_records(path: Path) -> dict[int, VersionRecord]:
     except (ValueError, TypeError):
         raise TrainerError(f"{path}: cannot be read; move it away to resume publishing from the ledger") from None
     return {record.version: record for record in records}
+
+
+def _read_kinds(path: Path) -> dict[int, str]:
+    """The devices that computed each version; the first line counts, because the first version stands."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {int(line["version"]): str(line["devices"]) for line in reversed(lines)}
 
 
 def _report_mismatch(version: int, where: str) -> TrainerError:

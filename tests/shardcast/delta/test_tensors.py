@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from shoal.shardcast.delta.tensors import MAX_HEAD_BYTES, ElementSpan, plan_spans, read_tensors
+from shoal.shardcast.delta.tensors import ElementSpan, plan_spans
+from shoal.util.tensors import MAX_HEAD_BYTES, read_tensors
 
 
 @contextmanager
