@@ -1,6 +1,6 @@
 """Compare `shoal plan` with real training steps on the CPU: memory, and the times that follow from measured rates.
 
-    python bench/plan.py [--quick] [--json]      # four minutes; two cases with --quick
+    python bench/plan.py [--quick] [--json]      # five minutes; two cases with --quick
 
 Every case runs in a process of its own, in one thread: two training steps of a model from scratch, then generation.
 
@@ -22,12 +22,26 @@ from shoal.plan.shapes import measure_shape
 from shoal.plan.speed import time_generation, time_step
 from shoal.util.units import format_bytes
 
+SAVING = "learner.gradient_checkpointing=true"
 CASES = (
     Case(name="base"),
     Case(name="vocabulary 8192", vocabulary=8192),
-    Case(name="completions of 1001", completion=1001, groups=1),
+    Case(name="vocabulary 49152: logits in chunks", vocabulary=49152),
+    Case(name="completions of 1001: strips", completion=1001, groups=1),
+    Case(name="the same, checkpointing", completion=1001, groups=1, settings=(SAVING,)),
     Case(name="llama, width 512, 8 layers", arch="llama", width=512, feed_forward=1408, layers=8, heads=8, kv_heads=8),
-    Case(name="bfloat16", settings=("policy.dtype=bfloat16",)),
+    Case(
+        name="the same, checkpointing",
+        arch="llama",
+        width=512,
+        feed_forward=1408,
+        layers=8,
+        heads=8,
+        kv_heads=8,
+        settings=(SAVING,),
+    ),
+    Case(name="weights in bfloat16", settings=("policy.dtype=bfloat16",)),
+    Case(name="products in bfloat16", settings=("learner.precision=bfloat16",)),
     Case(name="packs of 512", settings=("learner.micro_tokens=512",)),
     Case(name="wide feed-forward, vocabulary 64", feed_forward=2816, vocabulary=64),
     Case(name="two updates", groups=4, settings=("learner.updates=2",)),
@@ -39,7 +53,7 @@ _GENERATED = 64
 
 def read_case(case: Case) -> PlanSettings:
     """The settings of a case as the plan sees them."""
-    return read_settings(case.config, prompt_tokens=case.prompt, completion_tokens=case.completion)
+    return read_settings(case.config, prompt_tokens=case.prompt, completion_tokens=case.completion, on_cpu=True)
 
 
 def predict(case: Case) -> MemoryPlan:

@@ -8,7 +8,7 @@ import pytest
 from shoal.cli import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-OWN = "own:100:10:1000"
+OWN = "own:100:0.001:1000"
 
 
 def run(*args: str) -> int:

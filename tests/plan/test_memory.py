@@ -5,7 +5,8 @@ from tests.fixtures.benches import load_bench
 from tests.plan.conftest import MakeSettings
 
 import shoal.policy.attention as attention
-from shoal.plan.memory import FUSED_KEYS, MemoryPlan, count_trained, plan_memory, shape_packs
+from shoal.learner.logprobs import CHUNK_BYTES
+from shoal.plan.memory import SHORT_KEYS, MemoryPlan, count_trained, plan_memory, shape_packs
 from shoal.plan.settings import LoraSettings, TrainerOptions
 from shoal.plan.shapes import ModelShape
 
@@ -22,7 +23,7 @@ def test_packs_are_those_of_the_learner(make_settings: MakeSettings) -> None:
     pack = shape_packs(make_settings(), 1)
     assert (pack.tokens, pack.rows) == (4 * (8 + 8 * 16), 4 * 8 * 17)
     assert (pack.queries, pack.keys) == (4 * (8 + 8 * 16), 4 * (8 + 8 * (16 + 8)))
-    assert pack.pairs == pack.stored_pairs == 4 * (8 * 8 + 8 * 16 * 24)
+    assert (pack.pairs, pack.long_queries) == (4 * (8 * 8 + 8 * 16 * 24), 0)
     assert (pack.per_update, pack.per_step) == (1, 1)
     small = shape_packs(make_settings(micro_tokens=150, updates=2), 1)
     assert (small.tokens, small.per_update, small.per_step) == (8 + 8 * 16, 2, 4)
@@ -32,11 +33,13 @@ def test_packs_are_those_of_the_learner(make_settings: MakeSettings) -> None:
 def test_the_longest_completion_may_be_the_largest_pack(make_settings: MakeSettings) -> None:
     pack = shape_packs(make_settings(micro_tokens=64, max_tokens=1001), 1)
     assert (pack.tokens, pack.rows) == (8 + 1000, 1001)
-    assert pack.stored_pairs == 8 * 8 and pack.pairs == 8 * 8 + 1000 * 1008
+    assert (pack.pairs, pack.long_queries, pack.long_keys, pack.longest) == (8 * 8, 1000, 0, 1008)
+    two = shape_packs(make_settings(groups=1, group_size=2, completion_tokens=1001, max_tokens=1001), 1)
+    assert (two.long_queries, two.long_keys) == (2000, 1008)
 
 
 def test_scores_are_stored_up_to_as_many_keys_as_attention_does() -> None:
-    assert FUSED_KEYS == attention._FUSED
+    assert SHORT_KEYS == attention._FUSED
 
 
 def test_weights_gradients_and_state_by_hand(shape: ModelShape, make_settings: MakeSettings) -> None:
@@ -75,17 +78,15 @@ def test_checkpointing_keeps_the_input_of_each_layer_and_one_layer(
     assert saving.moment == "backward pass of a layer"
     tokens = 8 + 8 * 400
     assert get(saving, "activations") == 2 * 4 * 64 * tokens + get(full, "activations") / 2
-    assert get(saving, "fused weights") == get(full, "fused weights") / 2
+    assert get(saving, "weight copies") == get(full, "weight copies") / 2
 
 
-def test_rows_of_logits_bound_their_memory(shape: ModelShape, make_settings: MakeSettings) -> None:
-    wide = replace(shape, vocabulary=50_000)
-    full = plan_memory(wide, make_settings(), 1)
-    chunked = plan_memory(wide, make_settings(TrainerOptions(logit_rows=32)), 1)
-    assert full.moment == "logits" and chunked.bytes < full.bytes / 2
-    rows = 4 * 8 * 17
-    hidden = 64 * 4 * (2 * 544 + rows)
-    assert get(full, "logits") == 5 * 4 * 50_000 * rows + hidden
+def test_a_chunk_bounds_the_memory_of_logits(shape: ModelShape, make_settings: MakeSettings) -> None:
+    rows, tokens = 4 * 8 * 17, 544
+    small, large = (plan_memory(replace(shape, vocabulary=size), make_settings(), 1) for size in (50_000, 500_000))
+    assert small.moment == large.moment == "logits"
+    assert get(small, "logits") == 5 * 4 * 50_000 * rows + 64 * 4 * (tokens + rows)
+    assert get(large, "logits") == 3 * CHUNK_BYTES + 64 * 4 * (tokens + 2 * rows) + 4 * 500_000 * 64
 
 
 def test_bfloat16_products_halve_activations_but_not_the_master_weights(
@@ -95,13 +96,11 @@ def test_bfloat16_products_halve_activations_but_not_the_master_weights(
     mixed = plan_memory(shape, make_settings(TrainerOptions(compute="bfloat16")), 1)
     assert get(mixed, "weights") == get(full, "weights")
     assert get(full, "activations") / 2 < get(mixed, "activations") < get(full, "activations")
-    assert get(mixed, "gathered layers") > 0
+    assert get(mixed, "weight copies") == 2 * (2 * shape.layer_parameters + 100 * 64)
 
 
-def test_adapters_have_little_to_train_and_a_base_in_the_type_of_products(
-    shape: ModelShape, make_settings: MakeSettings
-) -> None:
-    options = TrainerOptions(compute="bfloat16", lora=LoraSettings(4, ("q_proj", "v_proj")))
+def test_adapters_have_little_to_train(shape: ModelShape, make_settings: MakeSettings) -> None:
+    options = TrainerOptions(master="bfloat16", compute="bfloat16", lora=LoraSettings(4, ("q_proj", "v_proj")))
     plan = plan_memory(shape, make_settings(options, has_reference=True), 1)
     trained = count_trained(shape, options)
     assert trained == 2 * 4 * (64 + 64 + 64 + 32)
@@ -115,8 +114,20 @@ def test_a_reference_is_another_copy_of_the_weights(shape: ModelShape, make_sett
     assert get(plan, "reference") == 4 * shape.parameters / 2
 
 
+def test_ranks_with_several_packs_keep_whole_gradients_unless_they_exchange_each(
+    shape: ModelShape, make_settings: MakeSettings
+) -> None:
+    often = TrainerOptions(exchanges_every_pack=True)
+    whole, shards = (
+        plan_memory(shape, make_settings(options, micro_tokens=64), 2) for options in (TrainerOptions(), often)
+    )
+    assert get(whole, "gradients") == 4 * shape.parameters
+    assert get(shards, "gradients") == 4 * shape.parameters / 2
+
+
 def test_offload_moves_what_is_stored_to_the_host(shape: ModelShape, make_settings: MakeSettings) -> None:
-    plan = plan_memory(shape, make_settings(TrainerOptions(offload=True), micro_tokens=150), 2)
+    options = TrainerOptions(offload=True, exchanges_every_pack=True)
+    plan = plan_memory(shape, make_settings(options, micro_tokens=64), 2)
     assert plan.host_bytes == (4 + 8 + 4) * shape.parameters / 2
     assert not {"weights", "optimizer", "gradients"} & {item.name for item in plan.items}
 

@@ -40,13 +40,13 @@ def test_without_asynchrony_times_add_up(shape: ModelShape, make_settings: MakeS
 
 
 def test_workers_are_counted_to_fill_the_window(shape: ModelShape, make_settings: MakeSettings, device: Device) -> None:
-    weak = replace(device, gbps=device.gbps / 1e6)
-    plan = build(shape, make_settings(), weak)
+    weak = replace(device, gbps=device.gbps / 1e7)
+    plan = build(shape, make_settings(slots=1), weak)
     worker, window = plan.workers[0], plan.schedule.window_s
     assert worker.needed is not None and worker.needed > 1
     rate = worker.generation.tokens_per_s
     assert (worker.needed - 1) * rate * window < plan.sampled_tokens <= worker.needed * rate * window
-    enough = build(shape, make_settings(), weak, number=worker.needed)
+    enough = build(shape, make_settings(slots=1), weak, number=worker.needed)
     assert enough.schedule.generate_s <= window < plan.schedule.generate_s
     assert any("of what the trainer can consume" in text for text in plan.warnings)
 
@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_told_in_a_sentence_each(shape: ModelShape, make_se
     large = replace(shape, parameters=10**9, active_parameters=10**9, context=16)
     plan = build(large, make_settings(TrainerOptions(publish="bfloat16")), tiny, trainer=tiny)
     found = "\n".join(plan.warnings)
-    assert "the trainer does not fit: 12 GB per rank" in found
+    assert "the trainer does not fit: 20 GB per rank" in found
     assert "up to 25 tokens, the model's context is 16" in found
     assert "workers with tiny cannot take part: the version takes 2 GB, 64 MB are usable" in found
     assert "validators with tiny do not fit: 4 models (3 of them rivals) take 8 GB" in found
@@ -102,17 +102,32 @@ def test_the_text_and_the_figures_say_the_same(shape: ModelShape, make_settings:
     figures = export_plan(plan)
     assert figures["memory_total_bytes"] == pytest.approx(sum(figures["memory_bytes"].values()), abs=8)
     assert figures["workers"][0]["needed"] == 1 and figures["versions"]["full"]["bytes"] == 4 * shape.parameters
-    assert "1 keep the trainer busy" in describe_plan(plan)
+    assert "1 feed the trainer" in describe_plan(plan)
 
 
 def test_settings_come_from_the_run() -> None:
-    config = LaunchConfig.model_validate({"policy": {"dtype": "bfloat16"}, "batch": {"groups": 4, "group_size": 8}})
-    settings = read_settings(config, prompt_tokens=10, completion_tokens=20, kept=0.5)
-    assert settings.trainer == TrainerOptions(
-        master="bfloat16", compute="bfloat16", optimizer_state="bfloat16", publish="bfloat16"
-    )
+    config = LaunchConfig.model_validate({"batch": {"groups": 4, "group_size": 8}})
+    settings = read_settings(config, prompt_tokens=10, completion_tokens=20, kept=0.5, on_cpu=True)
+    assert settings.trainer == TrainerOptions()
     assert (settings.trained_rollouts, settings.sampled_rollouts) == (32, 64)
     assert settings.checked_share == 0.25 and settings.submission_rollouts == 8
+
+
+def test_options_of_the_trainer_come_from_the_run() -> None:
+    learner = {"precision": "bfloat16", "optimizer_state": "int8", "gradient_checkpointing": True, "offload": True}
+    config = LaunchConfig.model_validate({"policy": {"publish_dtype": "bfloat16"}, "learner": learner})
+    assert read_settings(config, prompt_tokens=10).trainer == TrainerOptions(
+        compute="bfloat16",
+        optimizer_state="int8",
+        offload=True,
+        checkpointing=True,
+        flex_attention=True,
+        publish="bfloat16",
+    )
+    whole = LaunchConfig.model_validate({"policy": {"dtype": "bfloat16"}, "learner": {"attention": "packed"}})
+    assert read_settings(whole, prompt_tokens=10).trainer == TrainerOptions(
+        master="bfloat16", compute="bfloat16", optimizer_state="bfloat16"
+    )
 
 
 @pytest.mark.parametrize(

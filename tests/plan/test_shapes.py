@@ -27,7 +27,9 @@ def test_a_model_is_measured_without_weights(shape: ModelShape) -> None:
 def test_adapters_are_counted_by_their_modules(shape: ModelShape) -> None:
     assert shape.count_adapter(4, ("q_proj",)) == 2 * 4 * (64 + 64)
     assert shape.count_adapter(4, ("k_proj", "down_proj")) == 2 * 4 * (64 + 32 + 128 + 64)
-    with pytest.raises(ConfigError, match="no module 'proj' in a layer; it has q_proj"):
+    assert shape.count_adapter(4, ("self_attn.q_proj",)) == shape.count_adapter(4, ("q_proj",))
+    assert shape.count_adapter(1, ()) == 2 * sum(inputs + outputs for _, inputs, outputs in shape.linears)
+    with pytest.raises(ConfigError, match=r"no linear module 'proj' in a layer; it has self_attn\.q_proj"):
         shape.count_adapter(4, ("proj",))
 
 

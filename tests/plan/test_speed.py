@@ -50,10 +50,21 @@ def test_ranks_share_the_work_and_exchange_parameters(
     one, four = (time_step(shape, make_settings(), Machines(device, 1, n), Assumptions()) for n in (1, 4))
     assert four.compute_s == pytest.approx(one.compute_s / 4)
     assert one.traffic_s == 0
-    # One pack per rank: gathered for the forward and the backward pass, and gradients in float32.
+    # One pack per rank: parameters are gathered for the forward and the backward pass, and gradients in float32.
     assert four.traffic_s == pytest.approx(0.75 * (2 * 4 + 4) * shape.parameters / 10e9)
     assert four.seconds == max(four.compute_s, four.traffic_s) + four.optimizer_s
     assert one.optimizer_s == pytest.approx((3 * 4 + 2 * 8) * shape.parameters / 0.6e12)
+
+
+def test_gradients_are_exchanged_once_per_update_or_with_every_pack(
+    shape: ModelShape, make_settings: MakeSettings, device: Device
+) -> None:
+    times = [
+        time_step(shape, make_settings(options, micro_tokens=25), Machines(device, 1, 2), Assumptions()).traffic_s
+        for options in (TrainerOptions(), TrainerOptions(exchanges_every_pack=True))
+    ]
+    packs = 16
+    assert times[1] - times[0] == pytest.approx(0.5 * (packs - 1) * 4 * shape.parameters / 10e9)
 
 
 def test_ranks_on_several_machines_have_the_link_between_machines(

@@ -48,14 +48,15 @@ def run_plan(args: argparse.Namespace) -> int:
 
     assumed, prices = change_assumptions(args.assume), parse_prices(args.price)
     lengths = {"prompt_tokens": args.prompt_tokens, "completion_tokens": args.completion_tokens, "kept": args.kept}
-    settings = read_settings(config, **lengths)
+    trainer = parse_trainer(args.gpus)
+    settings = read_settings(config, **lengths, on_cpu=trainer.device.is_cpu)
     workers = parse_machines("--workers", args.workers)
     validators = Machines(workers[0].device, config.swarm.validators, workers[0].devices)
     if args.validators is not None:
         validators = parse_machines("--validators", args.validators)[0]
     relays = config.swarm.relays if args.relays is None else args.relays
     links = Links(relays, args.uplink_gbps, args.relay_gbps, args.worker_gbps)
-    fleet = Fleet(trainer=parse_trainer(args.gpus), workers=workers, validators=validators, links=links)
+    fleet = Fleet(trainer=trainer, workers=workers, validators=validators, links=links)
     plan = make_plan(read_shape(config), settings, fleet, assumed, prices)
     print(json.dumps(export_plan(plan)) if args.json else describe_plan(plan))
     return 0

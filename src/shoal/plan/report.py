@@ -37,7 +37,6 @@ def _describe_model(plan: Plan) -> Rows:
         "checkpointing": options.checkpointing,
         "offload": options.offload,
         "flex attention": options.flex_attention,
-        f"logits of {options.logit_rows} rows at a time": bool(options.logit_rows),
     }
     named = [name for name, chosen in choices.items() if chosen]
     return [
@@ -76,7 +75,7 @@ def _describe_workers(plan: Plan) -> Rows:
     rows = []
     for worker in plan.workers:
         found, number = worker.generation, worker.machines.number
-        needed = "no number is enough" if worker.needed is None else f"{worker.needed} keep the trainer busy"
+        needed = "no number is enough" if worker.needed is None else f"{worker.needed} feed the trainer"
         rows.append((f"{number} x {worker.machines.name}", f"{_describe_rate(found)}; {needed}"))
     rows.append(("FLOPs per FLOP of training", f"{plan.flops_ratio:.2f}"))
     return rows

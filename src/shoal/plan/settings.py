@@ -24,7 +24,8 @@ class LoraSettings:
     """Low-rank adapters on the named linear modules of every layer."""
 
     rank: int
-    targets: tuple[str, ...]
+    targets: tuple[str, ...] = ()
+    """ends of their names; empty: all"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +41,10 @@ class TrainerOptions:
     """weights' shards, gradients and optimizer state are in host memory"""
     checkpointing: bool = False
     """layers are computed again in the backward pass; only their inputs are kept"""
-    logit_rows: int = 0
-    """rows of logits at a time; 0: all rows of a pack at once"""
     flex_attention: bool = False
-    """attention without stored scores and masks; else rectangles, see policy/attention.py"""
+    """attention without stored scores and masks (policy/flex.py); else rectangles and strips (policy/attention.py)"""
+    exchanges_every_pack: bool = False
+    """ranks sum gradients after every pack; else after the last of an update, and keep whole gradients until then"""
     lora: LoraSettings | None = None
     publish: Dtype = "float32"
     """type of a published version"""
@@ -89,9 +90,17 @@ class PlanSettings:
 
 
 def read_settings(
-    config: LaunchConfig, *, prompt_tokens: int, completion_tokens: int | None = None, kept: float = 1.0
+    config: LaunchConfig,
+    *,
+    prompt_tokens: int,
+    completion_tokens: int | None = None,
+    kept: float = 1.0,
+    on_cpu: bool = False,
 ) -> PlanSettings:
-    """The part of a run's settings that a plan needs, with mean lengths, which no setting holds."""
+    """The part of a run's settings that a plan needs, with mean lengths, which no setting holds.
+
+    `on_cpu`: the trainer has no GPU, which decides its attention.
+    """
     completion = config.engine.max_tokens if completion_tokens is None else completion_tokens
     if not 1 <= completion <= config.engine.max_tokens:
         raise ConfigError(f"--completion-tokens: must be 1 to engine.max_tokens = {config.engine.max_tokens}")
@@ -101,7 +110,7 @@ def read_settings(
         raise ConfigError("--kept: must be above 0 and at most 1")
     learner = config.learner
     return PlanSettings(
-        trainer=_read_trainer(config),
+        trainer=_read_trainer(config, on_cpu=on_cpu),
         groups=config.batch.groups,
         group_size=config.batch.group_size,
         updates=min(learner.updates, config.batch.groups),
@@ -121,10 +130,19 @@ def read_settings(
     )
 
 
-def _read_trainer(config: LaunchConfig) -> TrainerOptions:
-    """How the trainer of this tree stores and computes, by its settings."""
-    dtype = config.policy.dtype
-    return TrainerOptions(master=dtype, compute=dtype, optimizer_state=dtype, publish=dtype)
+def _read_trainer(config: LaunchConfig, *, on_cpu: bool) -> TrainerOptions:
+    """How the trainer stores and computes."""
+    policy, learner = config.policy, config.learner
+    return TrainerOptions(
+        master=policy.dtype,
+        compute="bfloat16" if learner.precision == "bfloat16" else policy.dtype,
+        # AdamW's own state has the type of the weights; shorter state is a choice.
+        optimizer_state=policy.dtype if learner.optimizer_state == "float32" else learner.optimizer_state,
+        offload=learner.offload,
+        checkpointing=learner.gradient_checkpointing,
+        flex_attention=learner.attention == "flex" or (learner.attention == "auto" and not on_cpu),
+        publish=policy.publish_dtype,
+    )
 
 
 def _find_share(config: LaunchConfig) -> float:

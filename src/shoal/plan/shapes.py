@@ -59,13 +59,18 @@ class ModelShape:
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim * self.width
         return qkv + 2 * self.feed_forward * self.width
 
+    def find_targets(self, targets: Sequence[str]) -> list[tuple[str, int, int]]:
+        """The linear modules of a layer whose names end in one of these; all if there are none."""
+        for target in targets:
+            if not any(_ends_in(name, target) for name, _, _ in self.linears):
+                names = ", ".join(name for name, _, _ in self.linears)
+                raise ConfigError(f"policy.lora: no linear module {target!r} in a layer; it has {names}")
+        chosen = [linear for linear in self.linears if any(_ends_in(linear[0], target) for target in targets)]
+        return chosen if targets else list(self.linears)
+
     def count_adapter(self, rank: int, targets: Sequence[str]) -> int:
-        """Parameters of low-rank adapters: rank x (inputs + outputs) of each target module of each layer."""
-        names = [name for name, _, _ in self.linears]
-        if unknown := [target for target in targets if target not in names]:
-            raise ConfigError(f"policy.lora: no module {unknown[0]!r} in a layer; it has {', '.join(names)}")
-        per_layer = sum(rank * (inputs + outputs) for name, inputs, outputs in self.linears if name in targets)
-        return self.layers * per_layer
+        """Parameters of low-rank adapters: rank x (inputs + outputs) of each target of each layer."""
+        return self.layers * sum(rank * (inputs + outputs) for _, inputs, outputs in self.find_targets(targets))
 
     def count_kv_bytes(self, itemsize: int) -> int:
         """Bytes of keys and values of one token."""
@@ -105,7 +110,7 @@ def measure_shape(architecture: PretrainedConfig) -> ModelShape:
         root_parameters=parameters - sum(_count(block) for block in blocks),
         active_parameters=parameters - table - _count_idle(model, text),
         largest_parameter=max(parameter.numel() for parameter in model.parameters()),
-        linears=tuple((name.rpartition(".")[2], linear.in_features, linear.out_features) for name, linear in linears),
+        linears=tuple((name, linear.in_features, linear.out_features) for name, linear in linears),
         has_qk_norm=any(name.endswith("q_norm") for name, _ in blocks[0].named_modules()),
         is_lean=is_lean(model),
     )
@@ -126,6 +131,10 @@ def _find_layers(model: PreTrainedModel, layers: int) -> Sequence[nn.Module]:
         if isinstance(module, nn.ModuleList) and len(module) == layers:
             return list(module)
     raise ConfigError(f"policy.path: no list of {layers} decoder layers in a {model.config.model_type} model")
+
+
+def _ends_in(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
 
 
 def _count(module: nn.Module) -> int:

@@ -8,7 +8,8 @@ device's peak FLOP/s, Y its memory bandwidth; u the share that a program reaches
     training     forward x (3, with adapters 2; +1 with checkpointing; +(updates - 1) / updates to recompute old
                  log-probs; +1 for the reference): 6 P tokens without options
     step         max(training / (n X u), traffic / link) + optimizer
-    traffic      per pack: b P (n - 1) / n for each pass that gathers parameters, 4 P' (n - 1) / n for gradients
+    traffic      b P (n - 1) / n for each pass of a pack that gathers parameters, and 4 P' (n - 1) / n for each exchange
+                 of gradients: one per update, or one per pack
     optimizer    bytes of weights, gradients and state, read and written / (n Y u)
     decoding     one token of S rollouts takes max((b P_active + S kv (p + c / 2)) / (Y u), 2 P_active S / (X u))
     S            min(slots, (memory - weights) / (kv (p + c / 2)))
@@ -69,7 +70,8 @@ def time_step(shape: ModelShape, settings: PlanSettings, trainer: Machines, assu
     gathers = 2.0 + scored + settings.has_reference
     share = (ranks - 1) / ranks
     packs = shape_packs(settings, ranks).per_step
-    traffic = packs * share * (gathers * item * shape.parameters + 4 * trained)
+    exchanges = packs if options.exchanges_every_pack else settings.updates
+    traffic = share * (packs * gathers * item * shape.parameters + exchanges * 4 * trained)
     state = 3 * master + 2 * STATE_BYTES[options.optimizer_state]
     rate = (_link(trainer, assumed) if options.offload else device.gbps * assumed.decode_bandwidth) * GIGA
     return StepTime(
