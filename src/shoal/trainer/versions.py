@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 
 from shoal.config.run import PolicyConfig, RunConfig
-from shoal.policy.model import Policy, save_settings, saved_tensors
-from shoal.policy.weights import WeightsReader, describe_tensors, plan_layout, write_weights
+from shoal.policy.model import Policy, save_policy, saved_tensors
+from shoal.policy.weights import WeightsReader, describe_tensors
 from shoal.shardcast.growing import list_growing, open_growing, remove_stale
 from shoal.shardcast.origin import SHARD_BYTES, compute_root
 from shoal.trainer.errors import TrainerError
-from shoal.util.files import append_line, remove_dir, repair_jsonl, sweep_leftovers, sync_path
+from shoal.util.files import append_line, remove_dir, repair_jsonl, sweep_leftovers
 
 _NAME = re.compile(r"v(\d{6,})")
 
@@ -85,15 +85,13 @@ class Versions:
             begun()
 
     def _write_folder(self, path: Path, policy: Policy, begun: Callable[[], None]) -> None:
-        tensors = saved_tensors(policy.model)
-        layout = plan_layout(describe_tensors(tensors, self._dtype), self._shard_bytes)
         with open_growing(path) as announce:
-            save_settings(policy, path, self._dtype)
-            for file in path.iterdir():
-                sync_path(file)
-            announce({file.name: file.stat().st_size for file in path.iterdir()} | layout.sizes)
-            begun()
-            write_weights(path, layout, tensors)
+
+            def begin(sizes: Mapping[str, int]) -> None:
+                announce(sizes)
+                begun()
+
+            save_policy(policy, path, dtype=self._dtype, shard_bytes=self._shard_bytes, planned=begin)
 
     def record(self, record: VersionRecord) -> None:
         """Record that a version was handed over; on disk when this returns."""
