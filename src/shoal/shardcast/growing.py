@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from shoal.errors import ConfigError
-from shoal.util.files import open_lock, remove_dir, sync_path, try_lock
+from shoal.util.files import open_lock, remove_dir, sync_path, sync_tree, try_lock
 
 _MARKER = ".writing"
 
@@ -34,7 +34,7 @@ Announce = Callable[[Mapping[str, int]], None]
 def open_growing(folder: Path) -> Iterator[Announce]:
     """Create a folder to fill, which counts as complete when the block ends, and is removed if the block raises.
 
-    Inside, every file is synced to disk before it gets its name.
+    Files appear in it under their final names only when complete.
     """
     marker = _marker_of(folder)
     lock = open_lock(marker)
@@ -47,7 +47,7 @@ def open_growing(folder: Path) -> Iterator[Announce]:
         sync_path(folder.parent)
         folder.mkdir()
         yield announce
-        sync_path(folder)
+        sync_tree(folder)
         marker.unlink()
     except BaseException:
         _remove_both(folder)
