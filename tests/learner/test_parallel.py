@@ -32,6 +32,7 @@ PLAN: dict[str, dict[str, Any]] = {
     "few": {"model": "tied", "groups": 1, "micro": 4096},
     "bfloat16": {"model": "qwen3", "precision": "bfloat16"},
     "offload": {"model": "tied", "offload": True},
+    "recompute": {"model": "gqa", "recompute": True},
     "overflow": {"model": "tiny", "poison": True},
     "averaged": {"model": "tiny", "averaged": True},
 }
@@ -84,7 +85,7 @@ def measure_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", [*MODELS, "kl", "lora", "lora hub", "clip", "few", "bfloat16", "offload"])
+@pytest.mark.parametrize("case", [*MODELS, "kl", "lora", "lora hub", "clip", "few", "bfloat16", "offload", "recompute"])
 def test_ranks_compute_the_gradients_of_one_process(folder: Path, case: str, size: int) -> None:
     alone, ranks = read_result(folder, case, 1), read_result(folder, case, size)
     assert all(float(grad.norm()) > 0 for grad in alone.grads.values())

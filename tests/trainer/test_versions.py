@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from shoal.config.run import LearnerConfig, PolicyConfig, TinyConfig
 from shoal.learner import sharded
 from shoal.learner.learner import Learner
+from shoal.learner.parallel import ONE, Ranks
 from shoal.policy import weights
 from shoal.policy.model import Policy, load_policy, open_policy
 from shoal.policy.weights import INDEX
@@ -20,6 +22,7 @@ from shoal.shardcast.origin import SHARD_BYTES, compute_root
 from shoal.train.resume import TrainState
 from shoal.trainer.errors import TrainerError
 from shoal.trainer.versions import VersionRecord, Versions, list_versions
+from shoal.util.files import remove_dir
 
 SMALL = TinyConfig(layers=2, width=16, heads=2, kv_heads=1, context=64)
 SEVERAL = PolicyConfig(shard_bytes=4096)
@@ -29,8 +32,22 @@ def make_policy(seed: int = 0) -> Policy:
     return load_policy(PolicyConfig(tiny=SMALL), alphabet="abc", seed=seed)
 
 
-def state_of(policy: Policy) -> TrainState:
-    return TrainState(0, policy, Learner(policy.model, LearnerConfig(), max_tokens=8), OrderedDict())
+PAIR = replace(ONE, size=2)
+"""a learner of two ranks, as far as versions are concerned"""
+
+
+def state_of(policy: Policy, ranks: Ranks = ONE) -> TrainState:
+    return TrainState(0, policy, Learner(policy.model, LearnerConfig(), max_tokens=8, ranks=ranks), OrderedDict())
+
+
+def moved_state(distance: float, ranks: Ranks = ONE) -> TrainState:
+    policy = make_policy()
+    move_weights(policy, distance)
+    return state_of(policy, ranks)
+
+
+def has_same_weights(one: Policy, other: Policy) -> bool:
+    return all(torch.equal(*pair) for pair in zip(one.model.parameters(), other.model.parameters(), strict=True))
 
 
 def move_weights(policy: Policy, distance: float) -> None:
@@ -162,3 +179,31 @@ def test_what_a_killed_writer_left_is_removed_at_the_next_start(tmp_path: Path) 
     assert list_versions(tmp_path) == [1]
     Versions(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v000001"]
+
+
+def test_on_other_devices_the_first_version_stands_and_training_continues_from_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, other, versions = moved_state(0.0), moved_state(1e-3, PAIR), Versions(tmp_path)
+    versions.write(1, first)
+    versions = Versions(tmp_path)
+    versions.write(1, other)
+    assert has_same_weights(other.policy, first.policy)
+    assert has_same_weights(open_policy(versions.path_of(1)), first.policy)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "v1 was first computed on cpu x 1, which rounds differently than cpu x 2" in message
+    with pytest.raises(TrainerError):
+        versions.write(1, moved_state(1e-3))
+
+
+def test_an_announced_version_that_is_no_longer_kept_is_not_replaced(tmp_path: Path) -> None:
+    versions = Versions(tmp_path)
+    versions.write(1, moved_state(0.0))
+    path = versions.path_of(1)
+    versions.record(VersionRecord(1, compute_root(path, 1 << 20), "m", "b", 1 << 20))
+    remove_dir(path)
+    other, kept = moved_state(1e-3, PAIR), moved_state(1e-3)
+    Versions(tmp_path).write(1, other)
+    assert not path.exists() and has_same_weights(other.policy, kept.policy)
+    Versions(tmp_path).write(1, moved_state(0.0))
+    assert path.exists()
