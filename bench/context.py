@@ -1,4 +1,4 @@
-"""Memory of one training step on one long sample: 1,024 to 32,768 tokens, with and without recomputed layers and chunks.
+"""Memory of one training step on one long sample: 1,024 to 32,768 tokens, with and without recomputation and chunks.
 
     python bench/context.py [--quick] [--json]      # 20 minutes; --quick up to 4,096 tokens, a minute
 
@@ -10,7 +10,7 @@ the forward and backward pass of one micro-batch, compared with the formula of d
     long_plain_mb     the same without either
     recompute_ratio   memory without recomputed layers over that with them, both with chunks, at the longest context
     recompute_time    CPU time with recomputed layers over that without, there
-    error             largest difference between formula and measurement, as a share of the measurement, from 4,096 tokens
+    error             largest difference between formula and measurement, as a share of the measurement, from 4,096 on
 """
 
 import json

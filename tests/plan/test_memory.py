@@ -114,19 +114,13 @@ def test_a_reference_is_another_copy_of_the_weights(shape: ModelShape, make_sett
     assert get(plan, "reference") == 4 * shape.parameters / 2
 
 
-def test_ranks_with_several_packs_keep_whole_gradients_unless_they_exchange_each(
-    shape: ModelShape, make_settings: MakeSettings
-) -> None:
-    often = TrainerOptions(exchanges_every_pack=True)
-    whole, shards = (
-        plan_memory(shape, make_settings(options, micro_tokens=64), 2) for options in (TrainerOptions(), often)
-    )
-    assert get(whole, "gradients") == 4 * shape.parameters
-    assert get(shards, "gradients") == 4 * shape.parameters / 2
+def test_ranks_keep_their_own_gradients_only(shape: ModelShape, make_settings: MakeSettings) -> None:
+    plan = plan_memory(shape, make_settings(micro_tokens=64), 2)
+    assert get(plan, "gradients") == 4 * shape.parameters / 2
 
 
 def test_offload_moves_what_is_stored_to_the_host(shape: ModelShape, make_settings: MakeSettings) -> None:
-    options = TrainerOptions(offload=True, exchanges_every_pack=True)
+    options = TrainerOptions(offload=True)
     plan = plan_memory(shape, make_settings(options, micro_tokens=64), 2)
     assert plan.host_bytes == (4 + 8 + 4) * shape.parameters / 2
     assert not {"weights", "optimizer", "gradients"} & {item.name for item in plan.items}

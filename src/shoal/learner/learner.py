@@ -29,7 +29,7 @@ from shoal.learner.losses import LOSSES
 from shoal.learner.losses.base import LossInputs, sum_tokens
 from shoal.learner.metrics import NUM_TERMS, UpdateMetrics, describe_step, list_numbers
 from shoal.learner.optimizer import build_optimizer
-from shoal.learner.parallel import ONE, Ranks, Share, clip_gradients, deal_packs, measure_norm, score_model, set_sync
+from shoal.learner.parallel import ONE, Ranks, Share, clip_gradients, deal_packs, measure_norm, score_model
 from shoal.policy.decoder import LayerOptions, is_lean, set_layer_options
 from shoal.policy.lora import disable_adapters, find_adapted
 from shoal.policy.packing import Pack, Sample, build_packs
@@ -114,8 +114,7 @@ class Learner:
         weight_of = {id(sample): float(weight) for sample, weight in zip(samples, weights, strict=True)}
         numbers = torch.zeros(len(packs), NUM_TERMS, dtype=torch.float64, device=self._device)
         self.optimizer.zero_grad(set_to_none=True)
-        for index, ((share, pack), old) in enumerate(zip(own, olds, strict=True)):
-            set_sync(self.model, index == len(own) - 1)
+        for (share, pack), old in zip(own, olds, strict=True):
             values = [weight_of[id(sample)] * share.counts for sample in pack.samples]
             found = self._backward(pack, torch.tensor(values, device=self._device), old)
             if share.counts:

@@ -5,7 +5,8 @@ Every rank holds its rows of every tensor, gathers one decoder layer at a time, 
 Invariants:
 - a rank computes with the denominators of the whole update, so gradients are summed over ranks, never averaged;
 - every rank runs the same number of micro-batches: one with fewer repeats one with weight 0, because the collectives of
-  all ranks must match. Gradients are exchanged once per update, with the last micro-batch;
+  all ranks must match. Gradients are exchanged with every micro-batch: until then a rank would hold those of the
+  whole model;
 - what decides (gradient norm, skipping, metrics) is computed from reduced numbers that every rank has, so all decide
   the same. Squares of gradients are summed in float64: the norm, and so the clip, does not depend on the sharding;
 - what goes from rank to rank is tensors and bytes; nothing is pickled, except by torch's own checkpoint planner.
@@ -227,12 +228,6 @@ def score_model(
     if not torch.is_grad_enabled():
         model.reshard()  # the root's own parameters, which otherwise stay gathered until a backward pass
     return scores
-
-
-def set_sync(model: PreTrainedModel, wanted: bool) -> None:
-    """Whether the next backward pass exchanges gradients."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(wanted)
 
 
 @dataclass(frozen=True, slots=True)

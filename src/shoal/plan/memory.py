@@ -173,8 +173,7 @@ def _list_moments(
     """What is there in addition, at each moment at which memory may be largest."""
     item, trained, frozen = ITEMSIZE[options.compute], count_trained(shape, options), options.lora is not None
     gradients = (4 if frozen else ITEMSIZE[options.master]) * trained / ranks
-    whole = 4.0 * trained if ranks > 1 and not options.exchanges_every_pack else gradients
-    earlier = whole if pack.per_update > 1 else 0.0
+    earlier = gradients if pack.per_update > 1 else 0.0
     inputs = item * pack.tokens * shape.width * shape.layers
     own, copies = _count_layer(shape, options, pack), _count_copies(shape, options, ranks)
     recomputes = options.checkpointing

@@ -43,8 +43,6 @@ class TrainerOptions:
     """layers are computed again in the backward pass; only their inputs are kept"""
     flex_attention: bool = False
     """attention without stored scores and masks (policy/flex.py); else rectangles and strips (policy/attention.py)"""
-    exchanges_every_pack: bool = False
-    """ranks sum gradients after every pack; else after the last of an update, and keep whole gradients until then"""
     lora: LoraSettings | None = None
     publish: Dtype = "float32"
     """type of a published version"""
@@ -141,6 +139,7 @@ def _read_trainer(config: LaunchConfig, *, on_cpu: bool) -> TrainerOptions:
         offload=learner.offload,
         checkpointing=learner.gradient_checkpointing,
         flex_attention=learner.attention == "flex" or (learner.attention == "auto" and not on_cpu),
+        lora=LoraSettings(policy.lora.rank, tuple(policy.lora.targets)) if policy.lora.rank else None,
         publish=policy.publish_dtype,
     )
 

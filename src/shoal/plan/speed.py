@@ -70,8 +70,7 @@ def time_step(shape: ModelShape, settings: PlanSettings, trainer: Machines, assu
     gathers = 2.0 + scored + settings.has_reference
     share = (ranks - 1) / ranks
     packs = shape_packs(settings, ranks).per_step
-    exchanges = packs if options.exchanges_every_pack else settings.updates
-    traffic = share * (packs * gathers * item * shape.parameters + exchanges * 4 * trained)
+    traffic = share * packs * (gathers * item * shape.parameters + 4 * trained)
     state = 3 * master + 2 * STATE_BYTES[options.optimizer_state]
     rate = (_link(trainer, assumed) if options.offload else device.gbps * assumed.decode_bandwidth) * GIGA
     return StepTime(

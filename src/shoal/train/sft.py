@@ -36,7 +36,6 @@ from shoal.learner.parallel import (
     deal_packs,
     measure_norm,
     score_model,
-    set_sync,
 )
 from shoal.learner.sharded import load_shards, open_shards, shared_dir, write_rows
 from shoal.policy.decoder import LayerOptions, set_layer_options
@@ -203,8 +202,7 @@ class _FineTuning:
         self._optimizer.zero_grad(set_to_none=True)
         packs = self._build_packs(samples)
         shares = deal_packs([len(pack.token_ids) for pack in packs], self._ranks)
-        for number, share in enumerate(shares, 1):
-            set_sync(self._policy.model, number == len(shares))
+        for share in shares:
             loss = -score_model(self._policy.model, packs[share.index]).logprobs.sum() / total
             (loss if share.counts else 0.0 * loss).backward()
         parameters = list(self._policy.model.parameters())
