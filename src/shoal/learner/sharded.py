@@ -162,9 +162,7 @@ def write_trained(
     weights = {name: whole_tensor(tensor) for name, tensor in adapter_weights(policy.model).items()}
     if ranks.is_first:
         save_adapter(policy.model, folder, weights)
-        for file in folder.iterdir():
-            sync_path(file)
-        begun({file.name: file.stat().st_size for file in folder.iterdir()})
+        begun(_sync_files(folder))
     ranks.barrier()
 
 
@@ -185,10 +183,7 @@ def write_rows(
     layout = plan_layout(describe_tensors(tensors, dtype), shard_bytes)
     if ranks.is_first:
         save_settings(policy, folder, dtype)
-        sizes = {file.name: file.stat().st_size for file in folder.iterdir()} | layout.sizes
-        for file in folder.iterdir():
-            sync_path(file)
-        begun(sizes)
+        begun(_sync_files(folder) | layout.sizes)
         create_files(folder, layout)
     ranks.barrier()
     is_shared = _count_ranks(folder.is_dir(), ranks) == ranks.size
@@ -200,6 +195,13 @@ def write_rows(
             if ranks.is_first:
                 finish_file(folder, file, rows)
     ranks.barrier()
+
+
+def _sync_files(folder: Path) -> dict[str, int]:
+    """Write the files of a folder to disk; their sizes by name."""
+    for path in folder.iterdir():
+        sync_path(path)
+    return {path.name: path.stat().st_size for path in folder.iterdir()}
 
 
 def _write_file(

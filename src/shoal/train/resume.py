@@ -88,8 +88,8 @@ class TrainState:
 
         `begun` is called before the weights are written.
         """
-        values = {"dtype": _name_type(dtype), "shard_bytes": shard_bytes, "is_base": is_base}
-        announce(self.ranks, "write", folder=str(folder), **values)
+        name = _name_type(dtype)
+        announce(self.ranks, "write", folder=str(folder), dtype=name, shard_bytes=shard_bytes, is_base=is_base)
         write = write_rows if is_base else write_trained
         write(self.policy, folder, self.ranks, dtype=dtype, shard_bytes=shard_bytes, begun=begun)
 

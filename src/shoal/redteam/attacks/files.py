@@ -14,8 +14,8 @@ from shoal.recipe import Recipe
 from shoal.redteam.behaviours import bad_files as parquet
 from shoal.redteam.behaviours.bad_files import BadFileBehaviour, ParquetFooter, load_table, replace_column, save_table
 from shoal.redteam.registry import Expected, attack
-from shoal.submission.columns import COLUMN_NAMES, PAGE_BYTES, SCHEMA
-from shoal.submission.limits import MAX_FOOTER_BYTES
+from shoal.submission.columns import COLUMN_NAMES, SCHEMA
+from shoal.submission.limits import MAX_FOOTER_BYTES, PAGE_BYTES
 from shoal.worker.behaviour import WorkerBehaviour
 
 MANY, HUGE = 2**31 - 1, 2**62
