@@ -87,6 +87,7 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> tuple[dict[str, torch.Tensor
         max_grad_norm=case.get("clip", 1e9),
         precision=case.get("precision", "float32"),
         offload=case.get("offload", False),
+        gradient_checkpointing=case.get("recompute", False),
         loss=LossConfig(kl=kl, entropy=0.001),
     )
     model, reference = build_model(case["model"]), build_model(case["model"]) if kl else None

@@ -30,6 +30,7 @@ PLAN: dict[str, dict[str, Any]] = {
     "few": {"model": "tied", "groups": 1, "micro": 4096},
     "bfloat16": {"model": "qwen3", "precision": "bfloat16"},
     "offload": {"model": "tied", "offload": True},
+    "recompute": {"model": "gqa", "recompute": True},
     "overflow": {"model": "tiny", "poison": True},
     "averaged": {"model": "tiny", "averaged": True},
 }
@@ -82,7 +83,7 @@ def measure_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", [*MODELS, "kl", "clip", "few", "bfloat16", "offload"])
+@pytest.mark.parametrize("case", [*MODELS, "kl", "clip", "few", "bfloat16", "offload", "recompute"])
 def test_ranks_compute_the_gradients_of_one_process(folder: Path, case: str, size: int) -> None:
     alone, ranks = read_result(folder, case, 1), read_result(folder, case, size)
     assert all(float(grad.norm()) > 0 for grad in alone.grads.values())
@@ -112,7 +113,7 @@ def test_every_rank_reports_the_metrics_of_one_process(folder: Path, case: str) 
         assert metrics[0].get("optim/grad_norm", 0.0) == pytest.approx(alone.get("optim/grad_norm", 0.0), rel=EXACT)
 
 
-@pytest.mark.parametrize("size", (1, *SIZES))
+@pytest.mark.parametrize("size", [1, *SIZES])
 def test_an_overflow_is_skipped_on_every_rank(folder: Path, size: int) -> None:
     result = read_result(folder, "overflow", size)
     assert all(own["optim/skipped"] == own["optim/updates"] == 1 for own in result.metrics)
@@ -142,12 +143,12 @@ def test_the_norm_of_a_large_model_is_that_of_float64() -> None:
 def test_short_moments_without_torchao_are_a_mistake_in_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ConfigError, match="learner.optimizer_state"):
+    with pytest.raises(ConfigError, match=r"learner\.optimizer_state"):
         build_optimizer([], LearnerConfig(optimizer_state="int8"))
 
 
 def test_bfloat16_of_a_model_without_a_lean_loop_needs_ranks() -> None:
     from tests.learner.parallel_program import build_model
 
-    with pytest.raises(ConfigError, match="learner.precision"):
+    with pytest.raises(ConfigError, match=r"learner\.precision"):
         Learner(build_model("hub"), LearnerConfig(precision="bfloat16"), max_tokens=8)
