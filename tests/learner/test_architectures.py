@@ -26,7 +26,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi": {"num_key_value_heads": 2},  # a head with a bias
     "olmo2": {"num_key_value_heads": 2},
     "gpt_neox": {},
-    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16},
+    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
 }
 
 
