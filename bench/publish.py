@@ -93,12 +93,11 @@ def main() -> None:
     finish(flags, format_table(size, figures), figures)
 
 
-def measure(size: Size, folder: Path, cap_bytes: int = CAP_BYTES) -> dict[str, float]:
+def measure(size: Size, folder: Path) -> dict[str, float]:
     """Publish two versions, and measure."""
-    limit_memory(cap_bytes)
-    key = Key.generate()
-    key.save(folder / "key")
-    with Swarm(size, folder, cap_bytes) as swarm:
+    limit_memory()
+    Key.generate().save(folder / "key")
+    with Swarm(size, folder) as swarm:
         first = swarm.publish(0)
         second = swarm.publish(1)
         swarm.check(0)
@@ -145,8 +144,14 @@ def make_rows(size: Size, name: str, first: int, version: int) -> Tensor:
 # Processes
 
 
-def limit_memory(cap_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, cap_bytes))
+def limit_memory() -> None:
+    """Limit this process, and check that the limit is enforced."""
+    resource.setrlimit(resource.RLIMIT_DATA, (CAP_BYTES, CAP_BYTES))
+    try:
+        bytearray(CAP_BYTES)
+    except MemoryError:
+        return
+    raise SystemExit("this kernel does not enforce RLIMIT_DATA; the benchmark needs Linux 4.7 or newer")
 
 
 def read_peak() -> float:
@@ -155,10 +160,10 @@ def read_peak() -> float:
     return next(int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith("VmHWM:"))
 
 
-def run_process(pipe: Connection, cap_bytes: int, work: Callable[..., None], *args: Any) -> None:
+def run_process(pipe: Connection, work: Callable[..., None], *args: Any) -> None:
     """A process: answers the pipe until None arrives, then reports its peak."""
     try:
-        limit_memory(cap_bytes)
+        limit_memory()
         torch.set_num_threads(1)
         work(pipe, *args)
         pipe.send(read_peak())
@@ -172,6 +177,7 @@ def run_writer(pipe: Connection, size: Size, folder: Path, rank: int) -> None:
     layout, share = size.layout, size.rows // NUM_RANKS
     files = {file.name: file for file in layout.files}
     writer, current = None, -1
+    pipe.send("ready")
     while (order := pipe.recv()) is not None:
         version, name = order
         if version != current:
@@ -231,6 +237,7 @@ def run_client(pipe: Connection, folder: Path, url: str) -> None:
     async def serve() -> None:
         publisher = Key.load(folder / "key").public
         async with await ShardcastClient.open(folder / "pulled", [url], run=RUN, publisher=publisher, keep=2) as client:
+            pipe.send("ready")
             while (version := await asyncio.to_thread(pipe.recv)) is not None:
                 pipe.send(await pull(client, version))
 
@@ -239,6 +246,7 @@ def run_client(pipe: Connection, folder: Path, url: str) -> None:
 
 def run_reader(pipe: Connection, size: Size, folder: Path) -> None:
     """Compares pulled versions with what was to be written, slice by slice."""
+    pipe.send("ready")
     while (version := pipe.recv()) is not None:
         with WeightsReader(folder / "pulled" / f"v{version}") as reader:
             assert reader.tensors == size.layout.tensors, "other tensors than were to be written"
@@ -253,8 +261,8 @@ def run_reader(pipe: Connection, size: Size, folder: Path) -> None:
 class Swarm:
     """The processes."""
 
-    def __init__(self, size: Size, folder: Path, cap_bytes: int) -> None:
-        self._size, self._folder, self._cap = size, folder, cap_bytes
+    def __init__(self, size: Size, folder: Path) -> None:
+        self._size, self._folder = size, folder
         self._processes: dict[str, tuple[Any, Connection]] = {}
 
     def __enter__(self) -> "Swarm":
@@ -264,6 +272,8 @@ class Swarm:
         self._start("relay", run_relay, self._folder, self._hear("origin"))
         self._start("client", run_client, self._folder, self._hear("relay"))
         self._start("reader", run_reader, self._size, self._folder)
+        for name in ("reader", "client", *(f"writer_{rank}" for rank in range(NUM_RANKS))):
+            self._hear(name)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -320,7 +330,7 @@ class Swarm:
 
     def _start(self, name: str, work: Callable[..., None], *args: Any) -> None:
         here, there = mp.get_context("spawn").Pipe()
-        process = mp.get_context("spawn").Process(target=run_process, args=(there, self._cap, work, *args), name=name)
+        process = mp.get_context("spawn").Process(target=run_process, args=(there, work, *args), name=name)
         process.start()
         there.close()
         self._processes[name] = process, here

@@ -34,7 +34,7 @@ from shoal.train.trackers import Tracker
 from shoal.trainer.batch import BatchReader, TrainBatch
 from shoal.trainer.publish import Publisher
 from shoal.trainer.versions import Versions
-from shoal.util.aio import run_blocking, run_together, run_until_set
+from shoal.util.aio import outlast, run_blocking, run_together, run_until_set
 from shoal.util.console import Console
 from shoal.util.process import tune_process
 from shoal.util.spans import SpanLog
@@ -166,14 +166,28 @@ class Trainer:
         trained = time.perf_counter()
         self._state.step = step
         with self._reporter.spans.span("write", step=step):
-            begun = partial(asyncio.get_running_loop().call_soon_threadsafe, self._publisher.enqueue, step, batch.hash)
-            await self._run_thread(self._versions.write, step, self._state, begun)
+            await self._write_version(step, batch.hash)
             times = {"perf/wait_s": wait_s, "perf/train_s": trained - started}
             times["perf/write_s"] = time.perf_counter() - trained
             await self._run_thread(self._record, batch, metrics | describe_batch(batch, times, self._config.length))
             if self._is_save_due():
                 await self._run_thread(self._save)
         self._batches.drop_files(step)
+
+    async def _write_version(self, version: int, batch: str) -> None:
+        """Write a version, and enqueue it as soon as the origin can begin to publish it."""
+        begun = asyncio.Event()
+        begin = partial(asyncio.get_running_loop().call_soon_threadsafe, begun.set)
+        write = self._run_thread(self._versions.write, version, self._state, begin)
+        writing, waiting = asyncio.create_task(write), asyncio.create_task(begun.wait())
+        try:
+            await asyncio.wait((writing, waiting), return_when=asyncio.FIRST_COMPLETED)
+            if begun.is_set():  # always, unless writing failed before
+                self._publisher.enqueue(version, batch)
+            await writing
+        finally:
+            waiting.cancel()
+            await outlast(writing)
 
     def _record(self, batch: TrainBatch, metrics: Metrics) -> None:
         reporter, wanted = self._reporter, self._config.batch.groups
