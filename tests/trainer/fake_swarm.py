@@ -21,6 +21,7 @@ from shoal.net.retry import RefusedError
 from shoal.protocol.messages import Batch, BatchAnswer, BatchEntry, VersionAnswer, VersionStatement
 from shoal.protocol.params import RunParams, hash_batch
 from shoal.rollout import Group
+from shoal.shardcast.growing import is_growing
 from shoal.shardcast.origin import SHARD_BYTES, compute_root
 from shoal.shardcast.origin_watch import PublishedVersion
 from shoal.submission.limits import FormError, SubmissionLimits
@@ -134,6 +135,8 @@ class FakeSwarm:
 
     async def hand_over(self, path: Path, version: int) -> PublishedVersion:
         self.reach("before hand-over")
+        while is_growing(path):  # as the real origin does before a version ends
+            await asyncio.sleep(0.005)
         root = compute_root(path, SHARD_BYTES)
         (self.folder / f"served-{version}").touch()
         self.reach("after hand-over")

@@ -13,7 +13,7 @@ tensor instead. To read, every machine needs the folder.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -97,13 +97,24 @@ def read_rows(model: PreTrainedModel, folder: Path) -> None:
 
 
 def write_rows(
-    policy: Policy, folder: Path, ranks: Ranks, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+    policy: Policy,
+    folder: Path,
+    ranks: Ranks,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    planned: Callable[[Mapping[str, int]], None] = lambda _sizes: None,
 ) -> None:
-    """Write the Hugging Face folder of a policy, each rank its own rows. Not atomic."""
+    """Write the Hugging Face folder of a policy, each rank its own rows.
+
+    As by `save_policy`: `planned` is called, on rank 0, with the sizes of all files before the weights are written; the
+    folder as a whole is not atomic.
+    """
     tensors = saved_tensors(policy.model)
     layout = plan_layout(describe_tensors(tensors, dtype), shard_bytes)
     if ranks.is_first:
         save_settings(policy, folder, dtype)
+        planned({path.name: path.stat().st_size for path in folder.iterdir()} | layout.sizes)
         create_files(folder, layout)
     ranks.barrier()
     is_shared = _count_ranks(folder.is_dir(), ranks) == ranks.size

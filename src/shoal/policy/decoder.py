@@ -259,13 +259,13 @@ def _fuse_layer(layer: nn.Module, dtype: torch.dtype | None = None) -> Layer:
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
     biased, out_bias = parts[0].bias is not None, attention.o_proj.bias
     return Layer(
-        input_norm=layer.input_layernorm.weight.to(dtype),  # type: ignore[union-attr, operator]
+        input_norm=layer.input_layernorm.weight.to(dtype),  # type: ignore[union-attr, operator, arg-type]
         qkv=torch.cat([part.weight.to(dtype) for part in parts]),
         qkv_bias=torch.cat([part.bias.to(dtype) for part in parts]) if biased else None,
         qk_norm=_fuse_norms(attention, dtype) if hasattr(attention, "q_norm") else None,
         out=attention.o_proj.weight.to(dtype),
         out_bias=None if out_bias is None else out_bias.to(dtype),
-        mlp_norm=layer.post_attention_layernorm.weight.to(dtype),  # type: ignore[union-attr, operator]
+        mlp_norm=layer.post_attention_layernorm.weight.to(dtype),  # type: ignore[union-attr, operator, arg-type]
         gate_up=torch.cat((mlp.gate_proj.weight.to(dtype), mlp.up_proj.weight.to(dtype))),
         down=mlp.down_proj.weight.to(dtype),
     )

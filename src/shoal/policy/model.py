@@ -7,7 +7,7 @@ load. Its weights are one file or several (`policy/weights.py`), read and writte
 import copy
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,15 +160,23 @@ def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def save_policy(
-    policy: Policy, folder: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+    policy: Policy,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    planned: Callable[[Mapping[str, int]], None] = lambda _sizes: None,
 ) -> None:
     """Write the Hugging Face folder, with floating-point weights in `dtype` (default: as they are).
 
-    Not atomic: callers write into a folder that is renamed when complete.
+    `planned` is called with the names and sizes of all files before the weights are written, each of which appears when
+    it is complete. The folder as a whole is not atomic: callers say when it counts.
     """
     save_settings(policy, folder, dtype)
     tensors = saved_tensors(policy.model)
-    write_weights(folder, plan_layout(describe_tensors(tensors, dtype), shard_bytes), tensors)
+    layout = plan_layout(describe_tensors(tensors, dtype), shard_bytes)
+    planned({path.name: path.stat().st_size for path in folder.iterdir()} | layout.sizes)
+    write_weights(folder, layout, tensors)
 
 
 def save_settings(policy: Policy, folder: Path, dtype: torch.dtype | None = None) -> None:

@@ -5,6 +5,8 @@
 
 Invariants:
 - the files are read once and never copied; memory does not depend on their size;
+- a folder that is still being written (`growing.py`) is published file by file; its version ends only after its writer
+  has finished, and is dropped if the writer ends before that;
 - publishing the same content under the same version again returns the same entry; different content replaces it, with a
   larger serial;
 - a version that was not published to its end (an error, a cancellation, a kill) is dropped, and leaves no trace after
@@ -20,7 +22,8 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -33,7 +36,8 @@ from shoal.shardcast.format.hashing import GROUP_BYTES, HASH_BYTES, hash_ordered
 from shoal.shardcast.format.layout import File, Shard, ShardLayout, group_shards, is_single_pair
 from shoal.shardcast.format.manifest import DELTA
 from shoal.shardcast.format.records import Delta, Hashes, ManifestHead, NoDelta, Record, sign_record
-from shoal.shardcast.store.origin_files import PublishedFiles, scan_source
+from shoal.shardcast.growing import is_growing
+from shoal.shardcast.store.origin_files import PublishedBlob, PublishedFiles, scan_source
 from shoal.shardcast.store.store import SOURCE, StoredVersion, VersionStore
 from shoal.util.aio import outlast, run_blocking
 from shoal.util.files import write_atomic
@@ -46,6 +50,8 @@ FLUSH_BYTES = 64 << 20
 """Hashes of at most this many bytes are signed together."""
 FLUSH_S = 0.25
 """Hashes are held back for at most this long."""
+FILE_POLL_S = 0.05
+"""How often a file that is being written is looked for."""
 MAX_LINE_HASHES = 3800
 """Maximum number of hashes that fit into one line."""
 
@@ -156,6 +162,7 @@ class Origin:
                 hashes += part
         if hash_root(layout.total, layout.shard_size, hashes).hex() != held.log.root:
             return bytes(hashes) if layout.shard_size == self._shard_size else b""
+        await _await_writer(source)
         # The same bytes in a different place: serve them from there, since the old files may be about to be deleted.
         await run_blocking(None, write_atomic, held.folder / SOURCE, source.to_bytes())
         held.point_to(source)
@@ -182,7 +189,11 @@ class Origin:
         source = entry.source
         assert source is not None, "the entry must have a source"
         try:
+            grows = bool(source.awaited)
             await self._append_blobs(entry, base, known)
+            await _await_writer(source)
+            if grows:
+                await run_blocking(None, write_atomic, entry.folder / SOURCE, source.to_bytes())
             if not await run_blocking(None, source.is_unchanged):
                 raise _say_changed(source)
             await self._append(entry, entry.log.compute_end())
@@ -196,35 +207,47 @@ class Origin:
         if base is None:
             await self._append_hashes(entry, known)
             return
-        job = DeltaJob(base, entry)
-        adding = asyncio.create_task(self._append_delta(entry, job))
+        job, arrived = DeltaJob(base, entry), asyncio.Event()
+        adding = asyncio.create_task(self._append_delta(entry, job, arrived))
         try:
+            if entry.source is None or not entry.source.awaited:
+                arrived.set()
             await self._append_hashes(entry, known)
+            arrived.set()
             # Shielded: a cancellation must reach this code, which stops the job, and not the task that waits for it.
             await asyncio.shield(adding)
         finally:
             job.stopped = True
+            arrived.set()
             await outlast(adding)
 
     async def _append_hashes(self, entry: StoredVersion, known: bytes) -> None:
         """Append the hashes of all shards, signed in portions as they are computed."""
         source, layout = entry.source, entry.log.full
-        assert source is not None
+        assert source is not None and isinstance(entry.full, PublishedBlob)
         waiting: list[bytes] = []
         filled, flushed_at = 0, time.monotonic()
-        async with contextlib.aclosing(self._hash_source(source, layout, known)) as hashes:
+        hashing = self._hash_source(source, layout, known, entry.full.admit_file)
+        async with contextlib.aclosing(hashing) as hashes:
             async for shard, part in hashes:
                 waiting.append(part)
                 filled += shard.size
-                late = time.monotonic() - flushed_at >= FLUSH_S
+                # Before a wait for the next file everything is published.
+                late = time.monotonic() - flushed_at >= FLUSH_S or _ends_file(source, shard)
                 if late or filled >= FLUSH_BYTES or len(waiting) >= MAX_LINE_HASHES:
                     await self._append(entry, Hashes(entry.log.num_hashes, tuple(waiting)))
                     waiting, filled, flushed_at = [], 0, time.monotonic()
         if waiting:
             await self._append(entry, Hashes(entry.log.num_hashes, tuple(waiting)))
 
-    async def _append_delta(self, entry: StoredVersion, job: DeltaJob) -> None:
-        """Publish the result of the delta as soon as it is known, so that nobody waits for one that does not come."""
+    async def _append_delta(self, entry: StoredVersion, job: DeltaJob, arrived: asyncio.Event) -> None:
+        """Publish the result of the delta as soon as it is known, so that nobody waits for one that does not come.
+
+        It is encoded once all files have `arrived`.
+        """
+        await arrived.wait()
+        if job.stopped:
+            return
         result = await run_blocking(None, make_delta, job)
         if job.stopped:
             return
@@ -242,14 +265,32 @@ class Origin:
         await entry.append(sign_record(self._key, entry.digest, len(entry.log.lines), record))
 
     async def _hash_source(
-        self, source: PublishedFiles, layout: ShardLayout, known: bytes
+        self,
+        source: PublishedFiles,
+        layout: ShardLayout,
+        known: bytes,
+        admit: Callable[[str], None] = lambda _name: None,
     ) -> AsyncGenerator[tuple[Shard, bytes], None]:
-        """Yield shards with their hashes, in order; hashes in `known` are not computed again."""
+        """Yield shards with their hashes, in order; hashes in `known` are not computed again. Files of a growing folder
+        are awaited, and passed to `admit` before they are hashed."""
         num_known = len(known) // HASH_BYTES
         for index in range(num_known):
             yield layout.shards[index], known[index * HASH_BYTES : (index + 1) * HASH_BYTES]
-        rest = (layout.shards[index] for index in range(num_known, len(layout.shards)))
-        async with contextlib.aclosing(hash_ordered(self.store.pool, source.folder.joinpath, rest)) as hashed:
+        rest: Iterator[Shard] = (layout.shards[index] for index in range(num_known, len(layout.shards)))
+        for file, shards in groupby(rest, lambda shard: shard.file) if source.awaited else (("", rest),):
+            if file in source.awaited:
+                await _await_file(source, file)
+                admit(file)
+            async with contextlib.aclosing(self._hash_shards(source, shards)) as hashed:
+                async for pair in hashed:
+                    yield pair
+        for file in source.awaited:  # empty ones
+            await _await_file(source, file)
+
+    async def _hash_shards(
+        self, source: PublishedFiles, shards: Iterable[Shard]
+    ) -> AsyncGenerator[tuple[Shard, bytes], None]:
+        async with contextlib.aclosing(hash_ordered(self.store.pool, source.folder.joinpath, shards)) as hashed:
             try:
                 async for shard, part in hashed:
                     if part is None:
@@ -257,6 +298,22 @@ class Origin:
                     yield shard, part
             except OSError as error:
                 raise _say_unreadable(source.path, error) from None
+
+
+def _ends_file(source: PublishedFiles, shard: Shard) -> bool:
+    """Whether a shard is the last of its file, and other files have not arrived."""
+    return bool(source.awaited) and shard.offset + shard.size == source.fingerprints[shard.file].size
+
+
+async def _await_file(source: PublishedFiles, name: str) -> None:
+    while not await run_blocking(None, source.look_for, name):
+        await asyncio.sleep(FILE_POLL_S)
+
+
+async def _await_writer(source: PublishedFiles) -> None:
+    """Wait until the writer of a growing folder has finished; ConfigError if it ended before that."""
+    while await run_blocking(None, is_growing, source.path):
+        await asyncio.sleep(FILE_POLL_S)
 
 
 def compute_root(path: Path, shard_bytes: int) -> str:
@@ -271,7 +328,7 @@ def compute_root(path: Path, shard_bytes: int) -> str:
 def _open_source(path: Path) -> PublishedFiles:
     """Open everything that is to be published; ConfigError with the reason if a file cannot be opened."""
     source = scan_source(path)
-    for name in source.fingerprints:
+    for name in source.fingerprints.keys() - source.awaited:
         try:
             os.close(os.open(source.folder / name, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:

@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,10 +71,16 @@ class TrainState:
         announce(self.ranks, "gather")
         return gather_weights(self.policy.model, self.ranks)
 
-    def write(self, folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:
-        """Write the policy as a Hugging Face folder."""
+    def write(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        shard_bytes: int,
+        planned: Callable[[Mapping[str, int]], None] = lambda _sizes: None,
+    ) -> None:
+        """Write the policy as a Hugging Face folder; `planned` as for `write_rows`."""
         announce(self.ranks, "write", folder=str(folder), dtype=_name_type(dtype), shard_bytes=shard_bytes)
-        write_rows(self.policy, folder, self.ranks, dtype=dtype, shard_bytes=shard_bytes)
+        write_rows(self.policy, folder, self.ranks, dtype=dtype, shard_bytes=shard_bytes, planned=planned)
 
     def matches(self, folder: Path, dtype: torch.dtype) -> bool:
         """Whether a folder has the policy's weights, rounded to `dtype`."""

@@ -93,13 +93,13 @@ class Publisher:
         self._first_root, self._spans = first_root, spans or SpanLog(None, "trainer")
         self._list_awaited = list_awaited
         self._queue: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
-        """versions on disk that are not published yet, with the hashes of their batches"""
+        """versions on disk, the last one perhaps still being written, with the hashes of their batches"""
         self.newest = newest
         """newest version in the ledger; -1 before v0"""
 
     def enqueue(self, version: int, batch: str) -> None:
-        """Queue a version that is on disk, with the hash of its training batch, empty for v0. Does not block; the async
-        level keeps the queue short."""
+        """Queue a version that is on disk or being written, with the hash of its training batch, empty for v0. Does not
+        block; the async level keeps the queue short."""
         self._queue.put_nowait((version, batch))
 
     async def run(self) -> None:

@@ -1,7 +1,7 @@
 """The trainer's loop: step n takes batch n, trains v{n-1} to v{n}, writes it, and continues while it is published.
 
-    step n:  batch n -> train (in a thread) -> v{n} on disk -> enqueue -> metrics -> checkpoint, if due -> step n + 1
-    concurrently:  publishing v{n};  reading batch n + 1 if the async level lets it be cut;  heartbeats
+    step n:  batch n -> train (in a thread) -> write v{n}, enqueue it -> metrics -> checkpoint, if due -> step n + 1
+    concurrently:  publishing v{n} as it is written;  reading batch n + 1 if the async level lets it be cut;  heartbeats
 
 Invariants:
 - only `_train_step` advances the counter;
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from shoal.config.run import LengthConfig, RunConfig
@@ -165,8 +166,8 @@ class Trainer:
         trained = time.perf_counter()
         self._state.step = step
         with self._reporter.spans.span("write", step=step):
-            await self._run_thread(self._versions.write, step, self._state)
-            self._publisher.enqueue(step, batch.hash)
+            begun = partial(asyncio.get_running_loop().call_soon_threadsafe, self._publisher.enqueue, step, batch.hash)
+            await self._run_thread(self._versions.write, step, self._state, begun)
             times = {"perf/wait_s": wait_s, "perf/train_s": trained - started}
             times["perf/write_s"] = time.perf_counter() - trained
             await self._run_thread(self._record, batch, metrics | describe_batch(batch, times, self._config.length))

@@ -1,30 +1,32 @@
 """The versions that a trainer wrote, each an ordinary Hugging Face folder.
 
-    <run>/versions/v000012/           appears complete; never written again, because the origin serves its files
+    <run>/versions/v000012/           complete if there is no v000012.writing; then never written again
+    <run>/versions/v000012.writing    while it is written: its files, which the origin serves as they appear
     <run>/versions/published.jsonl    one line per version handed over: its hashes, before it is announced
     <run>/versions/written.jsonl      one line per version written: the devices that computed it
 
 Invariants:
-- a step that is computed again by the same number of the same devices must give the bits that exist already; other
-  bits are a `TrainerError`. Other devices, or another number, round differently: then the first version stands, and the
-  trainer continues from its weights;
+- a step that is computed again by the same number of the same devices must give the bits that exist already, after
+  rounding to the published type; other bits are a `TrainerError`. Other devices, or another number, round differently:
+  then the first version stands, and the trainer continues from its weights;
 - a folder is kept while the origin serves it, until it is announced, and until it is evaluated if that is due.
 """
 
 import json
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from shoal.config.run import PolicyConfig, RunConfig
+from shoal.shardcast.growing import list_growing, open_growing, remove_stale
 from shoal.shardcast.origin import SHARD_BYTES, compute_root
 from shoal.train.resume import TrainState
 from shoal.trainer.errors import TrainerError
-from shoal.util.files import append_line, atomic_dir, remove_dir, repair_jsonl, sweep_leftovers
+from shoal.util.files import append_line, remove_dir, repair_jsonl, sweep_leftovers
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class Versions:
         self._dtype, self._shard_bytes = getattr(torch, config.publish_dtype), config.shard_bytes
         folder.mkdir(parents=True, exist_ok=True)
         sweep_leftovers(folder)
+        remove_stale(folder)
         self.folder = folder
         self._log = folder / "published.jsonl"
         repair_jsonl(self._log)
@@ -71,24 +74,42 @@ class Versions:
         """The folder of a version, whether it exists or not."""
         return path_of(self.folder, version)
 
-    def write(self, version: int, state: TrainState) -> None:
-        """Write the current weights as a version; if it exists already, see above. Blocking."""
+    def write(self, version: int, state: TrainState, begun: Callable[[], None] = lambda: None) -> None:
+        """Write the current weights as a version; if it exists already, see above. Blocking.
+
+        `begun` is called as soon as the origin can begin to publish it, while its weights are still being written.
+        """
         path, record = self.path_of(version), self._records.get(version)
         if path.exists():
             if not state.matches(path, self._dtype):
                 self._check_kind(version, state, str(path))
                 logger.warning(f"{self._explain(version, state)}; continuing from the weights in {path}")
                 state.read(path)
+            begun()
             return
-        with atomic_dir(path) as target:
-            state.write(target, self._dtype, self._shard_bytes)
-        if record is not None and record.root != compute_root(path, record.shard_bytes):
+        self._write_folder(path, state, (lambda: None) if record else begun)
+        if record is not None:
+            self._compare_record(version, state, record)
+            begun()
+        self._kinds.setdefault(version, state.ranks.kind)
+        append_line(self._kinds_log, json.dumps({"version": version, "devices": state.ranks.kind}))
+
+    def _write_folder(self, path: Path, state: TrainState, begun: Callable[[], None]) -> None:
+        with open_growing(path) as announce:
+
+            def begin(sizes: Mapping[str, int]) -> None:
+                announce(sizes)
+                begun()
+
+            state.write(path, self._dtype, self._shard_bytes, planned=begin)
+
+    def _compare_record(self, version: int, state: TrainState, record: VersionRecord) -> None:
+        """A version that was handed over, and whose folder is gone: other weights are not kept in its place."""
+        path = self.path_of(version)
+        if record.root != compute_root(path, record.shard_bytes):
             self._check_kind(version, state, str(self._log))
             remove_dir(path)
             logger.warning(f"{self._explain(version, state)}; its weights are not kept here, so only later ones count")
-            return
-        self._kinds.setdefault(version, state.ranks.kind)
-        append_line(self._kinds_log, json.dumps({"version": version, "devices": state.ranks.kind}))
 
     def _check_kind(self, version: int, state: TrainState, where: str) -> None:
         """Raise if these devices should have computed the same bits."""
@@ -118,10 +139,11 @@ def path_of(folder: Path, version: int) -> Path:
 
 
 def list_versions(folder: Path) -> list[int]:
-    """Versions in a folder, ascending."""
+    """Complete versions in a folder, ascending."""
     if not folder.is_dir():
         return []
-    return sorted(int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
+    names = {path.name for path in folder.iterdir()} - list_growing(folder)
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
 
 def list_due(config: RunConfig) -> list[int]:

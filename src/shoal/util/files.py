@@ -87,7 +87,7 @@ def atomic_dir(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        _sync_tree(temporary)
+        sync_tree(temporary)
         _swap_dir(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -190,6 +190,13 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_tree(folder: Path) -> None:
+    """Sync everything in a folder to disk."""
+    for parent, _, names in os.walk(folder):
+        for name in (*names, ""):  # the folder itself last
+            sync_path(Path(parent) / name)
+
+
 LOCK_NAME = ".lock"
 """of a directory that one process at a time may use"""
 
@@ -235,12 +242,6 @@ def _swap_dir(temporary: Path, path: Path) -> None:
         aside.rename(path)
         raise
     shutil.rmtree(aside)
-
-
-def _sync_tree(folder: Path) -> None:
-    for parent, _, names in os.walk(folder):
-        for name in (*names, ""):  # the folder itself last
-            sync_path(Path(parent) / name)
 
 
 def _is_alive(pid: int, token: str) -> bool:

@@ -310,11 +310,16 @@ class Puller:
                 await wait_growth(entry)
 
     async def _await_delta(self, entry: StoredVersion) -> bool:
-        """Wait until the publisher announces whether there is a delta; False if that takes too long."""
+        """Wait until the publisher announces whether there is a delta; False if that takes too long.
+
+        The time runs from the last line of the manifest: a version may be published while it is still being written.
+        """
         seconds, rate = SETTLE_S
-        deadline = _now() + seconds + entry.full.layout.total / rate
+        num_lines, deadline = -1, 0.0
         with self.upstreams.wait_for(f"the delta of version {entry.version} to be encoded"):
             while not entry.log.delta_settled:
+                if len(entry.log.lines) > num_lines:
+                    num_lines, deadline = len(entry.log.lines), _now() + seconds + entry.full.layout.total / rate
                 if _now() > deadline:
                     return False
                 await wait_growth(entry)
