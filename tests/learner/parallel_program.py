@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shoal.config.run import LearnerConfig, LossConfig
-from shoal.learner import parallel
+from shoal.learner import logprobs, parallel
 from shoal.learner.learner import Learner
 from shoal.learner.parallel import Ranks, join_ranks, leave_ranks, shard_model, whole_tensor
 from shoal.rollout import Finish, Group, Rollout, Score, VersionRange
@@ -79,6 +79,7 @@ def make_groups(count: int, vocabulary: int = VOCABULARY) -> list[Group]:
 def run_case(case: dict[str, Any], ranks: Ranks) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Weights, the gradients of the last update, and metrics after one training step."""
     kl = float(case.get("kl", 0.0))
+    logprobs.CHUNK_BYTES = case.get("chunk", 2**27)
     config = LearnerConfig(
         updates=case.get("updates", 1),
         warmup_steps=0,

@@ -1,5 +1,11 @@
-"""The one forward pass: transformers' values and gradients, packed or not, and no way from one segment to another."""
+"""The one forward pass: transformers' values and gradients, packed or not, and no way from one segment to another.
 
+Layers that are recomputed or compiled give the same.
+"""
+
+import copy
+import shutil
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from shoal.errors import ConfigError
+from shoal.policy import decoder
 from shoal.policy.attention import PackedAttention, Segment, positions_of
-from shoal.policy.decoder import compute_logits, fuse_layers, is_lean, run_decoder
+from shoal.policy.decoder import LayerOptions, compute_logits, fuse_layers, is_lean, run_decoder, set_layer_options
 
 MakeModel = Callable[..., PreTrainedModel]
 
@@ -130,3 +138,79 @@ def test_a_model_that_ran_packed_runs_by_itself_as_before(model: PreTrainedModel
     before = model(input_ids=token_ids[None]).logits
     run_packed(model, token_ids, [Segment(0, 3), Segment(3, 8)])
     assert torch.equal(model(input_ids=token_ids[None]).logits, before)
+
+
+SEGMENTS = [Segment(0, 6), Segment(6, 7, 0), Segment(7, 20), Segment(20, 29, 0)]
+
+
+def copy_with(model: PreTrainedModel, **options: bool) -> PreTrainedModel:
+    """A copy whose layers have these options."""
+    changed = copy.deepcopy(model)
+    set_layer_options(changed, LayerOptions(**options))
+    return changed
+
+
+def count_saved(model: PreTrainedModel) -> int:
+    """Bytes that a forward pass keeps for the backward pass, without the model's own."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # referenced, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run_packed(model, draw_tokens(29), SEGMENTS)
+    return sum(tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in own)
+
+
+def test_recomputed_layers_have_every_bit_of_the_gradients(model: PreTrainedModel) -> None:
+    expected = take_gradients(model, run_packed(model, draw_tokens(29), SEGMENTS))
+    again = copy_with(model, recompute=True)
+    for name, gradient in take_gradients(again, run_packed(again, draw_tokens(29), SEGMENTS)).items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+def test_recomputed_layers_keep_less_for_the_backward_pass(model: PreTrainedModel) -> None:
+    assert count_saved(copy_with(model, recompute=True)) < 0.4 * count_saved(model)
+
+
+def test_a_backward_pass_in_another_thread_recomputes_with_the_same_attention(make_model: MakeModel) -> None:
+    """As on a GPU, where autograd has a thread per device, to which no context variable comes along."""
+    model = copy_with(make_model("gemma", **ARCHITECTURES["gemma"]), recompute=True)
+    expected = take_gradients(model, run_packed(model, draw_tokens(29), SEGMENTS))
+    logits = run_packed(model, draw_tokens(29), SEGMENTS)
+    found: list[dict[str, Tensor]] = []
+    thread = threading.Thread(target=lambda: found.append(take_gradients(model, logits)))
+    thread.start()
+    thread.join()
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in found[0].items())
+    assert model.config._attn_implementation != decoder.INTERFACE
+
+
+def test_a_recomputed_model_runs_by_itself_as_before(model: PreTrainedModel) -> None:
+    again, token_ids = copy_with(model, recompute=True), draw_tokens(8)
+    run_packed(again, token_ids, [Segment(0, 3), Segment(3, 8)])
+    assert torch.equal(again(input_ids=token_ids[None]).logits, model(input_ids=token_ids[None]).logits)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, decoder._COMPILERS)), reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_compiled_layers_have_the_same_gradients(make_model: MakeModel, name: str) -> None:
+    model = make_model(name, **ARCHITECTURES[name])
+    compiled = copy_with(model, compile=True)
+    # Both lengths go through one compilation.
+    for segments in ([Segment(0, 11), Segment(11, 20)], SEGMENTS):
+        token_ids = draw_tokens(segments[-1].end)
+        ours, theirs = run_packed(compiled, token_ids, segments), run_packed(model, token_ids, segments)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        expected = take_gradients(model, theirs)
+        for key, gradient in take_gradients(compiled, ours).items():
+            scale = expected[key].abs().max().item()
+            torch.testing.assert_close(gradient, expected[key], atol=1e-5 * scale, rtol=1e-5)
+
+
+def test_a_missing_compiler_is_an_error_at_the_start(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="no C\\+\\+ compiler found"):
+        copy_with(make_model("llama"), compile=True)

@@ -69,7 +69,10 @@ def score_states(
     if 4 * len(hidden) * head.out_features > CHUNK_BYTES:
         assert isinstance(head, nn.Linear), "an adapter of the head would be ignored"
         rows = max(1, CHUNK_BYTES // (4 * head.out_features))
-        inputs = (hidden, head.weight, head.bias, targets, temperatures, rows, entropy_grad)
+        # Cast outside, so that the gradient is rounded where it is rounded for the parameters that FSDP2 has cast.
+        weight = head.weight.to(hidden.dtype)
+        bias = None if head.bias is None else head.bias.to(hidden.dtype)
+        inputs = (hidden, weight, bias, targets, temperatures, rows, entropy_grad)
         return TokenScores(*_ChunkedScores.apply(*inputs))  # type: ignore[no-untyped-call]
     logits = apply_head(head, hidden)
     if temperatures is not None:
@@ -100,9 +103,8 @@ class _ChunkedScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
-        head = _cast(weight, hidden), _cast(bias, hidden)
         for part in _cut_rows(len(hidden), rows):
-            scores = _score_words(hidden[part], *head, _take(temperatures, part))
+            scores = _score_words(hidden[part], weight, bias, _take(temperatures, part))
             logprobs[part] = scores.gather(1, targets[part, None])[:, 0]
             entropy[part] = -(scores.exp().mul_(scores)).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, entropy)
@@ -120,16 +122,15 @@ class _ChunkedScores(torch.autograd.Function):
         # Sums over chunks in float32, whatever the type of the weights: bfloat16 would lose small addends.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
-        head = _cast(weight, hidden), _cast(bias, hidden)
         for part in _cut_rows(len(hidden), ctx.rows):
-            scores = _score_words(hidden[part], *head, _take(temperatures, part))
+            scores = _score_words(hidden[part], weight, bias, _take(temperatures, part))
             own, spread = grads[0][part, None], grads[1][part, None] if ctx.entropy_grad else None
             slope = _differentiate(scores, own, spread, entropy[part, None], targets[part, None])
             if temperatures is not None:
                 slope.div_(temperatures[part, None])
             slope = slope.to(hidden.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = slope @ head[0]
+                grad_hidden[part] = slope @ weight
             if grad_weight is not None and slope.dtype == grad_weight.dtype:
                 grad_weight.addmm_(slope.t(), hidden[part])  # without a product of the size of the weight
             elif grad_weight is not None:
@@ -154,11 +155,6 @@ def _differentiate(scores: Tensor, own: Tensor, spread: Tensor | None, entropy: 
     if spread is None:
         return probs.mul_(-own).scatter_add_(1, targets, own)
     return scores.add_(entropy).mul_(spread).add_(own).mul_(probs).neg_().scatter_add_(1, targets, own)
-
-
-def _cast(parameter: Any, hidden: Tensor) -> Any:
-    """A parameter of the head, if there is one, in the type of the product."""
-    return None if parameter is None else parameter.to(hidden.dtype)
 
 
 def _cut_rows(num: int, rows: int) -> Iterator[slice]:

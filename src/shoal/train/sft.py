@@ -39,6 +39,7 @@ from shoal.learner.parallel import (
     set_sync,
 )
 from shoal.learner.sharded import load_shards, open_shards, shared_dir, write_rows
+from shoal.policy.decoder import LayerOptions, set_layer_options
 from shoal.policy.model import Policy
 from shoal.policy.packing import Pack, Sample, build_packs
 from shoal.policy.tokenizer import encode_completion
@@ -137,6 +138,9 @@ class _FineTuning:
         self._losses: dict[int, float] = {}
         self._step = 0
         self._policy = self._open_policy()
+        # Recomputed layers have the same bits, so this is not among the settings that name the result; compiled ones
+        # have not.
+        set_layer_options(self._policy.model, LayerOptions(recompute=config.learner.gradient_checkpointing))
         self._heldout = self._pack_heldout()
         self._optimizer = torch.optim.AdamW(
             self._policy.model.parameters(), lr=config.sft.lr, betas=(0.9, 0.98), weight_decay=0.01
