@@ -17,7 +17,6 @@ from torch import Tensor
 from shoal.config.run import LearnerConfig
 from shoal.errors import ConfigError
 from shoal.learner.learner import Learner
-from shoal.learner.optimizer import build_optimizer
 from shoal.learner.parallel import ONE, Ranks, deal_packs, measure_norm
 
 PROGRAM = Path(__file__).with_name("parallel_program.py")
@@ -143,13 +142,6 @@ def test_the_norm_of_a_large_model_is_that_of_float64() -> None:
     parameter = torch.zeros(2**21)
     parameter.grad = torch.randn(2**21, generator=torch.Generator().manual_seed(0))
     assert float(measure_norm([parameter], ONE)) == pytest.approx(float(parameter.grad.double().norm()), rel=1e-7)
-
-
-def test_short_moments_without_torchao_are_a_mistake_in_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ConfigError, match=r"learner\.optimizer_state"):
-        build_optimizer([], LearnerConfig(optimizer_state="int8"))
 
 
 def test_bfloat16_of_a_model_without_a_lean_loop_needs_ranks() -> None:

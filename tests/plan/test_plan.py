@@ -114,20 +114,17 @@ def test_settings_come_from_the_run() -> None:
 
 
 def test_options_of_the_trainer_come_from_the_run() -> None:
-    learner = {"precision": "bfloat16", "optimizer_state": "int8", "gradient_checkpointing": True, "offload": True}
+    learner = {"precision": "bfloat16", "gradient_checkpointing": True, "offload": True}
     config = LaunchConfig.model_validate({"policy": {"publish_dtype": "bfloat16"}, "learner": learner})
     assert read_settings(config, prompt_tokens=10).trainer == TrainerOptions(
         compute="bfloat16",
-        optimizer_state="int8",
         offload=True,
         checkpointing=True,
         flex_attention=True,
         publish="bfloat16",
     )
     whole = LaunchConfig.model_validate({"policy": {"dtype": "bfloat16"}, "learner": {"attention": "packed"}})
-    assert read_settings(whole, prompt_tokens=10).trainer == TrainerOptions(
-        master="bfloat16", compute="bfloat16", optimizer_state="bfloat16"
-    )
+    assert read_settings(whole, prompt_tokens=10).trainer == TrainerOptions(master="bfloat16", compute="bfloat16")
 
 
 @pytest.mark.parametrize(

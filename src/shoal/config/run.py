@@ -199,8 +199,6 @@ class LearnerConfig(Settings):
     """compute identical completions of a group only once; gradients are the same up to rounding"""
     precision: Literal["float32", "bfloat16"] = "float32"
     """type of the forward and backward computation; weights, gradients, optimizer state and losses are float32"""
-    optimizer_state: Literal["float32", "bfloat16", "int8"] = "float32"
-    """type of AdamW's moments; the shorter ones need the extra `lowbit`"""
     offload: bool = False
     """keep weights, gradients and optimizer state in the host's memory (with `--nproc` or torchrun)"""
     gradient_checkpointing: bool = False

@@ -28,7 +28,6 @@ from shoal.learner.logprobs import kl_k3
 from shoal.learner.losses import LOSSES
 from shoal.learner.losses.base import LossInputs, sum_tokens
 from shoal.learner.metrics import NUM_TERMS, UpdateMetrics, describe_step, list_numbers
-from shoal.learner.optimizer import build_optimizer
 from shoal.learner.parallel import ONE, Ranks, Share, clip_gradients, deal_packs, measure_norm, score_model
 from shoal.policy.decoder import LayerOptions, is_lean, set_layer_options
 from shoal.policy.lora import disable_adapters, find_adapted
@@ -57,7 +56,12 @@ class Learner:
         for own in (model, reference):
             if own is not None:
                 set_layer_options(own, LayerOptions(config.gradient_checkpointing, config.compile))
-        self.optimizer = build_optimizer(list_trained(model).values(), config)
+        self.optimizer = torch.optim.AdamW(
+            list_trained(model).values(),
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
+        )
         self.ranks = ranks
         self.num_updates = 0
         self._config = config

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.learner.logprobs import CHUNK_BYTES
-from shoal.plan.settings import ITEMSIZE, STATE_BYTES, PlanSettings, TrainerOptions
+from shoal.plan.settings import ITEMSIZE, PlanSettings, TrainerOptions
 from shoal.plan.shapes import ModelShape
 from shoal.policy.attention import STRIP
 from shoal.policy.packing import pack_samples
@@ -159,7 +159,7 @@ def _list_kept(shape: ModelShape, settings: PlanSettings, ranks: int, pack: Pack
     masks = 0 if options.flex_attention else pack.per_step * pack.pairs * (4 + item * shape.heads)
     return {
         "weights": (master * shape.parameters + adapters) / ranks,
-        "optimizer": STATE_BYTES[options.optimizer_state] * trained / ranks,
+        "optimizer": 2 * options.trained_bytes * trained / ranks,
         "reference": master * shape.parameters / ranks if has_reference else 0.0,
         "masks": float(masks),
         "gathered layers": _count_gathered(shape, options, ranks),
@@ -172,7 +172,7 @@ def _list_moments(
 ) -> dict[str, dict[str, float]]:
     """What is there in addition, at each moment at which memory may be largest."""
     item, trained, frozen = ITEMSIZE[options.compute], count_trained(shape, options), options.lora is not None
-    gradients = (4 if frozen else ITEMSIZE[options.master]) * trained / ranks
+    gradients = options.trained_bytes * trained / ranks
     earlier = gradients if pack.per_update > 1 else 0.0
     inputs = item * pack.tokens * shape.width * shape.layers
     own, copies = _count_layer(shape, options, pack), _count_copies(shape, options, ranks)

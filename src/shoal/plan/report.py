@@ -32,7 +32,7 @@ Rows = list[tuple[str, str]]
 def _describe_model(plan: Plan) -> Rows:
     shape, options = plan.shape, plan.settings.trainer
     sizes = f"{shape.layers} layers of width {shape.width}, vocabulary {shape.vocabulary}"
-    kinds = f"weights {options.master}, products {options.compute}, optimizer state {options.optimizer_state}"
+    kinds = f"weights and optimizer {options.master}, products {options.compute}"
     choices = {
         "checkpointing": options.checkpointing,
         "offload": options.offload,

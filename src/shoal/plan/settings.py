@@ -13,10 +13,7 @@ from shoal.protocol.messages import Standing
 from shoal.protocol.params import RunParams, count_drawn, set_check_rate
 
 Dtype = Literal["float32", "bfloat16"]
-OptimizerState = Literal["float32", "bfloat16", "int8"]
 ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2}
-STATE_BYTES: dict[str, float] = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.0 + 2 * 4 / 256}
-"""AdamW's two values per parameter; 8-bit values share a float32 scale per 256"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,6 @@ class TrainerOptions:
     """type of the weights that the optimizer updates, and of their gradients"""
     compute: Dtype = "float32"
     """type of products and activations"""
-    optimizer_state: OptimizerState = "float32"
     offload: bool = False
     """weights' shards, gradients and optimizer state are in host memory"""
     checkpointing: bool = False
@@ -44,8 +40,14 @@ class TrainerOptions:
     flex_attention: bool = False
     """attention without stored scores and masks (policy/flex.py); else rectangles and strips (policy/attention.py)"""
     lora: LoraSettings | None = None
+    """adapters, which are float32"""
     publish: Dtype = "float32"
     """type of a published version"""
+
+    @property
+    def trained_bytes(self) -> int:
+        """Size of a trained value; AdamW's two moments and the gradient have the same."""
+        return 4 if self.lora is not None else ITEMSIZE[self.master]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +136,6 @@ def _read_trainer(config: LaunchConfig, *, on_cpu: bool) -> TrainerOptions:
     return TrainerOptions(
         master=policy.dtype,
         compute="bfloat16" if learner.precision == "bfloat16" else policy.dtype,
-        # AdamW's own state has the type of the weights; shorter state is a choice.
-        optimizer_state=policy.dtype if learner.optimizer_state == "float32" else learner.optimizer_state,
         offload=learner.offload,
         checkpointing=learner.gradient_checkpointing,
         flex_attention=learner.attention == "flex" or (learner.attention == "auto" and not on_cpu),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from shoal.plan.devices import GIGA, TERA, Device, Machines
 from shoal.plan.memory import count_trained, shape_packs
-from shoal.plan.settings import ITEMSIZE, STATE_BYTES, Assumptions, PlanSettings
+from shoal.plan.settings import ITEMSIZE, Assumptions, PlanSettings
 from shoal.plan.shapes import ModelShape
 from shoal.toploc.rivals import Rival
 
@@ -71,7 +71,7 @@ def time_step(shape: ModelShape, settings: PlanSettings, trainer: Machines, assu
     share = (ranks - 1) / ranks
     packs = shape_packs(settings, ranks).per_step
     traffic = share * packs * (gathers * item * shape.parameters + 4 * trained)
-    state = 3 * master + 2 * STATE_BYTES[options.optimizer_state]
+    state = 7 * options.trained_bytes
     rate = (_link(trainer, assumed) if options.offload else device.gbps * assumed.decode_bandwidth) * GIGA
     return StepTime(
         tokens=count_tokens(settings, settings.trained_rollouts),
