@@ -2,7 +2,7 @@
 
     python bench/context.py [--quick] [--json]      # half an hour; --quick up to 4,096 tokens, two minutes
 
-A Llama of 4 layers and width 128 with a vocabulary of 4,096 words, in float32, in one process with one thread. The
+A Llama of 4 layers and width 64 with a vocabulary of 4,096 words, in float32, in one process with one thread. The
 sample's prompt is an eighth of it. Each figure is a process of its own: the growth of its peak resident memory during
 the forward and backward pass of one micro-batch, compared with the formula of docs/memory.md. Up to 8,192 tokens all
 logits fit into one chunk.
@@ -37,11 +37,11 @@ from shoal.rollout import Finish, Rollout, VersionRange
 
 LENGTHS, QUICK_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768), (1024, 4096)
 SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 192,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "vocab_size": 4096,
 }
 JUDGED = 4096
@@ -73,7 +73,7 @@ def predict_bytes(arm: Arm) -> float:
     heads, kv_heads, words = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["vocab_size"]
     dim = width // heads
     tokens, scored = arm.length, arm.length - arm.length // 8
-    kept = 4 * width + 3 * forward + (3 * heads + 4 * kv_heads) * dim
+    kept = 4 * width + 3 * forward + (4 * heads + 3 * kv_heads) * dim + 2
     fused = width * ((heads + 2 * kv_heads) * dim + 2 * forward)
     matrices = fused + width * (heads * dim + forward)
     if arm.recompute:
@@ -109,8 +109,9 @@ def run_arm(arm: Arm) -> Measured:
     done = subprocess.run(
         [sys.executable, __file__, "--arm", text], env=environment, capture_output=True, text=True, check=True
     )
-    peak, cpu_s = json.loads(done.stdout.splitlines()[-1])
-    return Measured(arm, peak, cpu_s)
+    measured = Measured(arm, *json.loads(done.stdout.splitlines()[-1]))
+    print(measured, file=sys.stderr, flush=True)
+    return measured
 
 
 def train_once(arm: Arm) -> tuple[int, float]:

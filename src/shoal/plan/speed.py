@@ -66,7 +66,7 @@ def time_step(shape: ModelShape, settings: PlanSettings, trainer: Machines, assu
     passes = 1.0 + backward + options.checkpointing + scored + settings.has_reference
     reached = device.tflops * TERA * (assumed.cpu_utilisation if device.is_cpu else assumed.train_utilisation)
     trained = count_trained(shape, options)
-    item, master = ITEMSIZE[options.compute], ITEMSIZE[options.master]
+    item = ITEMSIZE[options.compute]
     gathers = 2.0 + scored + settings.has_reference
     share = (ranks - 1) / ranks
     packs = shape_packs(settings, ranks).per_step
