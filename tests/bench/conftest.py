@@ -18,6 +18,7 @@ for _name in (
     "diloco_model",
     "forgers",
     "guesses",
+    "lora",
     "models",
     "parts",
     "records",

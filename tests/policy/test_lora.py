@@ -90,11 +90,11 @@ def run_peft(model: Any) -> Tensor:
 
 def merge(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """A model that held other weights, with the adapter in a folder over the base model on disk."""
-    base.save_pretrained(folder.with_name("v0"))
+    base.save_pretrained(folder / "base")
     model = deepcopy(base)
     for module in find_targets(model, []).values():
         module.weight.data.normal_()
-    merge_adapter(model, read_adapter(folder), folder.with_name("v0"))
+    merge_adapter(model, read_adapter(folder), folder / "base")
     return model
 
 

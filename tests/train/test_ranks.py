@@ -225,3 +225,19 @@ def test_groups_survive_the_way_to_another_rank() -> None:
         names = ("id", "finish", "versions", "temperature", "seed")
         assert [getattr(mine, name) for name in names] == [getattr(theirs, name) for name in names]
     assert decode_groups(encode_groups([])) == []
+
+
+def test_adapters_of_two_ranks_are_those_of_one_process_and_resume_there(tmp_path: Path) -> None:
+    lora = ("policy.lora.rank=3", "sft.steps=0", "batch.filter=false", "learner.loss.entropy=0.01")
+    options = (*lora, "learner.lr=1e-2", "learner.micro_tokens=40")
+    train(tmp_path / "one", 0, *options, "steps=3")
+    train(tmp_path / "two", 2, *options, "steps=2")
+    train(tmp_path / "two", 0, *options, "steps=3")
+    for step in (1, 2, 3):
+        one, two = (
+            find_weights(tmp_path / name, step).with_name("adapter_model.safetensors") for name in ("one", "two")
+        )
+        assert measure_difference(one, two) < 1e-4
+    assert not find_weights(tmp_path / "two", 3).exists()
+    bases = [tmp_path / name / "tiny-seed0/checkpoints/v000000/model.safetensors" for name in ("one", "two")]
+    assert bases[0].read_bytes() == bases[1].read_bytes()

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from shoal.config.run import Settings
 from shoal.errors import ConfigError
+from shoal.policy.lora import base_weights
 from shoal.toploc.chunks import ChunkStats
 from shoal.toploc.finding import Check
 from shoal.toploc.rivals import Rival, RivalBets
@@ -174,9 +175,12 @@ def load_calibration(path: Path, model: PreTrainedModel | None = None) -> Calibr
 
 
 def hash_model(model: PreTrainedModel) -> str:
-    """SHA-256 of what decides a model's arithmetic except the weights' values: settings and tensor shapes."""
+    """SHA-256 of what decides a model's arithmetic except the weights' values: settings and tensor shapes.
+
+    Adapters do not count: a model with adapters computes what it does with these merged, and is calibrated like that.
+    """
     settings = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
-    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: list(tensor.shape) for name, tensor in base_weights(model).items()}
     text = json.dumps([settings, shapes], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
