@@ -10,7 +10,6 @@ from shoal.net.api_error import ApiError
 from shoal.protocol.messages import AppealStatement, SignedAppeal, SubmissionState, Verdict, sign_message
 from shoal.protocol.params import RunParams
 
-DATABASES = ("sqlite", "postgresql")
 FILE = 75_330
 """largest file of a lease in these runs"""
 POOL = MIN_FILES // POOL_PART

@@ -14,7 +14,6 @@ from shoal.protocol.beacon import derive_group, show_seeds
 from shoal.protocol.messages import Heartbeat, LeaseProgress, SubmissionState, Verdict
 
 HOUR = 3600
-DATABASES = ("sqlite", "postgresql")
 
 
 @pytest.fixture
