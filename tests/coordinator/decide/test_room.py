@@ -126,9 +126,11 @@ def test_the_pool_is_free_again_after_a_while_though_it_was_filled_with_rejected
         tight.join(name, name)
     files, _ = fill(tight, *names)
     tight.join("new", "newcomer")
-    assert tight.ask("new").code == "trial"
-    tight.wait(tight.coordinator.params.trial_max_s)
-    assert tight.ask("new").code == "room"
+    answers = []
+    for _ in range(len(names) + 1):  # the most trials that a newcomer waits for its turn
+        answers.append(tight.ask("new").code)
+        tight.wait(tight.coordinator.params.trial_max_s)
+    assert set(answers) == {"trial", "room"}
     tight.wait(tight.params.form_keep_s + APPEAL_SLACK_S + CLEANUP_EVERY_S)
     assert tight.ask("new").lease is not None
     row = tight.query(find_submission, files[0])
