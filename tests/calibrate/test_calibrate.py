@@ -67,11 +67,11 @@ def test_a_file_is_checked_against_the_present_weights(
 ) -> None:
     monkeypatch.setattr(calibrate, "LEAST_SAMPLES", 100)
     out = tmp_path / "c.json"
-    args = ["calibrate", str(folder), "--samples", "300", "--tokens", "33", "--rate", "1e-9"]
+    args = ["calibrate", str(folder), "--samples", "300", "--tokens", "33", "--rate", "1e-3"]
     assert main([*args, "--out", str(out)]) == 0
     before = out.read_bytes()
     capsys.readouterr()
-    assert main([*args, "--seed", "1", "--check", str(out)]) == 0
+    assert main([*args, "--check", str(out)]) == 0
     assert capsys.readouterr().out == f"{out} holds for these weights\n"
     data = json.loads(before)
     for kind in ("full", "short"):

@@ -129,12 +129,12 @@ def check_sft() -> dict[str, Any]:
 
 def fine_tune(config: Any, folder: Path, place: Callable[[Policy], Policy]) -> tuple[float, Any]:
     """A few steps of SFT with the policy where `place` puts it."""
-    before = sft.load_policy
-    sft.load_policy = lambda *args, **options: place(before(*args, **options))  # type: ignore[assignment]
+    before = sft.load_shards
+    sft.load_shards = lambda *args, **options: place(before(*args, **options))  # type: ignore[assignment]
     try:
         tuning = sft._FineTuning(config, folder)
     finally:
-        sft.load_policy = before
+        sft.load_shards = before
     pretend_device.waits.clear()
     for _ in range(4):
         tuning._train_step()
