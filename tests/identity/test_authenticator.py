@@ -190,7 +190,11 @@ def test_a_wrong_clock_is_reported_with_its_offset_and_corrected_once(
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        ({"ban": BanNotice(7, "hard verdict on s3")}, "banned", "hard verdict on s3 (event 7 of the ledger"),
+        (
+            {"ban": BanNotice(7, "hard verdict on s3")},
+            "banned",
+            "hard verdict on s3; for details: shoal ledger show URL 7",
+        ),
         ({"is_revoked": True}, "revoked", "new node key"),
         ({"not_after_ms": NOW_MS}, "delegation", "ended 0 s ago"),
         ({"not_before_ms": NOW_MS + 5000}, "delegation", "begins in 5 s"),

@@ -8,7 +8,7 @@ from sqlalchemy import inspect
 
 from shoal.audit.verify import verify_ledger
 from shoal.coordinator.coordinator import open_run
-from shoal.coordinator.state import PROJECTIONS
+from shoal.coordinator.state import PROJECTIONS, VERSION
 from shoal.errors import ConfigError
 from shoal.identity.keys import Key
 from shoal.ledger.db import open_database
@@ -39,7 +39,10 @@ def continue_run(url: str, key: Key) -> Ledger:
 
 @pytest.mark.parametrize(
     ("rules", "words"),
-    [({}, "an older shoal with rules edition 1"), ({"rules": RULES + 1}, "a newer shoal with rules edition 5")],
+    [
+        ({}, "an older shoal with rules edition 1"),
+        ({"rules": RULES + 1}, f"a newer shoal with rules edition {RULES + 1}"),
+    ],
 )
 def test_a_run_of_other_rules_is_neither_verified_nor_continued(tmp_path: Path, rules, words: str) -> None:
     url, key = f"sqlite:///{tmp_path / 'old.db'}", Key.generate()
@@ -68,7 +71,7 @@ def test_a_database_of_an_older_schema_stays_as_it_is(tmp_path: Path) -> None:
     with engine.begin() as connection:
         connection.exec_driver_sql("ALTER TABLE judge DROP COLUMN silence")
         connection.exec_driver_sql("UPDATE schema_version SET version = 4 WHERE name = 'state'")
-    with pytest.raises(ConfigError, match="tables 'state' have version 4, this shoal needs version 6"):
+    with pytest.raises(ConfigError, match=f"tables 'state' have version 4, this shoal needs version {VERSION}"):
         verify_ledger(engine, projections=PROJECTIONS)
     with pytest.raises(ConfigError, match="an older shoal with rules edition 1"):
         continue_run(url, key)

@@ -29,6 +29,8 @@ LOCAL = {
     "self._sleep",
     "run_together",
     "run_until_set",
+    "writing",  # a task of ours around such a thread
+    "outlast",
     "outlast_disk",
     "work",  # the coroutine passed in, which is checked where it is defined
     "self._queue.get",  # queues whose other end is in this process

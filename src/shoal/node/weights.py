@@ -178,16 +178,18 @@ class PolicyCache:
         """A version that this node no longer follows, as an appeal needs it; None if no relay has it."""
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             async with open_weights(self._session, Path(folder), keep=1, only=version, with_base=False) as client:
-                pull = client.pull(version)
                 try:
-                    found = await self._session.waits.with_timeout(
-                        "old weights", pull, waiting_for="the relays", timeout_s=PULL_S
-                    )
+                    found = await self._pull_old(client, version)
+                    base = await self._pull_old(self._client, BASE_VERSION) if is_adapter(found) else None
                 except (GoneError, WaitError) as error:
                     logger.warning(f"v{version} is unavailable: {error}")
                     return None
-                base = await self._client.pull(BASE_VERSION) if is_adapter(found) else None
                 return await asyncio.to_thread(self._opener.open, version, found, base)
+
+    async def _pull_old(self, client: ShardcastClient, version: int) -> Path:
+        return await self._session.waits.with_timeout(
+            "old weights", client.pull(version), waiting_for="the relays", timeout_s=PULL_S
+        )
 
     def _drop_old(self) -> None:
         while len(self._policies) > 1 and sum(map(_measure_bytes, self._policies.values())) > self._memory_bytes:
