@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,11 +33,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """What the commands would have started, with stand-ins for the modules that need torch."""
     seen: list[Call] = []
 
-    def run_training(config: RunConfig, *, fresh: bool) -> int:
+    def run_training(config: RunConfig, *, fresh: bool, ranks: object) -> int:
         seen.append({"config": config, "fresh": fresh})
         return 0
 
-    def run_sft(config: RunConfig) -> Path:
+    def run_sft(config: RunConfig, ranks: object) -> Path:
         seen.append({"config": config})
         return Path("warm")
 
@@ -45,10 +45,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         seen.append({"config": config, "run": run, "json": json_path, "markdown": markdown_path})
         return 0
 
-    for name, function in [("train.loop", run_training), ("train.sft", run_sft), ("train.eval", run_eval)]:
-        module = ModuleType(f"shoal.{name}")
-        setattr(module, function.__name__, function)
-        monkeypatch.setitem(sys.modules, f"shoal.{name}", module)
+    def run_as_rank(device: str, work: Callable[[object], int]) -> int:
+        return work(None)
+
+    def announce(ranks: object, name: str, **values: object) -> None:
+        """There are no other ranks."""
+
+    stands = {"loop": [run_training], "sft": [run_sft], "eval": [run_eval], "resume": [run_as_rank, announce]}
+    for name, functions in stands.items():
+        module = ModuleType(f"shoal.train.{name}")
+        for function in functions:
+            setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, f"shoal.train.{name}", module)
     return seen
 
 
@@ -238,7 +246,7 @@ def test_without_a_file_the_defaults_are_trained(calls: list[Call]) -> None:
 
 
 def test_the_exit_code_of_training_is_passed_on(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["shoal.train.loop"], "run_training", lambda config, fresh: 3)
+    monkeypatch.setattr(sys.modules["shoal.train.loop"], "run_training", lambda config, fresh, ranks: 3)
     assert main(["train"]) == 3
 
 
@@ -345,7 +353,7 @@ def test_eval_without_a_run_means_the_starting_policy(calls: list[Call]) -> None
 def test_an_interrupt_is_one_line_and_exit_code_130(
     calls: list[Call], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(config: RunConfig, fresh: bool) -> int:
+    def interrupt(config: RunConfig, fresh: bool, ranks: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["shoal.train.loop"], "run_training", interrupt)
@@ -374,7 +382,7 @@ def test_an_interrupted_command_says_what_holds_for_it_and_not_for_another(
 
 
 def test_our_own_bugs_are_not_dressed_up_as_mistakes(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(config: RunConfig, fresh: bool) -> int:
+    def fail(config: RunConfig, fresh: bool, ranks: object) -> int:
         raise ValueError("a bug")
 
     monkeypatch.setattr(sys.modules["shoal.train.loop"], "run_training", fail)

@@ -40,6 +40,8 @@ PLAN: dict[str, dict[str, Any]] = {
 }
 SIZES = (2, 3)
 EXACT = 1e-6
+AFTER_ADAM = 1e-5
+"""for weights: AdamW's first step makes every gradient one of size 1, also those that are rounding errors"""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def test_ranks_compute_the_gradients_of_one_process(folder: Path, case: str, siz
     alone, ranks = read_result(folder, case, 1), read_result(folder, case, size)
     assert all(float(grad.norm()) > 0 for grad in alone.grads.values())
     assert measure_difference(alone.grads, ranks.grads) < EXACT
-    assert measure_difference(alone.weights, ranks.weights) < EXACT
+    assert measure_difference(alone.weights, ranks.weights) < AFTER_ADAM
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -23,6 +23,7 @@ class Kept:
     complete: bool = False
     settled: bool = True
     delta: bool = True
+    is_adapter: bool = False
 
     @property
     def log(self) -> Any:
