@@ -96,7 +96,7 @@ def test_a_missing_package_is_answered_with_its_extra(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # as if not installed
-    with pytest.raises(ConfigError, match=rf"shoal\[{name}\]"):
+    with pytest.raises(ConfigError, match=rf"\.\[{name}\]"):
         open_tracker(track_with(name), tmp_path)
 
 

@@ -178,7 +178,7 @@ def test_what_a_killed_writer_left_is_removed_at_the_next_start(tmp_path: Path) 
     (tmp_path / "v000002.writing").write_text('{"config.json": 2}')
     assert list_versions(tmp_path) == [1]
     Versions(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000001", "written.jsonl"]
 
 
 def test_on_other_devices_the_first_version_stands_and_training_continues_from_it(
