@@ -217,7 +217,10 @@ def announce(ranks: Ranks, name: str, *, payload: bytes = b"", **values: str | i
 
 
 def _hear(ranks: Ranks) -> tuple[str, dict[str, Any], bytes]:
-    head, _, payload = ranks.broadcast().partition(b"\n")
+    try:
+        head, _, payload = ranks.broadcast().partition(b"\n")
+    except RuntimeError:  # rank 0 has ended, and said why
+        raise SystemExit(1) from None
     call = json.loads(head)
     return call["name"], call["values"], payload
 

@@ -114,7 +114,7 @@ def sweep_leftovers(folder: Path) -> None:
         elif entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
-            entry.unlink()
+            entry.unlink(missing_ok=True)  # another run that starts now may sweep the same folder
 
 
 def hash_file(path: Path) -> str:
@@ -176,6 +176,7 @@ def link_latest(target: Path) -> None:
     """Point the link `latest` next to a run directory at it; relative, so that the whole folder can be moved."""
     check_latest(target)
     link = target.parent / LATEST
+    sweep_leftovers(target.parent)
     temporary = _hidden_path(link, "new")
     temporary.symlink_to(target.name, target_is_directory=True)
     temporary.replace(link)
