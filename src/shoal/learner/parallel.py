@@ -67,7 +67,7 @@ class Ranks:
     control: Any = None
     """group of host tensors without a short timeout: ranks wait in it for the calls of rank 0"""
     saving: Any = None
-    """group of host tensors for checkpoints that are written while training goes on"""
+    """group of host tensors for checkpoints that are written while training continues"""
     local: int = 0
     """number on this machine"""
     num_local: int = 1

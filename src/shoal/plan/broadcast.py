@@ -39,7 +39,7 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
-class Broadcast:
+class PlannedBroadcast:
     """Bytes of a version and the time until all have it."""
 
     kind: str
@@ -48,7 +48,9 @@ class Broadcast:
     seconds: float
 
 
-def plan_broadcasts(shape: ModelShape, settings: PlanSettings, links: Links, machines: int) -> tuple[Broadcast, ...]:
+def plan_broadcasts(
+    shape: ModelShape, settings: PlanSettings, links: Links, machines: int
+) -> tuple[PlannedBroadcast, ...]:
     """The ways a version can be sent, the one that the run uses for most steps last."""
     options = settings.trainer
     full = float(ITEMSIZE[options.publish] * shape.parameters)
@@ -59,7 +61,7 @@ def plan_broadcasts(shape: ModelShape, settings: PlanSettings, links: Links, mac
         sizes["adapter"] = float(ITEMSIZE[options.publish] * count_trained(shape, options))
     rate = find_rate(links, machines)
     levels = 1 + count_levels(links.relays)
-    return tuple(Broadcast(kind, size, size / rate * (1 + _LEVEL * levels)) for kind, size in sizes.items())
+    return tuple(PlannedBroadcast(kind, size, size / rate * (1 + _LEVEL * levels)) for kind, size in sizes.items())
 
 
 def count_levels(relays: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.errors import ConfigError
-from shoal.plan.broadcast import Broadcast, Links, plan_broadcasts
+from shoal.plan.broadcast import Links, PlannedBroadcast, plan_broadcasts
 from shoal.plan.devices import Machines
 from shoal.plan.memory import MemoryPlan, count_trained, plan_memory
 from shoal.plan.settings import Assumptions, PlanSettings
@@ -93,7 +93,7 @@ class Plan:
     memory: MemoryPlan
     step: StepTime
     workers: tuple[WorkerPlan, ...]
-    broadcasts: tuple[Broadcast, ...]
+    broadcasts: tuple[PlannedBroadcast, ...]
     schedule: Schedule
     flops_ratio: float
     """FLOPs of generation over those of training"""
@@ -145,7 +145,7 @@ def _schedule(
     settings: PlanSettings,
     fleet: Fleet,
     step: StepTime,
-    broadcast: Broadcast,
+    broadcast: PlannedBroadcast,
     generations: Sequence[Generation],
     check_s: float,
     assumed: Assumptions,
