@@ -109,7 +109,7 @@ def hold_writer(ledger: Ledger) -> threading.Event:
 
     def wait(draft: LedgerTransaction) -> None:
         begun.set()
-        assert go.wait(30)
+        assert go.wait(300)
 
     ledger.submit(wait)
     assert begun.wait(30)

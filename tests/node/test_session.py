@@ -1,6 +1,7 @@
 """A role's session with a real coordinator: joined once, kept alive, pinned to its keys."""
 
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,6 +27,8 @@ from shoal.protocol.messages import (
     Action,
     Command,
     CommandAnswer,
+    Heartbeat,
+    HeartbeatAnswer,
     RejectionNotice,
     SignedCommand,
     SubmissionState,
@@ -47,6 +50,48 @@ async def running(data: Path, port: int = 0) -> AsyncIterator[CoordinatorService
 
 def quick() -> RetryingClient:
     return RetryingClient(RetryPolicy(tries=2, first_s=0.01, longest_s=0.05))
+
+
+def test_a_role_that_writes_nothing_still_reports_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its heartbeats cannot store their answers: it may wait forever for what the next answer would bring."""
+
+    async def check() -> None:
+        async with (
+            running(tmp_path / "data") as service,
+            open_session(service.url, tmp_path / "node", role=Role.WORKER) as session,
+        ):
+            send, waits = session.client.send_heartbeat, []
+            full = True
+
+            async def send_full(beat: Heartbeat) -> HeartbeatAnswer:
+                waits.append(beat.wait)
+                answer = await send(beat)
+                if full:
+                    raise OSError(errno.ENOSPC, "No space left on device", "known.json")
+                return answer
+
+            def is_told() -> bool:
+                return bool(waits) and waits[-1] is not None and waits[-1].name == "disk"
+
+            async def work() -> None:
+                nonlocal full
+                while not is_told():
+                    session.heartbeat_now()
+                    await asyncio.sleep(0.01)
+                full = False
+                while is_told():
+                    session.heartbeat_now()
+                    await asyncio.sleep(0.01)
+
+            monkeypatch.setattr(session.client, "send_heartbeat", send_full)
+            await session.keep(session.waits.with_timeout("news", work(), waiting_for="nobody", timeout_s=50))
+            found = next(wait for wait in waits if wait and wait.name == "disk")
+            assert (found.for_whom, found.reason) == (
+                "room on its disk",
+                "known.json: cannot be written (No space left on device)",
+            )
+
+    asyncio.run(check())
 
 
 def test_a_session_joins_once_and_hears_answers_while_the_role_works(tmp_path: Path, log) -> None:

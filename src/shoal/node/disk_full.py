@@ -13,14 +13,23 @@ from typing import TypeVar
 
 from shoal.errors import DiskError
 from shoal.util.aio import Backoff
+from shoal.util.clock import read_clock
 from shoal.util.disk import guard_disk, has_room
-from shoal.util.waits import FIRST_PAUSE_S, LONGEST_PAUSE_S, RoleWaits
+from shoal.util.waits import FIRST_PAUSE_S, LONGEST_PAUSE_S, RoleWaits, Wait
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ROOM_S = 600.0
 """after which a wait for free space is overdue; the role keeps waiting"""
+_NAME, _WAITING_FOR = "disk", "room on its disk"
+
+
+def describe_full(role: str, error: DiskError) -> Wait:
+    """The wait of a role whose disk is full, beginning now."""
+    now_ms = read_clock()
+    deadline_ms = now_ms + round(1000 * ROOM_S)
+    return Wait(_NAME, role, _WAITING_FOR, now_ms, deadline_ms, _give_reason(error))
 
 
 async def outlast_disk(
@@ -38,7 +47,7 @@ async def outlast_disk(
         except DiskError as error:
             if not error.is_full:
                 raise
-            await _await_room(folder, waits, stopping, str(error).partition(";")[0], backoff.pause_s(attempt))
+            await _await_room(folder, waits, stopping, _give_reason(error), backoff.pause_s(attempt))
             if stopping is not None and stopping.is_set():
                 raise DiskError(str(error)) from error  # stopping: do not wait for free space
     raise AssertionError("attempts end with a result")
@@ -54,5 +63,10 @@ async def _await_room(
                 return
 
     logger.warning(f"{reason}; waiting for free space")
-    await waits.retry_forever("disk", check_space, waiting_for="room on its disk", timeout_s=ROOM_S, reason=reason)
+    await waits.retry_forever(_NAME, check_space, waiting_for=_WAITING_FOR, timeout_s=ROOM_S, reason=reason)
     logger.info("free space is available again, resuming")
+
+
+def _give_reason(error: DiskError) -> str:
+    """What could not be written, without the advice that follows it."""
+    return str(error).partition(";")[0]

@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal import __version__
-from shoal.errors import ConfigError, UnavailableError, UnreachableError
+from shoal.errors import ConfigError, DiskError, UnavailableError, UnreachableError
 from shoal.identity.delegation import Scope
 from shoal.ledger.head import ForkError
 from shoal.net.client import parse_endpoint
 from shoal.net.retry import RefusedError, RetryingClient, RetryPolicy
 from shoal.node.client import NodeClient
+from shoal.node.disk_full import describe_full
 from shoal.node.identity import Identity, load_identity
 from shoal.node.known_run import find_run
 from shoal.node.receipts import InvalidDocumentError
@@ -47,10 +48,10 @@ from shoal.protocol.messages import (
 )
 from shoal.protocol.params import RunParams
 from shoal.util.aio import catch_signals, run_together
-from shoal.util.disk import is_full
+from shoal.util.disk import guard_disk
 from shoal.util.files import LOCK_NAME, write_atomic
 from shoal.util.spans import SpanLog
-from shoal.util.waits import RoleWaits, WaitError
+from shoal.util.waits import RoleWaits, Wait, WaitError
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,8 @@ class Session:
         self.on_heartbeat: Callable[[HeartbeatAnswer], None] = lambda _: None
         """called with each answer"""
         self._problem = ""
+        self._full: Wait | None = None
+        """since answers cannot be stored"""
         self._asked_s = 0.0
         """when the heartbeat without an answer was sent; 0: there is none"""
         self.answer: HeartbeatAnswer
@@ -202,18 +205,22 @@ class Session:
             await _sleep_until(self._is_due, pause_s)
             known = self.answer.rejected
             try:
-                self.answer = await self._heartbeat_waits.with_timeout(
-                    "heartbeat", self._heartbeat(), waiting_for="the coordinator", timeout_s=JOIN_S
-                )
+                with guard_disk(self._joined_path.parent):
+                    self.answer = await self._heartbeat_waits.with_timeout(
+                        "heartbeat", self._heartbeat(), waiting_for="the coordinator", timeout_s=JOIN_S
+                    )
             except (UnreachableError, WaitError) as error:
                 self._problem = f"the coordinator does not answer: {error}"
                 self.waits.report_failure("heartbeat", error, self._problem)
                 continue
-            except OSError as error:
-                if not is_full(error):
+            except DiskError as error:
+                if not error.is_full:
                     raise
-                continue  # the coordinator got the heartbeat; only its answer could not be stored
-            self._problem = ""
+                # The coordinator got the heartbeat; its answer could not be stored. The next ones say so: work that
+                # waits for what an answer brings writes nothing, and would never find the disk full itself.
+                self._full = self._full or describe_full(self._role.value, error)
+                continue
+            self._problem, self._full = "", None
             self.waits.note_success("heartbeat")
             self._report_rejections(known)
             self.on_heartbeat(self.answer)
@@ -269,7 +276,7 @@ class Session:
 
     def _describe_wait(self) -> NodeWait | None:
         """The longest current wait, in coordinator time."""
-        wait, offset_ms = self.waits.longest(), self.client.clock_offset_ms
+        wait, offset_ms = self._full or self.waits.longest(), self.client.clock_offset_ms
         if wait is None or wait.name == _JOINING:
             return None  # a node that sends a heartbeat has joined
         return NodeWait(

@@ -68,7 +68,7 @@ def run_parse(channel: int, job: Any) -> None:
 
 def run_trial(channel: int, job: Any) -> None:
     """Parse a known good file while holding the memory of another; if this fails, the machine is short of memory."""
-    block = bytearray(job["memory_bytes"] - _TRIAL_ROOM_BYTES)  # reserved by the kernel, never touched
+    block = bytes(job["memory_bytes"] - _TRIAL_ROOM_BYTES)  # reserved, never touched; a bytearray would be
     parse_submission(make_sample(), _SAMPLE_LIMITS)
     del block
     send_frame(channel, {"done": True})

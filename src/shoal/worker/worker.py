@@ -18,6 +18,7 @@ import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -180,15 +181,17 @@ class Worker:
         while True:
             await asyncio.sleep(POLL_S)
             if self._requester.lacks_weights:
-                waiting_for, reason = "the relays", describe_relays(self._weights)
-                if self._is_ahead:
+                waiting_for, reason, is_ahead = "the relays", describe_relays(self._weights), self._is_ahead
+                if is_ahead:
                     waiting_for, reason = "the trainer", f"v{self._version} has arrived but is not announced yet"
+                wait = partial(self._wait_for_weights, is_ahead)
                 await self._session.waits.retry_forever(
-                    "weights", self._wait_for_weights, waiting_for=waiting_for, timeout_s=NEW_VERSION_S, reason=reason
+                    "weights", wait, waiting_for=waiting_for, timeout_s=NEW_VERSION_S, reason=reason
                 )
 
-    async def _wait_for_weights(self) -> None:
-        while self._requester.lacks_weights:
+    async def _wait_for_weights(self, is_ahead: bool) -> None:
+        """Wait for weights, or until it is something else that they wait for."""
+        while self._requester.lacks_weights and self._is_ahead == is_ahead:
             await asyncio.sleep(POLL_S)
 
     async def _collect_work(self) -> None:

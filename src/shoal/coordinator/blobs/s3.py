@@ -208,9 +208,9 @@ class S3Blobs:
 
     async def _sweep_often(self) -> None:
         while True:
+            await asyncio.sleep(SWEEP_EVERY_S)  # first: an upload of a wrong size should be refused, not just vanish
             with suppress(*FAULTS):  # nothing depends on it now; the next sweep finds the same files
                 await self.sweep()
-            await asyncio.sleep(SWEEP_EVERY_S)
 
     async def _take_incoming(self, name: str) -> bool:
         """Whether a direct upload exists for a blob and matches it; `WrongBlobError` if no upload matches."""
