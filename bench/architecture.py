@@ -20,7 +20,8 @@ LABELS = {
     "cli": "arguments, exit codes",
     "commands": "one file per group of commands",
     "redteam": "attacks and the swarm they run in",
-    "launch": "a whole swarm on one machine",
+    "plan": "what a run needs",
+    "launch": "a whole swarm",
     "worker": "leases to submissions",
     "validator": "submissions to verdicts",
     "trainer": "batches to versions",
@@ -28,7 +29,7 @@ LABELS = {
     "audit": "a ledger checked again",
     "coordinator": "decisions, state, API",
     "node": "client side of every role",
-    "train": "the loop in one process",
+    "train": "sampling and training, SFT",
     "submission": "the file a worker hands in",
     "protocol": "messages, parameters, beacon",
     "calibrate": "thresholds from honest work",
@@ -52,7 +53,7 @@ LABELS = {
 }
 BANDS = (
     ("command line", {"cli", "commands"}, "#f3e9dc"),
-    ("a swarm on one machine", {"redteam", "launch"}, "#f3e9dc"),
+    ("whole swarms", {"redteam", "plan", "launch"}, "#f3e9dc"),
     ("roles", {"worker", "validator", "trainer", "diloco", "audit"}, "#dfe7ef"),
     ("services", {"coordinator", "node", "train", "submission", "protocol", "calibrate"}, "#dfe7ef"),
     ("libraries", set(LABELS), "#e6efe0"),

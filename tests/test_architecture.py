@@ -69,6 +69,14 @@ def test_every_package_is_in_the_table() -> None:
     assert packages | modules == named
 
 
+def test_every_package_has_a_box_in_the_picture() -> None:
+    labels = (
+        (ROOT / "bench" / "architecture.py").read_text(encoding="utf-8").partition("LABELS = {")[2].partition("}")[0]
+    )
+    packages = {path.stem for path in SRC.iterdir() if path.suffix in ("", ".py") and not path.stem.startswith("__")}
+    assert set(re.findall(r'"(\w+)": "', labels)) == packages
+
+
 def test_the_page_is_read_and_the_glossary_is_short() -> None:
     assert len(list_paths()) > 60 and len(list_modules()) > 25 and len(list_names()) > 12
     words = [row[0] for row in read_rows("Glossary")]
