@@ -190,7 +190,7 @@ def _run_ranks(args: argparse.Namespace, argv: list[str]) -> int:
 
     if not 1 <= args.nproc <= MAX_RANKS:
         raise ConfigError(f"--nproc: must be from 1 to {MAX_RANKS}, got {args.nproc}")
-    return run_ranks(argv, args.nproc)
+    return run_ranks(main, argv, args.nproc)
 
 
 def _explain_unknown(words: list[str], args: argparse.Namespace, argv: list[str]) -> str:

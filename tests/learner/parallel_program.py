@@ -1,10 +1,12 @@
-"""A learner in one process or in several ranks: run under torchrun by test_parallel.py, alone as the reference.
+"""A learner in one process, the reference, and in several ranks: run by test_parallel.py.
 
-parallel_program.py PLAN.json      the plan names the cases; results are written to its folder by rank 0
+parallel_program.py PLAN.json SIZE...     the plan has the cases by number of ranks; results are written to its folder by rank 0
 """
 
 import json
+import multiprocessing
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shoal.config.run import LearnerConfig, LoraConfig, LossConfig
+from shoal.launch.ranks import run_ranks
 from shoal.learner import logprobs, parallel
 from shoal.learner.learner import Learner
 from shoal.learner.parallel import Ranks, join_ranks, leave_ranks, shard_model, whole_tensor
@@ -121,17 +124,28 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> tuple[dict[str, torch.Tensor
     return tensors, metrics
 
 
-def main(plan: Path) -> None:
+def run_plan(arguments: Sequence[str]) -> int:
+    """In one process of its own, or in every rank: run all cases."""
+    plan = Path(arguments[0])
     torch.set_num_threads(1)
     ranks = join_ranks("cpu")
-    for name, case in json.loads(plan.read_text()).items():
+    for name, case in json.loads(plan.read_text())[str(ranks.size)].items():
         tensors, metrics = run_case(case, ranks)
         everyone = ranks.gather(json.dumps(metrics).encode())
         if ranks.is_first:
             save_file(tensors, plan.parent / f"{name}-{ranks.size}.safetensors")
             (plan.parent / f"{name}-{ranks.size}.json").write_text(json.dumps([json.loads(part) for part in everyone]))
     leave_ranks(ranks)
+    return 0
+
+
+def main(plan: str, sizes: Sequence[str]) -> int:
+    """Run the plan in each of these numbers of ranks, all forks of this process, which computes nothing."""
+    alone = multiprocessing.get_context("fork").Process(target=run_plan, args=([plan],))
+    alone.start()
+    alone.join()
+    return alone.exitcode or max(run_ranks(run_plan, [plan], int(size)) for size in sizes)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -47,7 +47,7 @@ MODULES = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
 )
-_NO_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+NO_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Whether there is a GPU may be asked while importing: without the driver, whose state no fork can use."""
 _MAX_REQUEST_BYTES = 1 << 16
 _PID_BYTES = 8
@@ -132,12 +132,12 @@ def read_last_line(folder: Path, name: str) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")[:_LAST_CHARS]
 
 
-def bind_to_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], None] | None:
-    """For a child, before it becomes the command: ask the kernel to send it a signal when its parent is gone."""
+def bind_to_parent() -> Callable[[], None] | None:
+    """For a child, before it becomes the command: ask the kernel to stop it when its parent is gone."""
     if sys.platform != "linux":
         return None
     linux.load_libc()  # not in the child: other threads of ours may hold a lock of the loader
-    return partial(linux.die_with_parent, os.getpid(), number)
+    return partial(linux.die_with_parent, os.getpid(), signal.SIGTERM)
 
 
 class ForkServerError(Exception):
@@ -198,7 +198,7 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env={**self._environment, **_NO_DRIVER},
+                env={**self._environment, **NO_DRIVER},
                 start_new_session=True,
                 preexec_fn=bind_to_parent(),  # noqa: PLW1509 - it calls the kernel and nothing else
             )

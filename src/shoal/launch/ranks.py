@@ -1,29 +1,36 @@
 """`--nproc N`: the same command in N processes, the ranks of one learner (learner/parallel.py).
 
-    parent: start N ranks -> all ended with 0, or one failed -> end the others -> exit code
+    parent: import -> fork N ranks -> all ended with 0, or one failed -> end the others -> exit code
 
 Invariants:
 - rank 0 is the command: its exit code is the result, and it alone gets the parent's SIGINT and SIGTERM, once each. It
   ends in order and releases the other ranks, which ignore both;
 - a rank that fails, by itself or by a signal, ends all others within END_S;
-- no rank outlives the parent, however that ends (on Linux).
+- no rank outlives the parent, however that ends (on Linux);
+- the parent imports what the ranks need, which takes seconds, once for all of them. It computes nothing and asks no
+  device anything: a fork could not use a device that its parent has opened.
 
 torchrun starts the same ranks, on several machines too. It is not used here because it ends ranks 30 s after a signal,
 whether or not the checkpoint is written, and replaces exit codes and messages by its own.
 """
 
+import gc
+import importlib
+import multiprocessing
 import os
+import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from shoal.launch.process import bind_to_parent
+from shoal.launch.process import MODULES, NO_DRIVER
+from shoal.sandbox import linux
 
 END_S = 5.0
 """time for the other ranks to end after one has failed"""
@@ -31,45 +38,61 @@ _POLL_S = 0.05
 MAX_RANKS = 64
 MEETING = "SHOAL_RANKS"
 """file through which ranks of one machine meet; torchrun's ranks meet at its MASTER_ADDR"""
+RunCommand = Callable[[Sequence[str]], int]
 
 
-def run_ranks(arguments: Sequence[str], nproc: int) -> int:
+def run_ranks(command: RunCommand, arguments: Sequence[str], nproc: int) -> int:
     """Run a `shoal` command in `nproc` processes on this machine; its exit code."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    if sys.platform == "linux":
+        _import_libraries()
     with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as folder:
-        ranks = [_start_rank(arguments, rank, nproc, Path(folder) / "meeting") for rank in range(nproc)]
+        meeting, ranks = Path(folder) / "meeting", []
         try:
+            for rank in range(nproc):
+                places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+                names = {name: str(value) for name, value in {**places, MEETING: meeting}.items()}
+                process = context.Process(target=_run_rank, args=(command, arguments, names, os.getpid()))
+                process.start()
+                ranks.append(process)
             with _forward_signals(ranks[0]):
                 return _await_ranks(ranks)
         finally:
-            for rank in ranks:
-                _end(rank, signal.SIGKILL)
-                rank.wait()
+            for process in ranks:
+                process.kill()
+                process.join()
 
 
-def _start_rank(arguments: Sequence[str], rank: int, nproc: int, meeting: Path) -> subprocess.Popen[bytes]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, MEETING: meeting}
-    environment = {"OMP_NUM_THREADS": str(max(1, cores // nproc)), **os.environ}
-    environment |= {name: str(value) for name, value in places.items()}
-    return subprocess.Popen(
-        [sys.executable, "-m", "shoal", *arguments],
-        env=environment,
-        stdin=None if rank == 0 else subprocess.DEVNULL,
-        start_new_session=True,  # a terminal's Ctrl-C reaches the parent alone, which forwards it
-        preexec_fn=bind_to_parent(signal.SIGKILL),  # noqa: PLW1509 - it calls the kernel and nothing else
-    )
+def _import_libraries() -> None:
+    os.environ.update(NO_DRIVER)
+    for name in MODULES:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # shared memory stays shared: no collection of a rank touches it
 
 
-def _await_ranks(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _run_rank(command: RunCommand, arguments: Sequence[str], environment: dict[str, str], parent: int) -> None:
+    """In the new process: run the command to its end."""
+    os.setsid()  # a terminal's Ctrl-C reaches the parent alone, which forwards it
+    if sys.platform == "linux":
+        linux.die_with_parent(parent, signal.SIGKILL)
+    os.environ.update(environment)
+    random.seed()
+    sys.exit(command(arguments))
+
+
+def _await_ranks(ranks: Sequence[BaseProcess]) -> int:
     """Until all have ended, or one has failed; the exit code of rank 0, or of the rank that failed before it."""
     while True:
-        codes = [rank.poll() for rank in ranks]
+        codes = [rank.exitcode for rank in ranks]
         failed = next((code for code in codes if code), 0)
         if failed:
             deadline = time.monotonic() + END_S
-            while ranks[0].poll() is None and time.monotonic() < deadline:
+            while ranks[0].exitcode is None and time.monotonic() < deadline:
                 time.sleep(_POLL_S)  # rank 0 says what is wrong, if it is not the one that is gone
-            code = ranks[0].poll() or failed
+            code = ranks[0].exitcode or failed
             return code if code > 0 else 128 - code
         if all(code == 0 for code in codes):
             return 0
@@ -77,9 +100,11 @@ def _await_ranks(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 @contextmanager
-def _forward_signals(first: subprocess.Popen[bytes]) -> Iterator[None]:
+def _forward_signals(first: BaseProcess) -> Iterator[None]:
     def forward(number: int, frame: FrameType | None) -> None:
-        _end(first, signal.Signals(number))
+        if first.exitcode is None and first.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(first.pid, number)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -87,8 +112,3 @@ def _forward_signals(first: subprocess.Popen[bytes]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _end(rank: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        rank.send_signal(number)
