@@ -1,6 +1,6 @@
 """A learner in one process, the reference, and in several ranks: run by test_parallel.py.
 
-parallel_program.py PLAN.json SIZE...     the plan has the cases by number of ranks; results are written to its folder by rank 0
+parallel_program.py PLAN.json SIZE...     the plan has the cases by number of ranks; rank 0 writes results next to it
 """
 
 import json
