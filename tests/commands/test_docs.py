@@ -100,11 +100,3 @@ def test_every_file_that_the_pages_name_exists(page: str) -> None:
         for name in names.split(","):
             found = [(DOCS.parent / folder / f"{start}{name}.py").exists() for start in ("", "test_")]
             assert any(found), f"{folder}{name}"
-
-
-def test_every_file_that_the_architecture_page_names_exists() -> None:
-    source = DOCS.parent / "src" / "shoal"
-    files = [path.relative_to(source).as_posix() + "/" * path.is_dir() for path in source.rglob("*")]
-    named = set(re.findall(r"`([a-z_/]+(?:\.py|/))`", (DOCS / "architecture.md").read_text()))
-    assert len(named) > 50
-    assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in files)] == []

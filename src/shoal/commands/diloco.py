@@ -15,6 +15,7 @@ One run across sites, over HTTP:
 import argparse
 import asyncio
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,8 @@ def run_join(args: argparse.Namespace) -> int:
     from shoal.net.client import parse_endpoint
 
     config = _load_settings(args.inputs)
+    if os.environ.get("RANK", "0") != "0":
+        return _follow_site(config)
     if not 0 <= args.delay < config.rules.interval:
         raise ConfigError(f"--delay: must be from 0 to {config.rules.interval - 1}, less than rules.interval")
     places = [parse_endpoint(url, args.authority) for url in (args.url, *args.also)]
@@ -109,16 +112,30 @@ def run_join(args: argparse.Namespace) -> int:
         raise UnavailableError(f"the reducer does not answer: {error}") from None
     from shoal.diloco.outer import DilocoPlan
     from shoal.diloco.site import ReducerAccess, run_site
+    from shoal.learner.parallel import Ranks
+    from shoal.train.resume import run_as_rank
 
     if settle_plan(DilocoPlan(config.name, plan.sizes, config.rules, config.data.lanes)) != plan:
         raise ConfigError("name, data.lanes or rules differ from those of the run; use the reducer's settings file")
     if args.reducer is None:
         logger.warning("trusting the reducer's key %s on first use; pass --reducer to pin it", reducer)
+
+    def train(ranks: Ranks) -> int:
+        print(run_site(config, plan, ReducerAccess(places, reducer, args.delay), ranks))
+        return 0
+
     try:
-        print(run_site(config, plan, ReducerAccess(places, reducer, args.delay)))
+        return run_as_rank(config.policy.device, train)
     except AveragerUnavailableError as error:
         raise UnavailableError(f"the reducer does not answer: {error}") from None
-    return 0
+
+
+def _follow_site(config: "DilocoConfig") -> int:
+    """A rank other than the first: it only computes."""
+    from shoal.diloco.inner import follow_inner
+    from shoal.train.resume import run_as_rank
+
+    return run_as_rank(config.policy.device, lambda _: 0, follow_inner)
 
 
 async def _serve(config: "DilocoConfig", settings: "ReducerConfig", data: Path, *, rebuild: bool) -> int:
@@ -204,7 +221,7 @@ _ACTIONS = (
     ),
     CliCommand("key", run_key, (_INPUTS,)),
     CliCommand("reduce", run_reduce, (_INPUTS, _add_reduce), resumes="; the same command resumes from its folder"),
-    CliCommand("join", run_join, (_URL, _INPUTS, _add_join), resumes=_JOINED),
+    CliCommand("join", run_join, (_URL, _INPUTS, _add_join, common.NPROC), resumes=_JOINED),
 )
 _ABOUT = "train one model on several sites that average periodically (DiLoCo)"
 COMMANDS = (CliCommand("diloco", text=_ABOUT, actions=_ACTIONS),)

@@ -95,11 +95,11 @@ def run_sft(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _check_settings(config, resumes=False)
     from shoal.learner.parallel import Ranks
-    from shoal.train.resume import announce, run_as_rank
+    from shoal.train.resume import run_as_rank
     from shoal.train.sft import run_sft as fine_tune
 
     def work(ranks: Ranks) -> int:
-        announce(ranks, "sft", config=config.model_dump_json())
+        ranks.announce("sft", config=config.model_dump_json())
         print(fine_tune(config, ranks))
         return 0
 

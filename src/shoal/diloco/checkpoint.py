@@ -19,19 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors.numpy import load_file, save_file
 
+from shoal.diloco.inner import InnerModel
 from shoal.diloco.peer import FragmentCounts, Peer
 from shoal.diloco.state import OuterState, StateError, decode_state, encode_state
 from shoal.errors import ConfigError
 from shoal.learner.checkpoint import (
     check_files,
     hash_files,
-    load_optimizer,
     prune_checkpoints,
     refuse_checkpoint,
-    save_optimizer,
 )
 from shoal.util.files import atomic_dir
 
@@ -44,7 +42,7 @@ class PeerModel:
     """A peer with the model that it trains."""
 
     peer: Peer
-    model: torch.nn.Module
+    inner: InnerModel
 
 
 def save_peers(
@@ -95,7 +93,7 @@ def restore_member(checkpoint: Path, member: PeerModel) -> None:
     for index, (tokens, steps) in enumerate(counts):
         peer.fragments.write(index, arrays[f"weights.{index}"])
         peer.counts[index] = FragmentCounts(tokens, steps, residual=arrays.get(f"residual.{index}"))
-    load_optimizer(member.model, peer.inner, folder / "optimizer.safetensors")
+    member.inner.load_optimizer(folder / "optimizer.safetensors")
 
 
 def _save_member(folder: Path, member: PeerModel) -> None:
@@ -105,7 +103,7 @@ def _save_member(folder: Path, member: PeerModel) -> None:
     residuals = {index: count.residual for index, count in enumerate(peer.counts)}
     arrays = _name_arrays("weights", weights) | _name_arrays("residual", residuals)
     save_file(arrays, folder / "weights.safetensors")
-    save_optimizer(member.model, peer.inner, folder / "optimizer.safetensors")
+    member.inner.save_optimizer(folder / "optimizer.safetensors")
 
 
 def _name_arrays(kind: str, arrays: Mapping[int, np.ndarray | None]) -> dict[str, np.ndarray]:

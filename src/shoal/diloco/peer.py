@@ -217,8 +217,7 @@ class Peer:
 
     def _step_inner(self) -> None:
         if self.options.clip_norm:
-            parameters = [tensor for part in self.fragments.parts for _, tensor in part]
-            torch.nn.utils.clip_grad_norm_(parameters, self.options.clip_norm)
+            self.fragments.clip_gradients(self.options.clip_norm)
         if self.schedule is not None:
             for group in self.inner.param_groups:
                 group["lr"] = self.schedule(self.position)

@@ -5,6 +5,8 @@
 When it starts, a site takes weights, momentum, schedule and data position from the run. From its own disk it takes what
 nobody else has: its inner optimizer and, if no round has passed since and nothing was in flight, its weights and what
 its codec lost. While the reducer is unavailable, inner steps continue.
+
+The model of a site may be sharded over several ranks (`inner`); to the run it is one site.
 """
 
 import logging
@@ -13,22 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from shoal.diloco.checkpoint import load_outer, restore_member, save_peers, was_settled
-from shoal.diloco.data import LaneReader, find_alphabet, read_texts
+from shoal.diloco.data import LaneReader
 from shoal.diloco.fragments import map_model
 from shoal.diloco.http.averager import HttpAverager
+from shoal.diloco.inner import open_inner
 from shoal.diloco.outer import DilocoPlan
 from shoal.diloco.peer import PeerOptions, RoundReport
 from shoal.diloco.settings import DilocoConfig
 from shoal.diloco.state import OuterState, start_state
-from shoal.diloco.train import build_peer, load_inputs, load_weights, open_folder, step_peer
+from shoal.diloco.train import build_peer, load_text, load_weights, open_folder, step_peer
 from shoal.errors import ConfigError
 from shoal.identity.keys import Key
-from shoal.learner.checkpoint import find_newest, load_optimizer
+from shoal.learner.checkpoint import find_newest
+from shoal.learner.parallel import ONE, Ranks
 from shoal.net.client import Endpoint
-from shoal.policy.model import load_policy, save_policy
+from shoal.policy.model import load_policy
 from shoal.train.rundir import append_metrics, cut_metrics
 from shoal.util.files import atomic_dir
 
@@ -50,26 +53,26 @@ class ReducerAccess:
 
 def make_start(config: DilocoConfig) -> tuple[DilocoPlan, OuterState]:
     """Plan and initial state of a run with these settings, for its reducer."""
-    texts = list(read_texts(config.data.source, config.data.field))
-    policy = load_policy(config.policy, alphabet=find_alphabet(texts), seed=config.seed)
+    policy = load_policy(config.policy, alphabet=load_text(config).alphabet, seed=config.seed)
     fragments = map_model(policy.model, config.fragments)
     plan = DilocoPlan(config.name, fragments.sizes, config.rules, config.data.lanes, config.seed)
     return plan, start_state(fragments.read_all(), config.data.lanes)
 
 
-def run_site(config: DilocoConfig, plan: DilocoPlan, access: ReducerAccess) -> Path:
-    """Train as one site to the end of the run; returns the folder of the trained model."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
+def run_site(config: DilocoConfig, plan: DilocoPlan, access: ReducerAccess, ranks: Ranks = ONE) -> Path:
+    """Train as one site to the end of the run; returns the folder of the trained model.
+
+    In several ranks only rank 0 calls this; the others call `follow_inner`.
+    """
     folder = find_folder(config)
     with open_folder(folder, config):
-        site = Site(config, plan, access, folder)
+        site = Site(config, plan, access, folder, ranks)
         try:
             site.train()
             # The run's weights, not those after this site's own steps.
             load_weights(site.peer.fragments, site.peer.state)
             with atomic_dir(folder / "policy") as target:
-                save_policy(site.policy, target)
+                site.inner.write_policy(target)
         finally:
             site.peer.close()
     return folder / "policy"
@@ -90,17 +93,21 @@ def open_site_key(config: DilocoConfig) -> Key:
 class Site:
     """The model, data and peer of one site."""
 
-    def __init__(self, config: DilocoConfig, plan: DilocoPlan, access: ReducerAccess, folder: Path) -> None:
+    def __init__(
+        self, config: DilocoConfig, plan: DilocoPlan, access: ReducerAccess, folder: Path, ranks: Ranks = ONE
+    ) -> None:
         self.config, self.folder = config, folder
-        self.policy, self.data = load_inputs(config)
-        if map_model(self.policy.model, config.fragments).sizes != plan.sizes:
+        text = load_text(config)
+        self.inner = open_inner(config, text.alphabet, ranks)
+        self.data = text.pack(self.inner.policy, config)
+        if self.inner.fragments.sizes != plan.sizes:
             raise ConfigError("policy: the model or its number of fragments differs from the run's plan")
         key = Key.open(folder / "site.key")
         averager = HttpAverager(plan, key, access.places, access.reducer)
         self.reader = LaneReader(len(self.data.train), plan.num_lanes, plan.seed, key.public)
         options = PeerOptions(access.delay, wait_s=WAIT_S, clip_norm=config.inner.clip_norm, threaded=access.delay > 0)
         try:
-            self._member = build_peer(key.public, plan, self.policy.model, config, averager, self.reader, options)
+            self._member = build_peer(key.public, plan, self.inner, config, averager, self.reader, options)
         except BaseException:
             averager.close()
             raise
@@ -151,5 +158,5 @@ class Site:
             restore_member(checkpoint, self._member)
         else:
             path = checkpoint / "peers" / self.peer.name / "optimizer.safetensors"
-            load_optimizer(self.policy.model, self.peer.inner, path)
+            self.inner.load_optimizer(path)
         logger.info(f"resuming at step {self.peer.state.step} with the optimizer of step {saved.step}")

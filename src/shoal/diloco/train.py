@@ -12,24 +12,23 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from shoal.config.run import build_config, dump_config, flatten_config
 from shoal.config.toml import read_toml
 from shoal.diloco.checkpoint import PeerModel, load_outer, restore_member, save_peers
 from shoal.diloco.data import LaneReader, find_alphabet, pack_sequences, read_texts
 from shoal.diloco.fragments import FragmentMap, map_model
+from shoal.diloco.inner import InnerModel, measure_loss
 from shoal.diloco.local import LocalGroup
 from shoal.diloco.outer import DilocoPlan, warn_rounds
 from shoal.diloco.peer import Peer, PeerOptions, RoundReport
 from shoal.diloco.round import Averager
-from shoal.diloco.settings import DilocoConfig, InnerConfig
+from shoal.diloco.settings import DilocoConfig
 from shoal.diloco.state import OuterState, start_state
 from shoal.errors import ConfigError
 from shoal.learner.checkpoint import find_newest, list_checkpoints
@@ -71,7 +70,9 @@ class LocalRun:
 
     def __init__(self, config: DilocoConfig, folder: Path) -> None:
         self.config, self.folder = config, folder
-        self.policy, self.data = load_inputs(config)
+        text = load_text(config)
+        self.policy = load_policy(config.policy, alphabet=text.alphabet, seed=config.seed)
+        self.data = text.pack(self.policy, config)
         self.fragments = map_model(self.policy.model, config.fragments)
         plan = DilocoPlan(config.name, self.fragments.sizes, config.rules, config.data.lanes)
         checkpoint = find_newest(folder / "checkpoints")
@@ -132,11 +133,11 @@ class LocalRun:
             save_peers(self.folder, self.state, self.group.residuals, self.members, keep=self.config.keep)
 
     def _add_peer(self, name: str) -> PeerModel:
-        model = copy.deepcopy(self.policy.model)
+        inner = InnerModel(replace(self.policy, model=copy.deepcopy(self.policy.model)), self.config)
         self.readers[name] = LaneReader(len(self.data.train), self.config.data.lanes, self.config.seed, name)
         options = PeerOptions(wait_s=0.0, clip_norm=self.config.inner.clip_norm)
         plan, averager = self.group.plan, self.group.join(name)
-        return build_peer(name, plan, model, self.config, averager, self.readers[name], options)
+        return build_peer(name, plan, inner, self.config, averager, self.readers[name], options)
 
 
 @contextmanager
@@ -170,17 +171,28 @@ def find_conflict(folder: Path, config: DilocoConfig) -> str | None:
     return f"{folder}: the run there has different settings ({shown}); use these to resume, or another name or seed"
 
 
-def load_inputs(config: DilocoConfig) -> tuple[Policy, Sequences]:
-    """Load the model before the first step, and the data."""
+@dataclass(frozen=True)
+class RunText:
+    """The texts of a run, and their characters, which a tiny model's tokenizer knows."""
+
+    texts: list[str]
+    alphabet: str
+
+    def pack(self, policy: Policy, config: DilocoConfig) -> Sequences:
+        """The texts as sequences of tokens."""
+        return split_sequences(pack_sequences(policy.tokenizer, self.texts, config.data.length), config)
+
+
+def load_text(config: DilocoConfig) -> RunText:
+    """Read the data that the settings name."""
     texts = list(read_texts(config.data.source, config.data.field))
-    policy = load_policy(config.policy, alphabet=find_alphabet(texts), seed=config.seed)
-    return policy, split_sequences(pack_sequences(policy.tokenizer, texts, config.data.length), config)
+    return RunText(texts, find_alphabet(texts))
 
 
 def build_peer(
     name: str,
     plan: DilocoPlan,
-    model: nn.Module,
+    inner: InnerModel,
     config: DilocoConfig,
     averager: Averager,
     reader: LaneReader,
@@ -190,14 +202,14 @@ def build_peer(
     peer = Peer(
         name,
         plan,
-        map_model(model, config.fragments),
-        build_inner(model, config.inner),
+        inner.fragments,
+        inner.optimizer,
         averager,
         schedule=lambda step: config.inner.rate_at(step, config.steps),
         options=options,
         report_lanes=reader.report,
     )
-    return PeerModel(peer, model)
+    return PeerModel(peer, inner)
 
 
 def load_weights(fragments: FragmentMap, state: OuterState) -> None:
@@ -220,24 +232,10 @@ def split_sequences(rows: np.ndarray, config: DilocoConfig) -> Sequences:
     return Sequences(rows[~mask], rows[mask])
 
 
-def build_inner(model: nn.Module, inner: InnerConfig) -> torch.optim.AdamW:
-    """Build the inner optimizer; one parameter group, as checkpoints expect."""
-    betas = (inner.beta1, inner.beta2)
-    return torch.optim.AdamW(model.parameters(), lr=inner.lr, betas=betas, weight_decay=inner.weight_decay)
-
-
 def step_peer(member: PeerModel, rows: np.ndarray) -> tuple[float, RoundReport | None]:
     """Take one inner step of a peer on these rows; returns its loss, and the report if a round ended."""
-    loss = measure_loss(member.model, rows)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return float(loss.detach()), member.peer.step(tokens=rows.size - len(rows))
-
-
-def measure_loss(model: nn.Module, rows: np.ndarray) -> Tensor:
-    """Mean cross-entropy over all tokens except the first of each row."""
-    tokens = torch.from_numpy(rows.astype(np.int64)).to(next(model.parameters()).device)
-    logits = model(tokens[:, :-1]).logits
-    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), tokens[:, 1:].reshape(-1))
+    loss = member.inner.backward(rows)
+    return loss, member.peer.step(tokens=rows.size - len(rows))
 
 
 def _name_peers(count: int) -> list[str]:

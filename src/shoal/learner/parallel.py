@@ -14,6 +14,7 @@ Invariants:
 Collectives of tensors on a device use its backend (nccl), those of host tensors gloo.
 """
 
+import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -113,6 +114,20 @@ class Ranks:
         if len(buffer):
             dist.broadcast(buffer, 0, group=self.control)
         return buffer.numpy().tobytes()
+
+    def announce(self, name: str, *, payload: bytes = b"", **values: str | float) -> None:
+        """On rank 0: tell the other ranks which call comes next. On the others and in a plain process: nothing."""
+        if self.mesh is not None and self.is_first:
+            self.broadcast(json.dumps({"name": name, "values": values}).encode() + b"\n" + payload)
+
+    def hear(self) -> tuple[str, dict[str, Any], bytes]:
+        """On the other ranks: the next call of rank 0, with its values and payload; ends the process if it is gone."""
+        try:
+            head, _, payload = self.broadcast().partition(b"\n")
+        except RuntimeError:  # rank 0 has ended, and said why
+            raise SystemExit(1) from None
+        call = json.loads(head)
+        return call["name"], call["values"], payload
 
     def gather(self, data: bytes) -> list[bytes]:
         """The bytes of every rank, by rank; only on rank 0, elsewhere nothing."""

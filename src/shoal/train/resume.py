@@ -9,7 +9,6 @@ announces it, and the others make it in `follow_calls`, which is all that they d
     others   follow_calls
 """
 
-import json
 import logging
 import os
 import signal
@@ -65,14 +64,14 @@ class TrainState:
 
     def train(self, groups: Sequence[Group]) -> Metrics:
         """One training step; also finishes a checkpoint that was begun before it."""
-        announce(self.ranks, "train", payload=encode_groups(groups) if self.ranks.mesh is not None else b"")
+        self.ranks.announce("train", payload=encode_groups(groups) if self.ranks.mesh is not None else b"")
         metrics = self.learner.train_step(groups)
         self._finish()
         return metrics
 
     def gather(self, dtype: torch.dtype) -> Weights:
         """Copies of all weights, on rank 0; adapters are merged in `dtype`."""
-        announce(self.ranks, "gather", dtype=_name_type(dtype))
+        self.ranks.announce("gather", dtype=_name_type(dtype))
         return gather_weights(self.policy.model, self.ranks, dtype)
 
     def write(
@@ -89,23 +88,23 @@ class TrainState:
         `begun` is called before the weights are written.
         """
         name = _name_type(dtype)
-        announce(self.ranks, "write", folder=str(folder), dtype=name, shard_bytes=shard_bytes, is_base=is_base)
+        self.ranks.announce("write", folder=str(folder), dtype=name, shard_bytes=shard_bytes, is_base=is_base)
         write = write_rows if is_base else write_trained
         write(self.policy, folder, self.ranks, dtype=dtype, shard_bytes=shard_bytes, begun=begun)
 
     def matches(self, folder: Path, dtype: torch.dtype) -> bool:
         """Whether a folder has the policy's weights, rounded to `dtype`, or its adapters."""
-        announce(self.ranks, "matches", folder=str(folder), dtype=_name_type(dtype))
+        self.ranks.announce("matches", folder=str(folder), dtype=_name_type(dtype))
         return is_equal(self.policy, folder, self.ranks, dtype)
 
     def read(self, folder: Path) -> None:
         """Continue with the weights, or adapters, of a folder; the optimizer state stays."""
-        announce(self.ranks, "read", folder=str(folder))
+        self.ranks.announce("read", folder=str(folder))
         read_rows(self.policy.model, folder)
 
     def save(self, folder: Path, keep: int) -> None:
         """Write a checkpoint, and remove all but the newest `keep`; in several ranks begin to, see `train`."""
-        announce(self.ranks, "save", folder=str(folder), keep=keep, step=self.step)
+        self.ranks.announce("save", folder=str(folder), keep=keep, step=self.step)
         self._finish()
         older = {version: weights for version, weights in self.versions.items() if version != self.step}
         if self.ranks.mesh is None:
@@ -116,7 +115,7 @@ class TrainState:
 
     def finish(self) -> None:
         """Finish the checkpoint that was begun; it is on disk when this returns."""
-        announce(self.ranks, "finish")
+        self.ranks.announce("finish")
         self._finish()
 
     def _finish(self) -> None:
@@ -136,7 +135,7 @@ class _Saving:
 
 def open_state(config: RunConfig, checkpoint: Path | None, ranks: Ranks = ONE) -> TrainState:
     """The state in a checkpoint, or the state before the first step."""
-    announce(ranks, "open", config=config.model_dump_json(), checkpoint=str(checkpoint or ""))
+    ranks.announce("open", config=config.model_dump_json(), checkpoint=str(checkpoint or ""))
     if checkpoint is None:
         policy = load_start(config, ranks, adapters=config.seed if config.policy.lora.rank else None)
         torch.manual_seed(derive_seed("torch", config.seed))  # nothing draws from it, but its state is in checkpoints
@@ -153,7 +152,7 @@ def open_state(config: RunConfig, checkpoint: Path | None, ranks: Ranks = ONE) -
     return TrainState(saved.step, policy, learner, OrderedDict(load_versions(checkpoint) if ranks.is_first else {}))
 
 
-def run_as_rank(device: str, work: Callable[[Ranks], int]) -> int:
+def run_as_rank(device: str, work: Callable[[Ranks], int], follow: Callable[[Ranks], None] | None = None) -> int:
     """Run a command: all of it in a plain process or rank 0; the other ranks only follow. Its exit code."""
     if os.environ.get("RANK", "0") != "0":
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -162,9 +161,9 @@ def run_as_rank(device: str, work: Callable[[Ranks], int]) -> int:
     code = 0
     if ranks.is_first:
         code = work(ranks)
-        announce(ranks, "close")
+        ranks.announce("close")
     else:
-        follow_calls(ranks)
+        (follow or follow_calls)(ranks)
     leave_ranks(ranks)
     return code
 
@@ -173,7 +172,7 @@ def follow_calls(ranks: Ranks) -> None:
     """Make the calls that rank 0 announces until it closes."""
     state: TrainState | None = None
     while True:
-        name, values, payload = _hear(ranks)
+        name, values, payload = ranks.hear()
         if name in ("open", "sft"):
             config = RunConfig.model_validate_json(values["config"])
             tune_process(ranks.divide_threads(config.threads))
@@ -208,21 +207,6 @@ def _follow(state: TrainState, name: str, values: dict[str, Any], payload: bytes
             state.finish()
         case _:
             raise AssertionError(f"unknown call {name!r}")
-
-
-def announce(ranks: Ranks, name: str, *, payload: bytes = b"", **values: str | int) -> None:
-    """On rank 0: tell the other ranks which call comes next. On the others and in a plain process: nothing."""
-    if ranks.mesh is not None and ranks.is_first:
-        ranks.broadcast(json.dumps({"name": name, "values": values}).encode() + b"\n" + payload)
-
-
-def _hear(ranks: Ranks) -> tuple[str, dict[str, Any], bytes]:
-    try:
-        head, _, payload = ranks.broadcast().partition(b"\n")
-    except RuntimeError:  # rank 0 has ended, and said why
-        raise SystemExit(1) from None
-    call = json.loads(head)
-    return call["name"], call["values"], payload
 
 
 def _name_type(dtype: torch.dtype) -> str:
