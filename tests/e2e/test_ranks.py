@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.fixtures.paths import ROOT, TINY
+from tests.fixtures.paths import ROOT, TINY, WIDE
 
 from shoal.launch.process import MODULES
 from shoal.learner.checkpoint import find_newest, read_state
@@ -24,7 +24,7 @@ from shoal.train.report import read_metrics
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from warm import TORCH, Running, Warm
+from warm import SWARM, Running, Warm
 
 PATIENCE_S = 180.0
 ENDED_S = 30.0
@@ -36,7 +36,7 @@ OPTIONS = ("threads=1", "checkpoint.every=1", "checkpoint.keep=9")
 @pytest.fixture(scope="module")
 def warm() -> Iterator[Warm]:
     """Starts the commands of these tests; their ranks are forks of theirs."""
-    with closing(Warm(*TORCH, *MODULES)) as warm:
+    with closing(Warm(*SWARM, *MODULES)) as warm:
         yield warm
 
 
@@ -210,3 +210,20 @@ def test_adapters_of_two_ranks_are_those_of_one_process_and_resume_there(warm: W
     assert not find_weights(two.out, 3).exists()
     bases = [own.out / "tiny-seed0/checkpoints/v000000/model.safetensors" for own in (one, two)]
     assert bases[0].read_bytes() == bases[1].read_bytes()
+
+
+def test_a_swarm_whose_trainer_has_two_ranks_publishes_adapters(warm: Warm, tmp_path: Path) -> None:
+    options = ("swarm.trainer_ranks=2", "policy.lora.rank=3", "learner.lr=1e-2", "batch.filter=false", "eval.every=0")
+    small = ("swarm.calibration=64", "swarm.workers=1", "swarm.validators=1", WIDE)
+    printed = tmp_path / PRINTED
+    for command in ("prepare", "run"):
+        words = (command, TINY, f"out={tmp_path}", *options, *small)
+        assert warm.start(*words, out=printed, err=printed).wait(PATIENCE_S) == 0, printed.read_text()
+    assert "the ledger holds" in printed.read_text()
+    versions = tmp_path / "tiny-seed0" / "versions"
+    assert (versions / "v000000" / "model.safetensors").exists()
+    adapters = [load_file(versions / f"v{step:06d}" / "adapter_model.safetensors") for step in (1, 2, 3)]
+    assert all(adapters[0].keys() == other.keys() for other in adapters)
+    assert not all(torch.equal(adapters[0][name], adapters[2][name]) for name in adapters[0])
+    written = [json.loads(line) for line in (versions / "written.jsonl").read_text().splitlines()]
+    assert {line["devices"] for line in written} == {"cpu x 2"}
