@@ -45,16 +45,18 @@ def run_ranks(command: RunCommand, arguments: Sequence[str], nproc: int) -> int:
     """Run a `shoal` command in `nproc` processes on this machine; its exit code."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    new_process: Callable[..., BaseProcess] = multiprocessing.get_context("spawn").Process
     if sys.platform == "linux":
         _import_libraries()
+        new_process = multiprocessing.get_context("fork").Process
     with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as folder:
-        meeting, ranks = Path(folder) / "meeting", []
+        meeting = Path(folder) / "meeting"
+        ranks: list[BaseProcess] = []
         try:
             for rank in range(nproc):
                 places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
                 names = {name: str(value) for name, value in {**places, MEETING: meeting}.items()}
-                process = context.Process(target=_run_rank, args=(command, arguments, names, os.getpid()))
+                process = new_process(target=_run_rank, args=(command, arguments, names, os.getpid()))
                 process.start()
                 ranks.append(process)
             with _forward_signals(ranks[0]):
