@@ -56,15 +56,15 @@ def run_ranks(command: RunCommand, arguments: Sequence[str], nproc: int) -> int:
             for rank in range(nproc):
                 places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
                 names = {name: str(value) for name, value in {**places, MEETING: meeting}.items()}
-                process = new_process(target=_run_rank, args=(command, arguments, names, os.getpid()))
-                process.start()
-                ranks.append(process)
+                ranks.append(new_process(target=_run_rank, args=(command, arguments, names, os.getpid())))
+                ranks[-1].start()
             with _forward_signals(ranks[0]):
                 return _await_ranks(ranks)
         finally:
             for process in ranks:
-                process.kill()
-                process.join()
+                if process.pid is not None:  # it was started
+                    process.kill()
+                    process.join()
 
 
 def _import_libraries() -> None:
