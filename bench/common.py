@@ -23,6 +23,8 @@ OUT = ROOT / "bench" / "out"
 PICTURES = ROOT / "docs" / "img"
 SEEDS = (0, 1, 2)
 _DONE = "bench.done"
+NO_PEER = 77
+"""exit code of a benchmark whose peer is not installed"""
 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 Lines = list[dict[str, Any]]

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import finish, parse_flags
+from common import NO_PEER, finish, parse_flags
 from shoal.config.run import EngineConfig, PolicyConfig, TinyConfig
 from shoal.engine import open_engine
 from shoal.engine.base import Engine
@@ -159,10 +159,12 @@ def _import_peer() -> Any:
         import toploc
     except ImportError as error:
         install = "pip install --no-build-isolation --no-deps --no-binary toploc toploc==0.1.6"
-        raise SystemExit(
+        print(
             f"the published package toploc cannot be imported ({error}); to build it from source: "
-            f"pip install setuptools wheel ninja && {install}"
-        ) from None
+            f"pip install setuptools wheel ninja && {install}",
+            file=sys.stderr,
+        )
+        raise SystemExit(NO_PEER) from None
     return toploc
 
 
