@@ -49,7 +49,7 @@ def test_the_command_writes_a_file_that_verification_reads_and_that_is_checked_a
     monkeypatch.setattr(calibrate, "LEAST_SAMPLES", 50)
     out = tmp_path / "c.json"
     before = torch.get_num_threads()
-    args = ["calibrate", str(folder), "--samples", "90", "--tokens", "40", "--rate", "1e-3"]
+    args = ["calibrate", str(folder), "--samples", "90", "--attacks", "8", "--tokens", "40", "--rate", "1e-3"]
     assert main([*args, "--out", str(out)]) == 0
     shown = capsys.readouterr()
     assert torch.get_num_threads() == before
