@@ -124,7 +124,7 @@ THREATS = {
         coordinator/decide/test_submissions.py::test_a_late_submission_is_refused_if_somebody_else_holds_the_groups
     """,
     "validator or coordinator crash": """
-        coordinator/test_crash_points.py::test_hundreds_of_kills_at_every_point_lose_nothing_and_pay_nothing_twice
+        coordinator/test_crash_points.py::test_kills_at_every_point_lose_nothing_and_pay_nothing_twice
         ledger/test_crash.py::test_a_killed_writer_loses_nothing_it_answered_and_leaves_nothing_half
         coordinator/test_service.py::test_kill_minus_nine_in_the_middle_of_an_upload_costs_a_retry_and_nothing_else
         coordinator/decide/test_verdicts.py::test_a_validator_keeps_its_claim_until_it_judges_or_is_late

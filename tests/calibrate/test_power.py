@@ -17,12 +17,12 @@ from shoal.toploc.rivals import Rival, make_rivals
 from shoal.validator.finding import state_odds
 
 SOURCE = PromptSource(tokens=64, temperature=1.0, seed=0)
-SETUPS = [VariantSetup(name="engine"), VariantSetup(name="plain", source="plain", batch=7)]
+SETUPS = [VariantSetup(name="engine"), VariantSetup(name="plain", source="plain", batch=32)]
 STEP = 1e-3
 
 
-def calibrate(policy: Policy) -> Calibration:
-    plan = CalibrationPlan(source=SOURCE, samples=600, threads=1, attacks=48, step=STEP)
+def calibrate(policy: Policy, *, samples: int, attacks: int) -> Calibration:
+    plan = CalibrationPlan(source=SOURCE, samples=samples, threads=1, attacks=attacks, step=STEP)
     return calibrate_policy(policy, SETUPS, plan, name="p")
 
 
@@ -37,11 +37,11 @@ def narrow() -> Policy:
 
 @pytest.fixture(scope="module")
 def measured(narrow: Policy) -> Calibration:
-    return calibrate(narrow)
+    return calibrate(narrow, samples=60, attacks=24)
 
 
 def test_in_float32_altered_weights_are_found_in_single_rollouts() -> None:
-    calibration = calibrate(make_policy(1))
+    calibration = calibrate(make_policy(1), samples=600, attacks=48)
     assert calibration.rivals == {} and calibration.honest_odds == {}
     power = {own.attack: own for own in calibration.power}
     assert all(power[name].found > 0.75 and power[name].odds == () for name in ("int8", "int8 in groups", "int4"))

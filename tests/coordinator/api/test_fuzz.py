@@ -48,7 +48,7 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not i
 requests = pytest.importorskip("requests")
 
 MANY = 1e5
-EXAMPLES = 40
+EXAMPLES = 20
 """tries of each operation in each way"""
 LEASE, SUBMISSION, KEY = re.compile(r"l[0-9]{1,18}"), re.compile(r"s[0-9]{1,18}"), re.compile(r"[0-9a-f]{64}")
 WAIT = re.compile(rb'("wait_s": ?)[0-9]+')

@@ -206,11 +206,11 @@ def test_what_nobody_can_judge_is_no_fault_but_costs_a_new_owner_its_time(run):
 
 
 def test_trials_of_all_owners_without_a_record_together_are_rare_while_they_fail(run):
-    names = [f"r{number}" for number in range(40)]
+    names = [f"r{number}" for number in range(10)]
     for name in names:
         run.join(name, name)
     granted = 0
-    for _ in range(300):
+    for second in range(300):
         run.wait(1)
         for name in names:
             lease = run.ask(name).lease
@@ -218,8 +218,9 @@ def test_trials_of_all_owners_without_a_record_together_are_rare_while_they_fail
                 granted += 1
                 run.submit(name, lease)
                 run.judge("judge-a", Verdict.FORM)
-        run.work("w1", signal=False)
-    assert granted <= 40 + 12, "each once before the first failed, then 1, 2, 4, ... 64 s apart"
+        if second % 10 == 0:
+            run.work("w1", signal=False)
+    assert granted <= 10 + 12, "each once before the first failed, then 1, 2, 4, ... 64 s apart"
     assert spacing_of(run) == 64_000
     assert run.verify().holds
 
@@ -296,17 +297,17 @@ def test_new_owners_take_over_if_those_of_record_are_gone(run):
 
 
 def test_silent_owners_without_a_record_do_not_hold_up_a_step(make_world):
-    """Forty take everything before anyone has a record; one honest worker still trains the run."""
+    """Twelve take everything before anyone has a record; one honest worker still trains the run."""
     world = make_world(groups_per_batch=4, async_level=0, steps=5)
     world.publish(0)
     world.join("honest", "honest")
-    for number in range(40):
+    for number in range(12):
         world.join(f"r{number}", f"r{number}")
     waited = []
     for step in range(1, 6):
         seconds = 0
         while world.cut(step).batch is None:
-            for number in range(40):
+            for number in range(12):
                 world.ask(f"r{number}")
             lease = world.ask("honest").lease
             if lease is None:
@@ -390,7 +391,7 @@ def test_the_version_of_a_lease_is_fixed_when_it_is_granted(make_world):
 
 
 def test_precomputed_groups_of_new_owners_shorten_nobodys_deadline(run):
-    for number in range(40):
+    for number in range(12):
         run.join(f"fast-{number}", f"fast-{number}")
         run.work(f"fast-{number}", signal=False)
     assert run.query(list_group_times) == []
