@@ -26,7 +26,7 @@ CHAIN_VERSION = 1
 """Changing breaks: every ledger. No code here migrates the tables of the chain."""
 _PROGRESS_EVERY = 10_000
 _MAX_VERSIONS = 256
-"""rows that are read of the table of versions, which may be a stranger's"""
+"""most rows of the table of versions, which may be a stranger's"""
 _LOG = logging.getLogger(__name__)
 
 SCHEMA_VERSION = define_table("schema_version", {"name": str, "version": int}, key="name")
@@ -86,7 +86,10 @@ def _read_versions(connection: Connection) -> dict[str, int]:
     """Versions of the chain and of each projection; empty for an empty database."""
     inspector = inspect(connection)
     if inspector.has_table(SCHEMA_VERSION.name):
-        return {str(name): int(number) for name, number in connection.execute(select(SCHEMA_VERSION).limit(_MAX_VERSIONS))}
+        rows = connection.execute(select(SCHEMA_VERSION).limit(_MAX_VERSIONS + 1)).all()
+        if len(rows) > _MAX_VERSIONS:
+            raise ConfigError(f"{show_url(connection.engine)}: table `schema_version` has more than {_MAX_VERSIONS} rows")
+        return {str(name): int(number) for name, number in rows}
     if inspector.has_table(EVENT.name):
         raise ConfigError(f"{show_url(connection.engine)}: table `event` has no version known to this shoal")
     return {}
