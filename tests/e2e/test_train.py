@@ -5,8 +5,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from shoal.util.files import hash_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from warm import TORCH, Running, Warm
+from warm import Running, Warm
 
 PATIENCE_S = 120.0
 _tuned: list[Path] = []
@@ -50,13 +48,6 @@ def train(out: Path, *overrides: str, cached: bool = True) -> Path:
         shutil.copytree(_tuned[-1], out / "sft")
     assert main(["train", str(TINY), f"out={out}", *overrides]) == 0
     return out / "tiny-seed0"
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[Warm]:
-    """Starts commands in separate processes."""
-    with closing(Warm(*TORCH)) as warm:
-        yield warm
 
 
 @pytest.fixture
