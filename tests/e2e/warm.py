@@ -26,13 +26,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from shoal.cli import main
+from shoal.cli import build_parser, main
 from shoal.launch.process import ForkServer, ForkServerError, Part, Process, bind_to_parent
 
 SOURCE = Path(__file__).parents[2] / "src"
 FDS = Path("/proc/self/fd")
 PATIENCE_S = 300.0
-TORCH = ("shoal.train.loop", "transformers.models.qwen3.modeling_qwen3")
+TORCH = ("shoal.train.loop", "transformers.models.qwen3.modeling_qwen3", "matplotlib.pyplot", "pyarrow.parquet")
 SWARM = (
     *TORCH,
     "shoal.launch.run",
@@ -166,6 +166,7 @@ def run_orders() -> None:
     """Start commands as requested, and report their ends."""
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    build_parser()  # imports the modules of all commands
     Process.start = classmethod(start_part)  # type: ignore[method-assign, assignment]
     ForkServer.wait_ready = refuse_fork_server  # type: ignore[method-assign]
     gc.freeze()
