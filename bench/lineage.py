@@ -5,13 +5,14 @@ version's name from the bytes of its files, and the validity of the ledger from 
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from shoal.cli import main
 from shoal.coordinator.state.leases import list_batch
 from shoal.launch.layout import SwarmPaths
 from shoal.launch.prepare import find_root
@@ -101,9 +102,9 @@ def _build_record(events: Sequence[Event], entries: dict[int, list[BatchEntry]])
 
 
 def _check_ledger(layout: SwarmPaths) -> Iterator[str]:
-    done = _try_shoal("ledger", "verify", str(layout.ledger))
-    if done.returncode:
-        yield f"shoal ledger verify: {done.stdout}{done.stderr}"
+    code, said = _try_shoal("ledger", "verify", str(layout.ledger))
+    if code:
+        yield f"shoal ledger verify: {said}"
 
 
 def _check_batches(record: LedgerRecord, config: LaunchConfig) -> Iterator[str]:
@@ -172,10 +173,13 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _run_shoal(*words: str) -> None:
-    done = _try_shoal(*words)
-    if done.returncode:
-        raise SystemExit(f"shoal {' '.join(words)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    code, said = _try_shoal(*words)
+    if code:
+        raise SystemExit(f"shoal {' '.join(words)}: {said[-4000:]}")
 
 
-def _try_shoal(*words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-m", "shoal", *words], capture_output=True, text=True, check=False)
+def _try_shoal(*words: str) -> tuple[int, str]:
+    """Run a command in this process; its exit code and what it printed."""
+    with redirect_stdout(StringIO()) as said, redirect_stderr(said):
+        code = main(words)
+    return code, said.getvalue()

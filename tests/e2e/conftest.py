@@ -22,46 +22,48 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from shoal.identity.keys import Key
+from shoal.launch.process import MODULES
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from warm import SHARDCAST, SWARM, Running, Warm  # noqa: E402
+
 SOURCE = Path(__file__).parents[2] / "src"
 PATIENCE_S = 90.0
 MB = 1_000_000
 RUN = "test"
-WORLD = "SHOAL_TEST_WORLD"
 HASH_LIMIT = 64 * MB
 """Larger files are compared by size and times."""
 COMMANDS = {"pull": ("weights", "pull"), "relay": ("relay",), "publish": ("weights", "publish")}
 EXIT_STOPPED = (0, 130, -signal.SIGTERM)
 """Exit codes of a stopped server and a stopped client, also if it had just started or was just done."""
-
-_LIMIT = "import os,resource,sys; n=int(sys.argv[1]); resource.setrlimit(resource.RLIMIT_FSIZE,(n,n)); "
-_LIMIT += "os.execv(sys.argv[2],sys.argv[2:])"
+Spawn = Callable[[list[str], Path], "Running | subprocess.Popen[bytes]"]
+"""starts a command with its output in a file"""
 
 
 class ChildProcess:
     """One process and its output."""
 
-    def __init__(self, log: Path, command: list[str], env: dict[str, str], cwd: Path) -> None:
+    def __init__(self, log: Path, command: list[str], spawn: Spawn) -> None:
         self.log = log
         self._command = command
-        self._env = env
-        self._cwd = cwd
+        self._spawn = spawn
         self.start()
 
     def start(self, *flags: str) -> None:
         """Start it, or start it again with additional flags; the last value of a flag wins."""
         self._command += flags
-        with self.log.open("ab") as log:
-            self._begun = log.tell()
-            self.process = subprocess.Popen(
-                self._command, env=self._env, cwd=self._cwd, stdout=log, stderr=log, stdin=subprocess.DEVNULL
-            )
+        self.log.touch()
+        self._begun = self.log.stat().st_size
+        self.process = self._spawn(self._command, self.log)
 
     @property
     def text(self) -> str:
@@ -90,7 +92,7 @@ class ChildProcess:
     def finish(self, code: int = 0) -> str:
         """Wait until it ends, with this code; returns its output."""
         await_true(lambda: self.process.poll() is not None, lambda: f"end of {self.log.name}:\n{self.text}")
-        assert self.process.returncode == code, self.text
+        assert self.process.poll() == code, self.text
         return self.text
 
     def fail(self, code: int) -> str:
@@ -127,8 +129,8 @@ class ChildProcess:
 class ProcessGroup:
     """The processes of one test."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, warm: Warm) -> None:
+        self.root, self._warm = root, warm
         self.data = root / "data"
         self.children: dict[str, ChildProcess] = {}
         self._commands: dict[ChildProcess, str] = {}
@@ -215,7 +217,7 @@ class ProcessGroup:
 
     def script(self, file: str, name: str, *args: object) -> ChildProcess:
         """A process that is not part of shoal."""
-        return self._add(name, "", [sys.executable, str(HERE / file), *map(str, args)])
+        return self._add(name, "", [sys.executable, str(HERE / file), *map(str, args)], self._spawn_program)
 
     # Checks.
 
@@ -270,14 +272,29 @@ class ProcessGroup:
         return path
 
     def _start(self, name: str, command: str, *args: object, limit: int | None = None) -> ChildProcess:
-        prefix = [] if limit is None else [sys.executable, "-c", _LIMIT, str(limit)]
-        return self._add(name, command, [*prefix, sys.executable, "-m", "shoal", *COMMANDS[command], *map(str, args)])
+        spawn = partial(self._spawn_command, limit)
+        return self._add(name, command, [*COMMANDS[command], *map(str, args)], spawn)
 
-    def _add(self, name: str, command: str, line: list[str]) -> ChildProcess:
-        own = {WORLD: str(self.root), "HOME": str(self.root / "home"), "TMPDIR": str(self.root / "temp")}
-        env = os.environ | own | {"PYTHONPATH": str(SOURCE)}
+    def _spawn_command(self, limit: int | None, command: list[str], log: Path) -> Running:
+        own = {"HOME": str(self.root / "home"), "TMPDIR": str(self.root / "temp")}
+        cwd = self.root / "cwd"
+        return self._warm.start(*command, out=log, err=log, max_bytes=limit or 0, cwd=cwd, environment=own)
+
+    def _spawn_program(self, command: list[str], log: Path) -> "subprocess.Popen[bytes]":
+        own = {"HOME": str(self.root / "home"), "TMPDIR": str(self.root / "temp"), "PYTHONPATH": str(SOURCE)}
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                command,
+                env=os.environ | own,
+                cwd=self.root / "cwd",
+                stdout=file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def _add(self, name: str, command: str, line: list[str], spawn: Spawn) -> ChildProcess:
         assert name not in self.children or self.children[name].process.poll() is not None, f"{name} is still running"
-        child = ChildProcess(self.root / "log" / f"{name}.log", line, env, self.root / "cwd")
+        child = ChildProcess(self.root / "log" / f"{name}.log", line, spawn)
         self._commands[child] = command
         self.children[name] = child
         return child
@@ -303,15 +320,11 @@ def describe_path(path: Path) -> object:
 
 
 def find_processes(root: Path) -> list[int]:
-    """Processes of this root that are still running."""
-    mark = f"{WORLD}={root}\0".encode()
+    """Processes of this root that are still running: their working directory is there."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            marked = mark in path.read_bytes() + b"\0"
-        except OSError:  # ended in the meantime, or not ours
-            continue
-        found += [int(path.parent.name)] if marked else []
+    for path in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):  # ended in the meantime, or not ours
+            found += [int(path.parent.name)] if path.readlink() == root / "cwd" else []
     return found
 
 
@@ -331,20 +344,41 @@ def await_true(holds: Callable[[], bool], what: Callable[[], str]) -> None:
         time.sleep(0.02)
 
 
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[ProcessGroup]:
-    """Processes of one test."""
-    yield from open_processes(tmp_path)
+@pytest.fixture(scope="session")
+def shardcast_parent() -> Iterator[Warm]:
+    """Origins, relays and clients are forks of this process."""
+    with closing(Warm(*SHARDCAST)) as warm:
+        yield warm
+
+
+@pytest.fixture(scope="session")
+def torch_parent() -> Iterator[Warm]:
+    """All other commands are forks of this process."""
+    with closing(Warm(*SWARM, *MODULES, "shoal.redteam.workers", "shoal.redteam.scripted")) as warm:
+        yield warm
 
 
 @pytest.fixture(scope="module")
-def shared_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessGroup]:
+def warm(torch_parent: Warm) -> Iterator[Warm]:
+    """Starts commands that need torch; those that still run after the last test of a file are stopped."""
+    yield torch_parent
+    torch_parent.stop_all()
+
+
+@pytest.fixture
+def processes(tmp_path: Path, shardcast_parent: Warm) -> Iterator[ProcessGroup]:
+    """Processes of one test."""
+    yield from open_processes(tmp_path, shardcast_parent)
+
+
+@pytest.fixture(scope="module")
+def shared_processes(tmp_path_factory: pytest.TempPathFactory, shardcast_parent: Warm) -> Iterator[ProcessGroup]:
     """Processes shared by all tests of a file."""
-    yield from open_processes(tmp_path_factory.mktemp("shared_processes"))
+    yield from open_processes(tmp_path_factory.mktemp("shared_processes"), shardcast_parent)
 
 
-def open_processes(root: Path) -> Iterator[ProcessGroup]:
-    processes = ProcessGroup(root)
+def open_processes(root: Path, warm: Warm) -> Iterator[ProcessGroup]:
+    processes = ProcessGroup(root, warm)
     try:
         yield processes
     finally:

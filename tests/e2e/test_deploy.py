@@ -23,7 +23,7 @@ from shoal.ledger.db import open_database, read_snapshot
 sys.path.insert(0, str(Path(__file__).parent))
 
 from netns import DELAY_MS, Net, explain_lack
-from warm import SWARM, Warm
+from warm import Warm
 
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
 PATIENCE_S = 120.0
@@ -68,10 +68,10 @@ print(min(took))
 
 
 @pytest.fixture
-def net(tmp_path: Path) -> Iterator[Net]:
+def net(tmp_path: Path, warm: Warm) -> Iterator[Net]:
     if reason := explain_lack():
         pytest.skip(reason)
-    with closing(Warm(*SWARM)) as warm, Net(tmp_path, warm, HOSTS, closed=frozenset({CLOSED})) as net:
+    with Net(tmp_path, warm, HOSTS, closed=frozenset({CLOSED})) as net:
         yield net
         for log in sorted(tmp_path.glob("*.log")):
             print(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}")  # shown if the test failed

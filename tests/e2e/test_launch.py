@@ -8,8 +8,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from shoal.util.files import hash_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from warm import SWARM, Running, Warm
+from warm import Running, Warm
 
 PATIENCE_S = 300.0
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
@@ -67,9 +66,8 @@ class CommandRunner:
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> Iterator[CommandRunner]:
-    with closing(Warm(*SWARM)) as warm:
-        yield CommandRunner(tmp_path, warm)
+def runner(tmp_path: Path, warm: Warm) -> CommandRunner:
+    return CommandRunner(tmp_path, warm)
 
 
 def type_command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

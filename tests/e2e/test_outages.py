@@ -9,7 +9,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ from shoal.ledger.db import open_database
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from warm import SWARM, Running, Warm
+from warm import Running, Warm
 
 PATIENCE_S = 300.0
 FULL = "room on its disk: disk"
@@ -96,20 +95,19 @@ class Processes:
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+def processes(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     """A running swarm; killed processes are not restarted."""
     out = tmp_path_factory.mktemp("runs")
     few = ["swarm.calibration=64", "steps=5000", "eval.every=0"]
     small = ["swarm.workers=1", "swarm.validators=1", "swarm.heartbeat_s=1", "async_level=1", WIDE]
     config = load_launch(TINY, [f"out={out}", *few, *small])
     prepared = prepare_swarm(config, SwarmPaths.of(config))
-    with closing(Warm(*SWARM)) as warm:
-        processes = Processes(prepared, warm)
-        try:
-            processes.await_progress()
-            yield processes
-        finally:
-            processes.stop()
+    processes = Processes(prepared, warm)
+    try:
+        processes.await_progress()
+        yield processes
+    finally:
+        processes.stop()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import json
 import signal
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,13 @@ from shoal.redteam.registry import Expected, list_attacks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from warm import PATIENCE_S, SWARM, Warm
+from warm import PATIENCE_S, Warm
 
 TRIED = (
+    "cherry_leases",  # takes all of its time, so it is the first
     *("int8", "small", "stale", "greedy", "edited_tokens", "foreign_text", "constant_proof", "truncation", "copy_all"),
     *("flipped_reward", "padding", "bomb_pages", "garbage"),
-    *("cherry_leases", "two_manifests", "signatures", "noise"),
+    *("two_manifests", "signatures", "noise"),
 )
 # The learning rate keeps the policy as it is. One that has learned to give a single answer writes the same tokens at
 # any temperature, and cheats submit honest work.
@@ -42,7 +42,7 @@ SETTINGS = (
     ),
     *("eval.tasks=1", "eval.samples=1", "eval.k=1", "eval.every=0", "checkpoint.every=500"),
 )
-CAMPAIGN = ("--abreast", 4, "--submissions", 4, "--seconds", 60, "--slots", 64, "--attack", *TRIED)
+CAMPAIGN = ("--abreast", 5, "--submissions", 4, "--seconds", 60, "--slots", 64, "--attack", *TRIED)
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self").exists(), reason="a part ends with its supervisor on Linux alone"
 )
@@ -60,20 +60,19 @@ def verified(folder: Path, matrix: Matrix) -> str:
 
 
 @pytest.fixture(scope="module")
-def matrix(folder: Path) -> Matrix:
+def matrix(folder: Path, warm: Warm) -> Matrix:
     """The outcomes of all attempts in one swarm."""
     root, log = folder / "tiny-seed0", folder / "printed"
     settings = [str(TINY), f"out={folder}", *SETTINGS]
-    with closing(Warm(*SWARM, "shoal.redteam.workers", "shoal.redteam.scripted")) as warm:
-        assert warm.start("prepare", *settings, out=log, err=log).wait() == 0, log.read_text()
-        swarm = warm.start("run", *settings, out=log, err=log)
-        campaign = warm.start(
-            "redteam", "campaign", wait_url(root), *CAMPAIGN, "--folder", folder / "campaign", out=log, err=log
-        )
-        assert campaign.wait() == 0, log.read_text()[-4000:]
-        verify_newest(warm, wait_url(root), root / "worker-1", folder / "verified")
-        swarm.send_signal(signal.SIGINT)
-        assert swarm.wait() == 130, log.read_text()[-4000:]
+    assert warm.start("prepare", *settings, out=log, err=log).wait() == 0, log.read_text()
+    swarm = warm.start("run", *settings, out=log, err=log)
+    campaign = warm.start(
+        "redteam", "campaign", wait_url(root), *CAMPAIGN, "--folder", folder / "campaign", out=log, err=log
+    )
+    assert campaign.wait() == 0, log.read_text()[-4000:]
+    verify_newest(warm, wait_url(root), root / "worker-1", folder / "verified")
+    swarm.send_signal(signal.SIGINT)
+    assert swarm.wait() == 130, log.read_text()[-4000:]
     honest = {Key.load(root / "worker-1" / "owner.key").public: "worker-1"}
     return build_matrix(
         read_ledger_summary(root / "coordinator" / "ledger.db"),

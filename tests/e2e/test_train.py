@@ -5,8 +5,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from shoal.util.files import hash_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from warm import TORCH, Running, Warm
+from warm import Running, Warm
 
 PATIENCE_S = 120.0
 _tuned: list[Path] = []
@@ -53,10 +51,9 @@ def train(out: Path, *overrides: str, cached: bool = True) -> Path:
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[Warm]:
-    """Starts commands in separate processes."""
-    with closing(Warm(*TORCH)) as warm:
-        yield warm
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with the settings of the file; tests only read it."""
+    return train(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture
@@ -131,9 +128,8 @@ def test_a_short_run_ends_and_leaves_all_its_parts(tmp_path: Path, steps: int, l
     assert lags == [min(step - 1, level) for step in range(1, steps + 1)]
 
 
-def test_the_console_finds_its_figures_among_the_metrics(tmp_path: Path) -> None:
-    run = train(tmp_path, "steps=1")
-    first, step, _ = read_metrics(run / "metrics.jsonl")
+def test_the_console_finds_its_figures_among_the_metrics(whole: Path) -> None:
+    first, step, *_ = read_metrics(whole / "metrics.jsonl")
     assert PASS_RATE in first
     assert {REWARD, TOKENS_RATE} <= step.keys()
 
@@ -183,11 +179,11 @@ def test_a_run_killed_at_every_kind_of_write_resumes_to_the_same_bits(tmp_path: 
     assert hidden == []
 
 
-def test_more_steps_continue_a_finished_run(tmp_path: Path) -> None:
-    train(tmp_path / "a", "steps=1")
-    train(tmp_path / "a", "steps=3")
-    assert_same_run(tmp_path / "a" / "tiny-seed0", train(tmp_path / "b", "steps=3"), evaluations=False)
-    assert list_steps(tmp_path / "a" / "tiny-seed0", PASS_RATE) == [0, 1, 3]
+def test_more_steps_continue_a_finished_run(tmp_path: Path, whole: Path) -> None:
+    train(tmp_path, "steps=1")
+    run = train(tmp_path, "steps=3")
+    assert_same_run(run, whole, evaluations=False)
+    assert list_steps(run, PASS_RATE) == [0, 1, 3]
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
@@ -221,12 +217,12 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_earlier_one_serves(
     assert hash_weights(run) == whole
 
 
-def test_a_resumed_run_needs_no_sft(tmp_path: Path) -> None:
-    train(tmp_path / "a", "steps=1")
-    shutil.rmtree(tmp_path / "a" / "sft")
-    train(tmp_path / "a", "steps=2")
-    assert not (tmp_path / "a" / "sft").exists()
-    assert_same_run(tmp_path / "a" / "tiny-seed0", train(tmp_path / "b", "steps=2"), evaluations=False)
+def test_a_resumed_run_needs_no_sft(tmp_path: Path, whole: Path) -> None:
+    train(tmp_path, "steps=1")
+    shutil.rmtree(tmp_path / "sft")
+    run = train(tmp_path)
+    assert not (tmp_path / "sft").exists()
+    assert_same_run(run, whole, evaluations=False)
 
 
 def test_a_resumed_run_with_a_kl_term_finds_its_reference_again(tmp_path: Path) -> None:
@@ -239,15 +235,15 @@ def test_a_resumed_run_with_a_kl_term_finds_its_reference_again(tmp_path: Path) 
     assert list_results(whole)[-2]["loss/kl"] > 0
 
 
-def test_the_same_seed_gives_the_same_run_and_another_another(tmp_path: Path) -> None:
-    assert_same_run(train(tmp_path / "a"), train(tmp_path / "b", cached=False))
+def test_the_same_seed_gives_the_same_run_and_another_another(tmp_path: Path, whole: Path) -> None:
+    assert_same_run(whole, train(tmp_path / "b", cached=False))
     assert main(["train", str(TINY), f"out={tmp_path}", "seed=1"]) == 0
-    assert hash_weights(tmp_path / "tiny-seed1") != hash_weights(tmp_path / "a" / "tiny-seed0")
+    assert hash_weights(tmp_path / "tiny-seed1") != hash_weights(whole)
 
 
 @pytest.mark.parametrize("slots", [3, 64])
-def test_the_number_of_slots_does_not_change_a_bit(tmp_path: Path, slots: int) -> None:
-    assert_same_run(train(tmp_path / "a"), train(tmp_path / "b", f"engine.slots={slots}"))
+def test_the_number_of_slots_does_not_change_a_bit(tmp_path: Path, whole: Path, slots: int) -> None:
+    assert_same_run(whole, train(tmp_path, f"engine.slots={slots}"))
 
 
 def test_held_out_tasks_are_never_trained(tmp_path: Path) -> None:
@@ -263,11 +259,10 @@ def test_held_out_tasks_are_never_trained(tmp_path: Path) -> None:
     assert not trained & {task.id for task in draw_tasks(family, config)}
 
 
-def test_with_the_filter_every_trained_group_has_signal(tmp_path: Path) -> None:
-    run = train(tmp_path)
-    groups = read_rollouts(run)
+def test_with_the_filter_every_trained_group_has_signal(whole: Path) -> None:
+    groups = read_rollouts(whole)
     assert groups and all(has_signal(group.rewards) for group in groups)
-    lines = [line for line in list_results(run) if REWARD in line]
+    lines = [line for line in list_results(whole) if REWARD in line]
     assert len(groups) == sum(line["batch/groups"] for line in lines)
     for line in lines:
         without = line["batch/all_right"] + line["batch/all_wrong"]

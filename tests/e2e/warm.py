@@ -21,18 +21,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from shoal.cli import main
+from shoal.cli import build_parser, main
 from shoal.launch.process import ForkServer, ForkServerError, Part, Process, bind_to_parent
 
 SOURCE = Path(__file__).parents[2] / "src"
 FDS = Path("/proc/self/fd")
 PATIENCE_S = 300.0
-TORCH = ("shoal.train.loop", "transformers.models.qwen3.modeling_qwen3")
+TORCH = ("shoal.train.loop", "transformers.models.qwen3.modeling_qwen3", "matplotlib.pyplot", "pyarrow.parquet")
 SWARM = (
     *TORCH,
     "shoal.launch.run",
@@ -45,6 +45,8 @@ SWARM = (
     "shoal.worker.worker",
 )
 """imports needed by `shoal train` and by the parts of a swarm"""
+SHARDCAST = ("shoal.shardcast.client", "shoal.shardcast.origin_service", "shoal.shardcast.relay")
+"""imports needed by origins, relays and their clients; without torch, whose memory would count as theirs"""
 
 
 class Running:
@@ -68,7 +70,8 @@ class Running:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has ended, and that was not reported yet
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -101,14 +104,17 @@ class Warm:
         dies_at: int = 0,
         max_bytes: int = 0,
         machine: Sequence[str] = (),
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> Running:
         """Start a command.
 
         Its output is appended to these files. It is killed at its `dies_at`-th fsync or rename, and can write at most
-        that many bytes to a file. `machine` is its host, see `netns`.
+        that many bytes to a file. `machine` is its host, see `netns`. Its environment has these variables in addition.
         """
         order: dict[str, Any] = {"words": [str(word) for word in words], "out": str(out or os.devnull), "err": str(err)}
         order |= {"dies_at": dies_at, "max_bytes": max_bytes, "machine": list(machine)}
+        order |= {"cwd": str(cwd or ""), "environment": dict(environment or {})}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
@@ -134,12 +140,16 @@ class Warm:
             elif word == "end":
                 self.codes[int(numbers[0])] = os.waitstatus_to_exitcode(int(numbers[1]))
 
-    def close(self) -> None:
-        """Stop everything that is left."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def stop_all(self) -> None:
+        """Stop every command that still runs."""
         for running in [Running(self, pid) for pid in self._started]:
             running.send_signal(signal.SIGINT)
             running.wait()
+
+    def close(self) -> None:
+        """Stop everything that is left."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self.stop_all()
         self._process.kill()
         self._process.wait()
         self._process.stdin.close()
@@ -156,6 +166,7 @@ def run_orders() -> None:
     """Start commands as requested, and report their ends."""
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    build_parser()  # imports the modules of all commands
     Process.start = classmethod(start_part)  # type: ignore[method-assign, assignment]
     ForkServer.wait_ready = refuse_fork_server  # type: ignore[method-assign]
     gc.freeze()
@@ -202,6 +213,8 @@ def follow_order(
     dies_at: int,
     max_bytes: int,
     machine: list[str],
+    cwd: str,
+    environment: dict[str, str],
 ) -> NoReturn:
     """In a new process: run the requested command."""
     places = ((0, os.devnull, os.O_RDONLY), *((number, path, os.O_WRONLY) for number, path in ((1, out), (2, err))))
@@ -213,6 +226,9 @@ def follow_order(
         from netns import enter_machine  # imports this module
 
         enter_machine(*machine)
+    if cwd:
+        os.chdir(cwd)
+    os.environ.update(environment)
     if dies_at:
         die_at(dies_at)
     if max_bytes:

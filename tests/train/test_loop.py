@@ -1,6 +1,7 @@
 """What a training run rejects or fixes before it starts."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,19 @@ from shoal.learner.checkpoint import list_checkpoints, read_state
 from shoal.policy.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shoal.train.loop import run_training
 from shoal.train.report import read_metrics
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step; tests only read it."""
+    return train(tmp_path_factory.mktemp("trained"), "steps=1")
+
+
+@pytest.fixture
+def out(tmp_path: Path, trained: Path) -> Path:
+    """A folder in which the SFT is done."""
+    shutil.copytree(trained.parent / "sft", tmp_path / "sft")
+    return tmp_path
 
 
 def train(out: Path, *overrides: str) -> Path:
@@ -30,21 +44,21 @@ def train(out: Path, *overrides: str) -> Path:
         ("eval.tasks=100000", "distinct held-out tasks"),
     ],
 )
-def test_a_mistake_is_found_before_anything_is_moved(tmp_path: Path, override: str, reason: str) -> None:
-    run = train(tmp_path, "steps=1")
-    kept = sorted(path.name for path in tmp_path.iterdir())
+def test_a_mistake_is_found_before_anything_is_moved(trained: Path, override: str, reason: str) -> None:
+    out = trained.parent
+    kept = sorted(path.name for path in out.iterdir())
     with pytest.raises(ConfigError, match=re.escape(reason)):
-        run_training(load_config(TINY, [f"out={tmp_path}", "seed=1", override]), fresh=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == kept
-    assert (tmp_path / "latest").resolve() == run.resolve()
+        run_training(load_config(TINY, [f"out={out}", "seed=1", override]), fresh=True)
+    assert sorted(path.name for path in out.iterdir()) == kept
+    assert (out / "latest").resolve() == trained.resolve()
 
 
-def test_a_policy_may_be_named_through_the_latest_run(tmp_path: Path) -> None:
-    run = train(tmp_path, "steps=1")
+def test_a_policy_may_be_named_through_the_latest_run(tmp_path: Path, trained: Path) -> None:
     folder = "latest/checkpoints/step-000001/policy"
-    run_training(load_config(TINY, [f"out={tmp_path}", "steps=0", "name=second", f"policy.path={tmp_path / folder}"]))
+    path = trained.parent / folder
+    run_training(load_config(TINY, [f"out={tmp_path}", "steps=0", "name=second", f"policy.path={path}"]))
     second = load_config(tmp_path / "second-seed0" / "config.toml")
-    assert second.policy.path == str((run / folder.removeprefix("latest/")).resolve())
+    assert second.policy.path == str((trained / folder.removeprefix("latest/")).resolve())
 
 
 def test_the_run_of_a_swarm_is_not_resumed_by_shoal_train(tmp_path: Path) -> None:
@@ -58,9 +72,11 @@ LORA = ("policy.lora.rank=2", "learner.lr=1e-2", "learner.loss.kl=0.01")
 
 
 @pytest.mark.parametrize("level", [0, 2])
-def test_a_resumed_run_with_adapters_has_the_same_bits(tmp_path: Path, level: int) -> None:
+def test_a_resumed_run_with_adapters_has_the_same_bits(tmp_path: Path, trained: Path, level: int) -> None:
     """Adapters, optimizer and the older versions that are sampled with."""
     common = (*LORA, f"async_level={level}", "checkpoint.every=1")
+    for name in ("whole", "parts"):
+        shutil.copytree(trained.parent / "sft", tmp_path / name / "sft")
     whole = train(tmp_path / "whole", *common, "steps=4")
     for steps in (1, 3, 4):
         parts = train(tmp_path / "parts", *common, f"steps={steps}")
@@ -74,9 +90,9 @@ def test_a_resumed_run_with_adapters_has_the_same_bits(tmp_path: Path, level: in
     assert rates[0].keys() == {0, 4} and rates[0].items() <= rates[1].items()
 
 
-def test_a_run_with_another_base_is_not_resumed(tmp_path: Path) -> None:
-    run = train(tmp_path, *LORA, "steps=1")
+def test_a_run_with_another_base_is_not_resumed(out: Path) -> None:
+    run = train(out, *LORA, "steps=1")
     path = run / "checkpoints" / "v000000" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
     with pytest.raises(ConfigError, match=r"v000000/model\.safetensors: does not match its hash"):
-        train(tmp_path, *LORA, "steps=2")
+        train(out, *LORA, "steps=2")

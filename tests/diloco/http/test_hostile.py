@@ -262,7 +262,7 @@ def test_unsigned_requests_and_unknown_peers_are_refused(tmp_path) -> None:
 def test_a_run_that_lists_its_peers_accepts_no_other(tmp_path) -> None:
     async def work() -> None:
         key, other = Key.generate(), Key.generate()
-        config = ReducerConfig(port=0, peers=(key.public,))
+        config = ReducerConfig(port=0, peers=(key.public,), limits=ReducerLimits(open_work=64))
         initial = start_state((np.zeros(SIZE, dtype=np.float32),))
         async with open_reducer(config, tmp_path, PLAN, initial=initial) as service:
             place = parse_endpoint(service.url)
