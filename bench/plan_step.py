@@ -3,10 +3,10 @@
     python bench/plan_step.py CASE            # a `Case` as JSON
     python bench/plan_step.py peaks CASE...   # the memory alone, of each
 
-Prints one line of JSON per case: how much the process's resident memory grew at its peak, and durations. Memory is counted from
-after the imports and a step of a model of ten thousand weights, which starts thread pools and loads what is loaded
-late. `measure` makes glibc return freed blocks at once: by default it keeps them, and the peak then depends on the
-order of allocations as much as on what is in use.
+Prints one line of JSON per case: how much the process's resident memory grew at its peak, and durations. Memory is
+counted from after the imports and a step of a model of ten thousand weights, which starts thread pools and loads what
+is loaded late. `measure` makes glibc return freed blocks at once: by default it keeps them, and the peak then depends
+on the order of allocations as much as on what is in use.
 """
 
 import gc
