@@ -6,6 +6,8 @@ FIND_PYTHON := for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done
 PYTHON := $(shell $(FIND_PYTHON))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Bytecode is stored even where the environment says otherwise: tests start hundreds of interpreters.
+unexport PYTHONDONTWRITEBYTECODE
 
 # $(call install,extras,minutes): pip's output goes to a log, of which the end is shown if it fails.
 install = echo "installing shoal[$(1)] into $(VENV), about $(2) with a fast network ..."; \

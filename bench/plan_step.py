@@ -1,11 +1,12 @@
 """One real training step, and some generation, in a process of its own, for `bench/plan.py` to compare with.
 
-    python bench/plan_step.py CASE          # a `Case` as JSON
+    python bench/plan_step.py CASE            # a `Case` as JSON
+    python bench/plan_step.py peaks CASE...   # the memory alone, of each
 
-Prints one line of JSON: how much the process's resident memory grew at its peak, and durations. Memory is counted from
-after the imports and a step of a model of ten thousand weights, which starts thread pools and loads what is loaded
-late. `measure` makes glibc return freed blocks at once: by default it keeps them, and the peak then depends on the
-order of allocations as much as on what is in use.
+Prints one line of JSON per case: how much the process's resident memory grew at its peak, and durations. Memory is
+counted from after the imports and a step of a model of ten thousand weights, which starts thread pools and loads what
+is loaded late. `measure` makes glibc return freed blocks at once: by default it keeps them, and the peak then depends
+on the order of allocations as much as on what is in use.
 """
 
 import gc
@@ -87,26 +88,41 @@ class Measured:
 
 def measure(case: Case, *, keep_blocks: bool = False) -> Measured:
     """Run a case in a process of its own, in one thread."""
+    (line,) = _run_program([], [case], keep_blocks=keep_blocks)
+    return Measured(**json.loads(line))
+
+
+def measure_peaks(cases: Sequence[Case]) -> list[int]:
+    """The memory alone, of several cases one after the other in one process."""
+    return [int(line) for line in _run_program(["peaks"], cases)]
+
+
+def _run_program(words: Sequence[str], cases: Sequence[Case], *, keep_blocks: bool = False) -> list[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({} if keep_blocks else _RETURN_BLOCKS)
-    command = [sys.executable, __file__, json.dumps(asdict(case))]
+    command = [sys.executable, __file__, *words, *(json.dumps(asdict(case)) for case in cases)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        raise RuntimeError(f"{case.name}: {done.stderr[-2000:]}")
-    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+        raise RuntimeError(f"{', '.join(case.name for case in cases)}: {done.stderr[-2000:]}")
+    return done.stdout.splitlines()[-len(cases) :]
 
 
 def run_case(case: Case) -> Measured:
     """Two training steps, so that the optimizer has its state, and then generation."""
     torch.set_num_threads(1)
     cpu = measure_cpu()
+    peak, step_s = _run_steps(case)
+    return Measured(peak, step_s, _generate(case), cpu.tflops, cpu.gbps)
+
+
+def _run_steps(case: Case) -> tuple[int, float]:
+    """Bytes at the peak of two steps, and seconds of the second."""
     small = replace(case, width=32, feed_forward=64, layers=1, vocabulary=64, heads=2, kv_heads=1, completion=9)
     _train(small)
     gc.collect()
     before = _read_status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again from here
     step_s = _train(case)
-    peak = _read_status("VmHWM") - before
-    return Measured(peak, step_s, _generate(case), cpu.tflops, cpu.gbps)
+    return _read_status("VmHWM") - before, step_s
 
 
 def _train(case: Case) -> float:
@@ -168,6 +184,15 @@ def _read_status(name: str) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
+def _read_case(text: str) -> Case:
+    given = json.loads(text)
+    return Case(**(given | {"settings": tuple(given["settings"])}))
+
+
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    print(json.dumps(asdict(run_case(Case(**(given | {"settings": tuple(given["settings"])}))))))
+    if sys.argv[1] == "peaks":
+        torch.set_num_threads(1)
+        for word in sys.argv[2:]:
+            print(_run_steps(_read_case(word))[0])
+    else:
+        print(json.dumps(asdict(run_case(_read_case(sys.argv[1])))))

@@ -1,6 +1,7 @@
 """The checks of `program.py`, by name; apart from it, because importing that registers the device."""
 
 NAMES = (
+    "refusals",
     "learner",
     "learner gspo sequence",
     "learner qwen3",

@@ -85,6 +85,19 @@ def list_weights(model: Any) -> list[torch.Tensor]:
     return [read_value(parameter.data) for parameter in model.parameters()]
 
 
+def check_refusals() -> dict[str, Any]:
+    """The pretend device refuses what a device refuses."""
+    with use_device() as device:
+        x = torch.ones(3, device=device)
+        refused = []
+        for attempt in (lambda: x + torch.ones(3), x.numpy):
+            try:
+                attempt()
+            except (pretend_device.MixedDevicesError, TypeError) as error:
+                refused.append(type(error).__name__)
+        return {"refused": refused, "sum": float((x * 2).sum())}
+
+
 def check_learner(loss: str, correction: str, arch: str = "llama") -> dict[str, Any]:
     """A training step: metrics and weights equal the CPU's bit for bit."""
     policy = make_policy(arch)
@@ -244,6 +257,7 @@ def check_engine(arch: str) -> dict[str, Any]:
 
 
 CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "refusals": check_refusals,
     "learner": lambda: check_learner("intellect2", "token"),
     "learner gspo sequence": lambda: check_learner("gspo", "sequence"),
     "learner qwen3": lambda: check_learner("dapo", "none", "qwen3"),

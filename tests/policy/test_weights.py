@@ -108,7 +108,7 @@ def test_rows_of_several_processes_make_the_same_files(tmp_path: Path) -> None:
     write_weights(tmp_path / "one", layout, tensors)
     folder = tmp_path / "three"
     create_files(folder, layout)
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
+    with multiprocessing.get_context("fork").Pool(3) as pool:
         parts = pool.starmap(write_part, [(folder, layout, tensors, rank, 3) for rank in range(3)])
     for file in layout.files:
         assert not (folder / file.name).exists()
