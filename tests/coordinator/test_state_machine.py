@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from sqlalchemy import text
 from tests.fixtures.world import check_room
 
-from shoal.coordinator.rules.room import limit_lease_file
+from shoal.coordinator.rules.storage import limit_lease_file
 from shoal.coordinator.state.members import find_owner
 from shoal.coordinator.state.run import list_steps
 from shoal.coordinator.state.submissions import find_submission

@@ -354,7 +354,9 @@ def shardcast_parent() -> Iterator[Warm]:
 @pytest.fixture(scope="session")
 def torch_parent() -> Iterator[Warm]:
     """All other commands are forks of this process."""
-    with closing(Warm(*SWARM, *MODULES, "shoal.redteam.workers", "shoal.redteam.scripted")) as warm:
+    with closing(
+        Warm(*SWARM, *MODULES, "shoal.redteam.workers", "shoal.redteam.scripted", "shoal.diloco.site")
+    ) as warm:
         yield warm
 
 

@@ -2,8 +2,6 @@
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from tests.diloco.test_train import SMALL
 
 from shoal.config.run import build_config
 from shoal.diloco.settings import DilocoConfig
-from shoal.launch.process import MODULES
 from shoal.learner.checkpoint import find_newest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -22,15 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from warm import Running, Warm
 
 EXACT = 1e-6
-SITE = ("shoal.diloco.site", *MODULES)
 WORDS = (*SMALL, "steps=18", "fragments=2", "rules.codec=fp32")
 """without rounding in the codec: a code that a rounding error tips over would hide how close the steps are"""
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[Warm]:
-    with closing(Warm(*SITE)) as warm:
-        yield warm
 
 
 @pytest.fixture

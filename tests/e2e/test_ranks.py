@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,27 +15,19 @@ import torch
 from safetensors.torch import load_file
 from tests.fixtures.paths import ROOT, TINY, WIDE
 
-from shoal.launch.process import MODULES
 from shoal.learner.checkpoint import find_newest, read_state
 from shoal.policy.model import open_policy
 from shoal.train.report import read_metrics
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from warm import SWARM, Running, Warm
+from warm import Running, Warm
 
 PATIENCE_S = 180.0
 ENDED_S = 30.0
 EXACT = 1e-6
 PRINTED = "printed.txt"
 OPTIONS = ("threads=1", "checkpoint.every=1", "checkpoint.keep=9")
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[Warm]:
-    """Starts the commands of these tests; their ranks are forks of theirs."""
-    with closing(Warm(*SWARM, *MODULES)) as warm:
-        yield warm
 
 
 @dataclass(frozen=True)

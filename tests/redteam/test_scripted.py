@@ -15,7 +15,7 @@ import pytest
 from shoal.audit.verify import verify_ledger
 from shoal.coordinator.api.context import ApiLimits
 from shoal.coordinator.blobs.disk import DiskLimits
-from shoal.coordinator.rules.room import MIN_FILES, POOL_PART, limit_lease_file
+from shoal.coordinator.rules.storage import MIN_FILES, POOL_PART, limit_lease_file
 from shoal.coordinator.service import CoordinatorService, ServiceConfig, open_service
 from shoal.coordinator.state import PROJECTIONS
 from shoal.coordinator.state.members import OwnerRow, find_node, find_owner

@@ -8,7 +8,7 @@ from shoal.coordinator.decide.context import RunSnapshot
 from shoal.coordinator.decide.drift_watch import describe_watch
 from shoal.coordinator.decide.settlement import name_shut_out
 from shoal.coordinator.decide.validators import refuse_vain
-from shoal.coordinator.rules.room import appeal_time
+from shoal.coordinator.rules.storage import appeal_time
 from shoal.coordinator.state.credit import find_appeal
 from shoal.coordinator.state.drift import find_history
 from shoal.coordinator.state.members import find_ban

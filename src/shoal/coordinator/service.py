@@ -37,7 +37,7 @@ from shoal.coordinator.blobs import open_blobs
 from shoal.coordinator.blobs.base import BlobStore, DirectStore
 from shoal.coordinator.blobs.disk import DiskLimits
 from shoal.coordinator.coordinator import Coordinator, open_run
-from shoal.coordinator.rules.room import MIN_FILES, limit_lease_file
+from shoal.coordinator.rules.storage import MIN_FILES, limit_lease_file
 from shoal.coordinator.run_files import RunFiles, load_run_files
 from shoal.coordinator.state.members import list_joins
 from shoal.errors import ConfigError

@@ -10,7 +10,7 @@ from shoal.coordinator.decide.context import RunContext, build_from
 from shoal.coordinator.decide.drift_watch import describe_watch
 from shoal.coordinator.economics import describe_check_rate
 from shoal.coordinator.rules.leases import progress_time
-from shoal.coordinator.rules.room import POOL_PART, limit_lease_file
+from shoal.coordinator.rules.storage import POOL_PART, limit_lease_file
 from shoal.coordinator.state.canaries import CanaryRow, last_caught, list_missed
 from shoal.coordinator.state.credit import count_redeems, list_redeems
 from shoal.coordinator.state.drift import count_watched, list_watched
@@ -25,8 +25,8 @@ from shoal.coordinator.state.members import (
     list_scopes,
 )
 from shoal.coordinator.state.queue import count_awaiting_opinion, count_queued, oldest_queued
-from shoal.coordinator.state.room import find_total_room
 from shoal.coordinator.state.run import StepRow, find_version, list_steps, newest_version, read_run
+from shoal.coordinator.state.storage import find_total_room
 from shoal.coordinator.state.submissions import count_awaited, list_rejected
 from shoal.ledger.db import read_accounts
 from shoal.protocol.messages import (

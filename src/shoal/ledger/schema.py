@@ -88,7 +88,8 @@ def _read_versions(connection: Connection) -> dict[str, int]:
     if inspector.has_table(SCHEMA_VERSION.name):
         rows = connection.execute(select(SCHEMA_VERSION).limit(_MAX_VERSIONS + 1)).all()
         if len(rows) > _MAX_VERSIONS:
-            raise ConfigError(f"{show_url(connection.engine)}: table `schema_version` has more than {_MAX_VERSIONS} rows")
+            name = show_url(connection.engine)
+            raise ConfigError(f"{name}: table `schema_version` has more than {_MAX_VERSIONS} rows")
         return {str(name): int(number) for name, number in rows}
     if inspector.has_table(EVENT.name):
         raise ConfigError(f"{show_url(connection.engine)}: table `event` has no version known to this shoal")

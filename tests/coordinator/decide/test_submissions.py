@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.coordinator.blobs.base import WrongBlobError
-from shoal.coordinator.rules.room import limit_lease_file
+from shoal.coordinator.rules.storage import limit_lease_file
 from shoal.coordinator.state.leases import find_lease, find_range
 from shoal.coordinator.state.members import find_node
 from shoal.coordinator.state.submissions import find_submission, list_duplicates

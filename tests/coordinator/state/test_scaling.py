@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from shoal.coordinator.cache import LastSeen, RunCache
 from shoal.coordinator.decide.context import RunContext
-from shoal.coordinator.state import credit, drift, leases, members, queue, room, run, submissions
+from shoal.coordinator.state import credit, drift, leases, members, queue, run, storage, submissions
 from shoal.coordinator.state import credit as redeems
 from shoal.coordinator.state.validators import VERDICT
 from shoal.coordinator.status import build_status
@@ -250,7 +250,7 @@ def test_files_that_may_still_be_appealed_are_not_looked_at_again_and_again(tabl
     tables.fill(submissions.SUBMISSION, make(0, "rejected_soft", NOW_MS - 2 * DAY_MS))
     tables.fill(submissions.SUBMISSION, make(10_000, "accepted", NOW_MS))
     tables.fill(submissions.SUBMISSION, make(20_000, "committed", 0))
-    tables.fill(room.OWNER_ROOM, [{"owner": f"{place:064x}", "held": 1, "earned": 1} for place in range(MANY)])
+    tables.fill(storage.OWNER_ROOM, [{"owner": f"{place:064x}", "held": 1, "earned": 1} for place in range(MANY)])
     times = submissions.KeepTimes(NOW_MS, NOW_MS - DAY_MS, NOW_MS - DAY_MS, NOW_MS - 7 * DAY_MS, patience=0)
     assert tables.ask(lambda connection: submissions.list_free_blobs(connection, times, 64)) == ([], 0)
     tables.fill(submissions.SUBMISSION, make(30_000, "superseded", NOW_MS - 2 * DAY_MS)[:1])

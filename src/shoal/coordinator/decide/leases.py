@@ -26,13 +26,13 @@ from typing import NamedTuple
 
 from shoal.coordinator.decide.context import CallerRows, Decision, build_from, require_member, require_row
 from shoal.coordinator.rules import leases as rules
-from shoal.coordinator.rules.room import find_shortage, limit_lease_file
 from shoal.coordinator.rules.standing import count_fault, is_suspect
+from shoal.coordinator.rules.storage import find_shortage, limit_lease_file
 from shoal.coordinator.state import leases
 from shoal.coordinator.state.members import OwnerRow, find_node, find_owner
 from shoal.coordinator.state.queue import is_crowded
-from shoal.coordinator.state.room import find_owner_room, find_total_room
 from shoal.coordinator.state.run import StepRow, count_away, list_steps, newest_version
+from shoal.coordinator.state.storage import find_owner_room, find_total_room
 from shoal.coordinator.state.submissions import SubmissionRow, count_open
 from shoal.identity.delegation import Scope
 from shoal.identity.documents import Tag

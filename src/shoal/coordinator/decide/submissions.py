@@ -13,7 +13,7 @@ Invariants:
 A file is needed while its submission is expected or judged, while its rejection can be appealed (for a short time if
 its form is wrong), and until the step of its batch is trained; and for the challenge window after that. A file that
 arrived too late is not needed. While room is short, files of owners without accepted work are kept for `form_keep_s`
-only (`rules.room`). The hash and the verdict stay in the ledger.
+only (`rules.storage`). The hash and the verdict stay in the ledger.
 """
 
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ from contextlib import contextmanager
 from shoal.coordinator.decide.context import Decision, build_from, require_member, require_row
 from shoal.coordinator.decide.leases import drop_upload, end_lease, explain_shortage
 from shoal.coordinator.rules.leases import upload_time
-from shoal.coordinator.rules.room import appeal_time, find_patience
+from shoal.coordinator.rules.storage import appeal_time, find_patience
 from shoal.coordinator.state import submissions
 from shoal.coordinator.state.leases import LeaseRow, find_lease, find_range, list_on_range
-from shoal.coordinator.state.room import find_total_room
 from shoal.coordinator.state.run import count_away, find_step
+from shoal.coordinator.state.storage import find_total_room
 from shoal.identity.delegation import Scope
 from shoal.identity.documents import Tag
 from shoal.net.api_error import ApiError

@@ -9,7 +9,7 @@ from shoal.coordinator.decide.context import Decision, build_from, require_membe
 from shoal.coordinator.decide.drift_watch import check_numbers, list_work
 from shoal.coordinator.decide.settlement import Settlement, describe_odds, settle_appeal, settle_submission
 from shoal.coordinator.decide.validators import is_clear, read_votes
-from shoal.coordinator.rules.room import appeal_time
+from shoal.coordinator.rules.storage import appeal_time
 from shoal.coordinator.rules.suspicion import is_doubtful
 from shoal.coordinator.state.canaries import is_revealed
 from shoal.coordinator.state.credit import find_appeal, last_appeal

@@ -16,8 +16,8 @@ from shoal.coordinator.state import (
     leases,
     members,
     queue,
-    room,
     run,
+    storage,
     submissions,
     suspicion,
     validators,
@@ -50,7 +50,7 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
         leases.lease_range,
         leases.add_lease,
         leases.note_grant,
-        room.reserve_file,
+        storage.reserve_file,
     ),
     EventKind.LEASE_EXTEND: (leases.extend_lease,),
     EventKind.LEASE_END: (
@@ -61,9 +61,9 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
         leases.set_spacing,
         members.set_lease_limit,
         members.count_failure,
-        room.release_file,
+        storage.release_file,
     ),
-    EventKind.SUB_COMMIT: (room.retake_room, submissions.add_submission),
+    EventKind.SUB_COMMIT: (storage.retake_room, submissions.add_submission),
     EventKind.SUB_RECEIPT: (submissions.receive_submission, leases.deliver_range, run.note_delivery, queue.queue_job),
     EventKind.VAL_CLAIM: (queue.claim_job,),
     EventKind.VAL_VERDICT: (suspicion.weigh_odds, queue.add_verdict, members.end_lapses, validators.note_verdict_time),
@@ -71,7 +71,7 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     EventKind.VAL_DOUBT: (validators.add_opinion_need,),
     EventKind.VAL_GRADE: (validators.add_grades,),
     EventKind.SUB_OUTCOME: (
-        room.settle_file,
+        storage.settle_file,
         submissions.decide_submission,
         leases.settle_range,
         leases.set_spacing,
@@ -88,7 +88,7 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     ),
     EventKind.BATCH_CUT: (run.cut_step, leases.mark_batch, drift.weigh_step),
     EventKind.VERSION_PUBLISH: (run.add_version,),
-    EventKind.BLOB_DROP: (room.drop_room, submissions.drop_blobs),
+    EventKind.BLOB_DROP: (storage.drop_room, submissions.drop_blobs),
     EventKind.CREDIT_POST: (credit.release_holds,),
     EventKind.STAKE_UNBOND: (credit.move_bond,),
     EventKind.SLASH: (credit.burn_credit,),
@@ -101,7 +101,7 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
     EventKind.REDEEM_FAILED: (run.note_command, credit.end_redeem),
 }
 
-_MODULES = (run, members, leases, submissions, room, queue, validators, drift, suspicion, credit, canaries)
+_MODULES = (run, members, leases, submissions, storage, queue, validators, drift, suspicion, credit, canaries)
 TABLES = tuple(value for module in _MODULES for value in vars(module).values() if isinstance(value, Table))
 VERSION = 7
 """Increase it when a table or a handler changes: `ledger.schema` then rebuilds the tables at start."""

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from shoal.coordinator.rules.room import limit_lease_file
+from shoal.coordinator.rules.storage import limit_lease_file
 from shoal.identity.delegation import sign_revocation
 from shoal.identity.keys import Key
 from shoal.identity.proof_of_work import make_stamp

@@ -3,8 +3,8 @@
 import pytest
 
 from shoal.coordinator.decide.submissions import APPEAL_SLACK_S, CLEANUP_EVERY_S
-from shoal.coordinator.rules.room import LEAST_FILES, MIN_FILES, POOL_PART, find_patience, limit_lease_file
-from shoal.coordinator.state.room import find_owner_room, find_total_room
+from shoal.coordinator.rules.storage import LEAST_FILES, MIN_FILES, POOL_PART, find_patience, limit_lease_file
+from shoal.coordinator.state.storage import find_owner_room, find_total_room
 from shoal.coordinator.state.submissions import find_submission
 from shoal.net.api_error import ApiError
 from shoal.protocol.messages import AppealStatement, SignedAppeal, SubmissionState, Verdict, sign_message

@@ -1,4 +1,4 @@
-"""The room that files occupy or may occupy, by owner and in total; see `rules.room` for what counts.
+"""The room that files occupy or may occupy, by owner and in total; see `rules.storage` for what counts.
 
     lease.grant        reserves the largest file of the lease
     lease.end          releases it, unless a file was announced
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection
 
-from shoal.coordinator.rules.room import Room
+from shoal.coordinator.rules.storage import Room
 from shoal.coordinator.state.leases import find_lease
 from shoal.coordinator.state.submissions import SubmissionRow, find_submission, list_with_blob
 from shoal.ledger import db
