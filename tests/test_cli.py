@@ -6,7 +6,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,12 +46,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         return 0
 
     def run_as_rank(device: str, work: Callable[[object], int]) -> int:
-        return work(None)
+        return work(SimpleNamespace(announce=lambda name, **values: None))  # there are no other ranks
 
-    def announce(ranks: object, name: str, **values: object) -> None:
-        """There are no other ranks."""
-
-    stands = {"loop": [run_training], "sft": [run_sft], "eval": [run_eval], "resume": [run_as_rank, announce]}
+    stands = {"loop": [run_training], "sft": [run_sft], "eval": [run_eval], "resume": [run_as_rank]}
     for name, functions in stands.items():
         module = ModuleType(f"shoal.train.{name}")
         for function in functions:
