@@ -23,10 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from warm import PATIENCE_S, Warm
 
 TRIED = (
-    "cherry_leases",  # takes all of its time, so it is the first
     *("int8", "small", "stale", "greedy", "edited_tokens", "foreign_text", "constant_proof", "truncation", "copy_all"),
     *("flipped_reward", "padding", "bomb_pages", "garbage"),
-    *("two_manifests", "signatures", "noise"),
+    *("cherry_leases", "two_manifests", "signatures", "noise"),
 )
 # The learning rate keeps the policy as it is. One that has learned to give a single answer writes the same tokens at
 # any temperature, and cheats submit honest work.
@@ -42,7 +41,7 @@ SETTINGS = (
     ),
     *("eval.tasks=1", "eval.samples=1", "eval.k=1", "eval.every=0", "checkpoint.every=500"),
 )
-CAMPAIGN = ("--abreast", 5, "--submissions", 4, "--seconds", 60, "--slots", 64, "--attack", *TRIED)
+CAMPAIGN = ("--abreast", 4, "--submissions", 4, "--seconds", 60, "--slots", 64, "--attack", *TRIED)
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self").exists(), reason="a part ends with its supervisor on Linux alone"
 )
