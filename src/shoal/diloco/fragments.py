@@ -58,7 +58,8 @@ class FragmentMap:
         source, start = torch.from_numpy(vector), 0
         for _, tensor in self.parts[fragment]:
             rows, first = own_rows(tensor), first_row(tensor)
-            rows.copy_(source[start : start + tensor.numel()].view(tensor.shape)[first : first + len(rows)])
+            whole = source[start : start + tensor.numel()].view(tensor.shape)
+            rows.copy_(whole[first : first + len(rows)] if tensor.dim() else whole)
             start += tensor.numel()
         assert start == values.size, "the vector must have the fragment's size"
 

@@ -75,12 +75,12 @@ class _InnerOptimizer(torch.optim.AdamW):
         super().__init__(model.parameters(), lr=inner.lr, betas=betas, weight_decay=inner.weight_decay)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        # A peer whose state was cleared begins anew on every rank.
+        # If the peer has cleared its state, every rank clears its own.
         self._ranks.announce("step", lr=float(self.param_groups[0]["lr"]), is_new=int(not self.state))
         return super().step(closure)
 
     def follow_step(self, lr: float, is_new: int) -> None:
-        """The same step on a rank that rank 0 tells."""
+        """The same step on another rank."""
         if is_new:
             self.state.clear()
         self.param_groups[0]["lr"] = lr
