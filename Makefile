@@ -14,21 +14,22 @@ install = echo "installing shoal[$(1)] into $(VENV), about $(2) with a fast netw
 	$(BIN)/python -m pip install -c constraints.txt -e ".[$(1)]" >$(VENV)/install.log 2>&1 \
 	|| { tail -n 20 $(VENV)/install.log; echo "installation failed; all of its output: $(VENV)/install.log"; exit 1; }
 
-.PHONY: help demo test lint style docs bench clean
+.PHONY: help demo test test-long lint style docs bench clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s  %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.dev  ## run a whole swarm, which learns, and say where the report is
 	@$(BIN)/shoal demo
 
-# Types take a minute of one core where nothing is cached, so they are checked beside the tests. Both are shown, the
-# types last, and either fails it. Tests of whole swarms wait as much as they compute: one process more than there are
-# cores has no core idle.
-test: style  ## check style and types and run all tests
-	@$(BIN)/mypy >$(VENV)/types.log 2>&1 & types=$$!; trap 'kill $$types; exit 130' INT TERM; \
-	$(BIN)/python -m pytest -q -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist=loadfile --no-loadscope-reorder; tests=$$?; \
-	wait $$types; typed=$$?; echo; cat $(VENV)/types.log; [ $$tests -eq 0 ] && [ $$typed -eq 0 ]
+# Tests of whole swarms wait as much as they compute: one process more than there are cores has no core idle.
+PYTEST := $(BIN)/python -m pytest -q -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist=loadfile --no-loadscope-reorder
+
+test: style  ## check style and run all tests
+	@$(PYTEST)
+
+test-long: $(VENV)/.dev  ## run the longer forms of some tests: more kills, attacks, databases, compilers
+	@$(PYTEST) -m long
 
 lint: style  ## check style and types
 	@$(BIN)/mypy

@@ -1,4 +1,4 @@
-"""Owners of pure rubbish beside an honest swarm: how many steps per minute they cost it.
+"""An honest swarm attacked by owners of pure rubbish: how many steps per minute they cost it.
 
     python bench/rubbish.py [--quick] [--json]
 

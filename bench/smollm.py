@@ -22,12 +22,11 @@ from shoal.learner.checkpoint import find_newest
 from shoal.policy.model import open_policy
 from shoal.policy.tokenizer import decode_completion
 from shoal.rollout import Group
-from shoal.tasks.open import open_tasks
+from shoal.tasks.open import draw_tasks, open_tasks
 from shoal.train.eval import (
     Estimate,
     EvalResult,
     answer_tasks,
-    draw_tasks,
     estimate_rate,
     estimate_share,
     summarise_groups,

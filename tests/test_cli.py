@@ -100,6 +100,9 @@ def test_help_describes_every_command_in_a_line(capsys: pytest.CaptureFixture[st
         (["trian"], "did you mean `shoal train`?"),
         (["publish"], "did you mean `shoal weights publish`?"),
         (["ledger", "verfy"], "did you mean `shoal ledger verify`?"),
+        (["export"], "already is a Hugging Face folder: runs/NAME/checkpoints/step-N/policy"),
+        (["train", "--use_vllm", "true"], "use_vllm: not needed; rollouts come from shoal's own engine"),
+        (["train", "--batch_size", "8"], "write batch.groups=8 (prompts per step; completions = groups x"),
         (["train", "--steps", "3"], "unknown flag --steps; write steps=3\n"),
         (["train", "--learner.lr=1"], "write learner.lr=1"),
         (["train", "--learning_rate", "1e-4", "--max-steps", "5"], "write learner.lr=1e-4, write steps=5"),
@@ -143,8 +146,8 @@ def test_a_mistyped_variable_is_reported(
 def test_a_dry_run_of_a_finished_run_on_a_task_set_is_no_conflict(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task = {"id": "a", "prompt": "1+1=", "task_type": "text_exact", "info": {"answer": "2"}}
-    Path("own.jsonl").write_text(json.dumps(task) + "\n")
+    tasks = [{"prompt": f"{number}+1=", "task_type": "text_exact", "answer": str(number + 1)} for number in range(64)]
+    Path("own.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     settings = ["train", 'tasks.set=["own.jsonl"]', "--dry-run"]
     assert main(settings) == 0
     printed = RunConfig.model_validate(tomllib.loads(capsys.readouterr().out))
@@ -260,8 +263,9 @@ def test_sft_prints_where_its_policy_is(calls: list[Call], capsys: pytest.Captur
         (["train", "."], "shoal: .: is a directory, expected a TOML file\n"),
         (["train", "learner.lr=-3"], "shoal: learner.lr: must be greater than 0 and at most 1, got -3\n"),
         (["train", "seed=1", "oops"], "shoal: oops: expected key=value, for example learner.lr=1e-4\n"),
-        (["eval", "--run", "none"], "shoal: none: no such file\n"),
-        (["eval", "seed=1", "--run", "none"], "shoal: none: no such file\n"),
+        (["eval", "--run", "none"], "shoal: none: no such run directory or config file\n"),
+        (["eval", "seed=1", "--run", "none"], "shoal: none: no such run directory or config file\n"),
+        (["eval", "runs/none"], "shoal: runs/none: no such run directory or config file\n"),
         (["eval", "."], "shoal: config.toml: no such file\n"),
     ],
 )
@@ -354,7 +358,7 @@ def test_an_interrupt_is_one_line_and_exit_code_130(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["shoal.train.loop"], "run_training", interrupt)
-    assert main(["train"]) == 130
+    assert main(["train", "-q"]) == 130
     assert capsys.readouterr().err == "\nshoal: interrupted; the same command resumes from the last checkpoint\n"
 
 

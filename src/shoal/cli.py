@@ -210,7 +210,7 @@ def _explain_unknown(words: list[str], args: argparse.Namespace, argv: list[str]
 
 def _name_setting(word: str, args: argparse.Namespace, argv: list[str]) -> str:
     """What to write instead of a flag: the setting that it would be here, under whatever name."""
-    from shoal.config.help import find_keys
+    from shoal.config.help import find_keys, find_note
 
     name, _, value = word.removeprefix("--").partition("=")
     after = argv[argv.index(word) + 1 :] if word in argv else []
@@ -219,9 +219,12 @@ def _name_setting(word: str, args: argparse.Namespace, argv: list[str]) -> str:
     if name == "config" and value:
         return f"write {value} without --config"
     model = pkgutil.resolve_name(args.settings or "shoal.config.run:RunConfig")
-    keys = find_keys(model, name.replace("-", "_"))
+    name = name.replace("-", "_")
+    keys, note = find_keys(model, name), find_note(name)
+    if not keys:
+        return f"{name}: {note}" if note else f"no setting has a name like {name[:40]!r}"
     written = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
-    return f"write {written}" if keys else f"no setting has a name like {name[:40]!r}"
+    return f"write {written}" + (f" ({note})" if note else "")
 
 
 def _close_stdout() -> None:

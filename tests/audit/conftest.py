@@ -265,6 +265,7 @@ def play_guilt(world: Any) -> None:
 def play_members(world: Any) -> None:
     """A node leaves, an owner is banned, and the coordinator itself is down for a while."""
     world.join("w2", "bob", max_leases=8)
+    world.join("w3", "cleo")  # two of its leases failed
     world.lease("w3")
     world.run(world.coordinator.leave(world.id("w3")))
     world.join("w3", "cleo")

@@ -156,11 +156,12 @@ def test_a_copy_with_anything_of_someone_else_is_not_written_to(copy: Path, stat
         check()
 
 
-def test_a_value_that_no_event_can_have_is_not_loaded(copy: Path) -> None:
+@pytest.mark.parametrize("where", ["seq = 0", "seq = (SELECT max(seq) FROM event)"])
+def test_a_value_that_no_event_can_have_is_not_loaded(copy: Path, where: str) -> None:
     edit(
         copy,
         *(f"DROP TRIGGER event_no_{verb}" for verb in ("update", "delete", "replace")),
-        f"UPDATE event SET body = zeroblob({64 << 20})",
+        f"UPDATE event SET body = zeroblob({64 << 20}) WHERE {where}",
     )
     refuse(copy, "too big")
 
@@ -226,6 +227,15 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(copy: Path, suffix: str
     path.unlink(missing_ok=True)
     os.mkfifo(path)
     refuse(copy, "not a regular file")
+
+
+@pytest.mark.parametrize("suffix", ["-wal", "-journal"])
+def test_a_pipe_beside_the_file_that_a_link_leads_to_is_not_waited_for(copy: Path, suffix: str) -> None:
+    """SQLite follows the link before it looks for its other files."""
+    os.mkfifo(copy.with_name(copy.name + suffix))
+    link = copy.with_name("link.db")
+    link.symlink_to(copy.name)
+    refuse(link, "not a regular file")
 
 
 @pytest.mark.parametrize(("suffix", "content"), [("-wal", b"rubbish" * 999), ("-shm", bytes(40000)), ("-wal", b"")])

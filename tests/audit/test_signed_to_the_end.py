@@ -4,12 +4,14 @@ import asyncio
 import json
 import shutil
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shoal.commands.ledger import verify_database
 from shoal.coordinator.coordinator import open_run
+from shoal.errors import ConfigError
 from shoal.identity.keys import Key
 from shoal.ledger.db import open_database, read_snapshot
 from shoal.ledger.event import EventKind
@@ -97,8 +99,16 @@ def test_a_head_of_a_node_covers_them_too(ledger_file: Path) -> None:
     head = read_head(ledger_file)
     edit(ledger_file, "DELETE FROM head")
     assert verify_database(str(ledger_file), expected=KEY.public, held=head).code == 0
-    forged = SignedHead(head.head, bytes(64))
-    refuse(ledger_file, "head not signed by this run's coordinator", held=forged)
+
+
+def test_a_head_of_another_ledger_is_a_mistake_and_no_finding(ledger_file: Path) -> None:
+    head = read_head(ledger_file).head
+    other = sign_head(KEY, Head("other", 99, head.root, head.last_hash, head.time_ms))
+    with pytest.raises(ConfigError, match="--head: it belongs to run other, this ledger to run demo"):
+        verify_database(str(ledger_file), held=other)
+    for held in (SignedHead(head, bytes(64)), sign_head(FORGER, replace(head, size=99))):
+        with pytest.raises(ConfigError, match=f"--head: not signed by {KEY.public}, the coordinator of this ledger"):
+            verify_database(str(ledger_file), held=held)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def measured(narrow: Policy) -> Calibration:
     return calibrate(narrow, samples=60, attacks=24)
 
 
+@pytest.mark.long
 def test_in_float32_altered_weights_are_found_in_single_rollouts() -> None:
     calibration = calibrate(make_policy(1), samples=600, attacks=48)
     assert calibration.rivals == {} and calibration.honest_odds == {}

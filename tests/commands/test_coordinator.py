@@ -1,6 +1,8 @@
 """`shoal coordinator` in one process: what it creates at the first start, keeps later, prints, and logs."""
 
 import asyncio
+import json
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
@@ -12,14 +14,16 @@ from shoal.cli import main
 from shoal.commands.admin import find_target
 from shoal.commands.query import ask_key
 from shoal.coordinator import service as services
-from shoal.coordinator.run import serve_run
+from shoal.coordinator.cache import RunCache
+from shoal.coordinator.run import describe_service, serve_run
 from shoal.coordinator.service import CoordinatorService, ServiceConfig, open_service
-from shoal.errors import ConfigError, DiskError
+from shoal.errors import ConfigError, DiskError, UnavailableError
 from shoal.identity.keys import Key
 from shoal.net.client import parse_endpoint
 from shoal.node.public_client import PublicClient
 from shoal.node.session import Role, open_session
 from shoal.protocol.params import RunParams
+from shoal.util.metrics import render_metrics
 
 Work = Callable[[CoordinatorService], Awaitable[None]]
 
@@ -88,11 +92,17 @@ def test_the_operator_is_fixed_by_the_first_event(tmp_path: Path) -> None:
 
 def test_an_operators_key_that_is_lost_before_the_run_began_is_not_made_again(tmp_path: Path) -> None:
     """The key was moved away between two failed starts: a new one must not silently replace it."""
-    with pytest.raises(ConfigError, match="cannot open the ledger's database"):
+    with pytest.raises(UnavailableError, match="cannot open the ledger's database"):
         open_once(make_config(database="postgresql+psycopg://nobody@127.0.0.1:1/x"), tmp_path)
     (tmp_path / "operator.key").unlink()
     with pytest.raises(ConfigError, match=r"operator\.key: missing; restore it, or set"):
         open_once(make_config(), tmp_path)
+
+
+def test_a_store_that_cannot_be_used_leaves_no_ledger_behind(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a blob store"):
+        open_once(make_config(blob_store="ftp://bucket"), tmp_path)
+    assert not (tmp_path / "ledger.db").exists()
 
 
 def test_a_run_keeps_its_parameters_and_the_log_says_so(tmp_path: Path, log) -> None:
@@ -100,7 +110,19 @@ def test_a_run_keeps_its_parameters_and_the_log_says_so(tmp_path: Path, log) -> 
     seen: list[str] = []
     log.on_message = seen.append
     serve_while(make_config(params=RunParams(steps=3, price=5)), tmp_path, log)
-    assert "the run keeps its own parameters; change them with `shoal admin params`: price" in seen
+    text = "the settings give another price (5), ignored; the run has 2 (`shoal admin params` changes it)"
+    assert seen.count(text) == 1
+
+
+def test_a_public_address_with_tls_that_nothing_provides_is_warned_about(tmp_path: Path, log) -> None:
+    seen: list[str] = []
+    log.on_message = seen.append
+    shown = serve_while(make_config(urls=("https://run.example.org",)), tmp_path, log)
+    assert re.search(r"listening    127\.0\.0\.1:\d+ \(http\)\n  address      https://run\.example\.org\n", shown)
+    assert any(text.startswith("serving plain HTTP for an https:// address") for text in seen)
+    seen.clear()
+    serve_while(make_config(urls=("https://run.example.org",), http={"behind_proxy": True}), tmp_path, log)
+    assert not any("plain HTTP" in text for text in seen)
 
 
 @pytest.fixture
@@ -132,7 +154,10 @@ def test_an_overdue_wait_is_logged_once_and_once_when_it_ends(
         with found[0].coordinator.waits.wait("weights", owner="relay b", waiting_for="v3", timeout_s=0.001):
             await await_true(lambda: [text for text in log.messages if text.startswith("alarm: ")])
             await asyncio.sleep(0.1)
+            metrics = render_metrics(found[0].context.registry).decode()
+            assert "\nshoal_overdue_waits 1.0\n" in metrics and "\nshoal_alarms_total 1.0\n" in metrics
         await await_true(lambda: [text for text in log.messages if text.startswith("alarm over: ")])
+        await await_true(lambda: b"\nshoal_overdue_waits 0.0\n" in render_metrics(found[0].context.registry))
         text = "overdue: relay b waits for v3"
         alarms = [text for text in log.messages if text.startswith("alarm")]
         assert alarms == [f"alarm: {text}", f"alarm over: {text}"]
@@ -171,6 +196,18 @@ def test_a_stop_is_recorded_and_signed(tmp_path: Path) -> None:
     assert verify_database(str(tmp_path / "ledger.db")).code == 0
 
 
+def test_a_finished_run_is_reported_as_finished_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    async def note(service: CoordinatorService) -> None:
+        shown.append(describe_service(make_config(), tmp_path, service).splitlines()[0])
+
+    for finished in (False, False, True):
+        monkeypatch.setattr(RunCache, "finished", finished)
+        open_once(make_config(), tmp_path, note)
+    assert [line.split()[2] for line in shown] == ["begun,", "resumed,", "finished,"]
+
+
 def test_a_folder_is_answered_from_its_ledger_while_the_coordinator_is_down(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,15 +221,26 @@ def test_a_folder_is_answered_from_its_ledger_while_the_coordinator_is_down(
                 assert await find_target(client, owner[:8]) == owner
                 assert await find_target(client, node[:12]) == node
                 absent = "0" * 8 if not {owner[:8], node[:8]} & {"0" * 8} else "1" * 8
+                with pytest.raises(ConfigError, match="its first 8 characters or more suffice"):
+                    await find_target(client, "c42")
                 with pytest.raises(ConfigError, match="no owner and no node of this run"):
                     await find_target(client, absent)
             assert (await ask_key(service.url, owner[:8])).text.startswith(f"owner {owner}: probation, 0 submissions")
 
     open_once(make_config(join_work=16), data, join)
     owner, node = joined[0].owner, joined[0].key.public
+    names = data.parent / "launch" / "keys.json"
+    names.parent.mkdir()
+    names.write_text(json.dumps({"worker-1": {"node": node, "owner": owner}}))
+    assert main(["explain", str(data.parent), "worker-1"]) == 0
+    assert f"  node {node}: work\n" in capsys.readouterr().out
     for folder in (data, data.parent):  # the coordinator's own, and that of a run of `shoal run`
         assert main(["leaderboard", str(folder)]) == 0
         assert capsys.readouterr().out.splitlines()[1].split()[-2:] == ["work", owner]
+        assert main(["owner", "show", str(folder), "--owner", str(tmp_path / "node" / "owner.key")]) == 0
+        assert f"owner {owner}: standing probation, 0 accepted" in capsys.readouterr().out
+        assert main(["owner", "show", str(folder), "--owner", str(data / "coordinator.key")]) == 1
+        assert "has joined this run" in capsys.readouterr().out
         assert main(["explain", str(folder), node[:8]]) == 0
         assert f"  node {node}: work\n" in capsys.readouterr().out
         assert main(["explain", str(folder), "s1"]) == 2

@@ -85,6 +85,17 @@ def test_a_stranger_copies_a_ledger_page_by_page_and_resumes_from_its_copy(tmp_p
     assert "605 events" in capsys.readouterr().out
 
 
+def test_a_wrong_coordinator_key_is_refused_before_the_download(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serve(tmp_path / "data") as service:
+            found = await verify_remote(service.url, tmp_path / "copy.db", expected=HEX)
+            names = f"names {service.coordinator.public}, expected {HEX}"
+            assert found.code == 1 and found.text.endswith(f": wrong coordinator key: the run's descriptor {names}")
+
+    asyncio.run(check())
+    assert not (tmp_path / "copy.db").exists()
+
+
 def test_a_kept_copy_reveals_a_fork(tmp_path: Path) -> None:
     old, copy = tmp_path / "old", tmp_path / "copy.db"
 

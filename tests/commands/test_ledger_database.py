@@ -39,7 +39,7 @@ def test_verify_says_that_a_ledger_holds(ledger: Ledger, url: str, leases: Proje
     assert code == 0
     assert text.splitlines()[:2] == [
         "ledger of run demo: holds",
-        "  3 events, 2 postings, 1 signed heads, 2 tables rebuilt",
+        "  3 events, 2 postings, 1 signed head, 2 tables rebuilt",
     ]
     assert key.public in text
 

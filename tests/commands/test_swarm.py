@@ -64,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ([*SERVE, "--tls-cert", "cert.pem"], "TLS needs both a certificate and its key"),
         ([*SERVE, "--tls-cert", "a", "--tls-key", "b"], "a, b: cannot load TLS certificate and key"),
         ([*SERVE, "--database", "mysql://x"], "unsupported database"),
-        ([*SERVE, "--data", "owner.key"], "owner.key: cannot use this folder for a coordinator"),
+        ([*SERVE, "--data", "owner.key"], "cannot create owner.key/: "),
         ([*DELEGATE, "--days", "0"], "--days: must be from 1 to 365"),
         ([*DELEGATE, "--days", "366"], "--days: must be from 1 to 365"),
         ([*DELEGATE, "--leases", "-1"], "leases at once"),
@@ -211,7 +211,7 @@ def test_a_folder_of_another_run_is_not_joined_with(capsys: pytest.CaptureFixtur
         descriptor = Descriptor(run, key.public, key.public, (NOBODY,), "0" * 64)
         Path(name).write_bytes(sign_descriptor(key, descriptor))
     assert main(["node", "join", "other.json", "--owner", "owner.key"]) == 2
-    assert "node: belongs to a node of run first" in capsys.readouterr().err
+    assert "node: belongs to run first of coordinator" in capsys.readouterr().err
     assert not Path("node/node.key").exists()
 
 
@@ -224,7 +224,7 @@ def make_status(**changes: Any) -> Status:
         since_ms=0,
         deadline_ms=0,
         overdue=False,
-        text="step 7 waits for 3 of 8 groups for 62 s: node n4 has l9 for 10 s more, silent 62 s",
+        text="step 7 waits for 3 of 8 groups, for 62 s: node n4 has l9 for 10 s more, silent 62 s",
     )
     late = wait.model_copy(update={"overdue": True, "text": "the queue waits for validators to judge 1 submission"})
     plain = {
@@ -260,18 +260,21 @@ def test_a_coordinator_that_hangs_is_a_one_line_error(
 def test_a_status_reads_as_sentences() -> None:
     assert describe_status(make_status()).splitlines() == [
         "run demo: running, 6 of 10 steps trained, v6 is newest",
+        "  OVERDUE      the queue waits for validators to judge 1 submission",
         "  nodes        4 live, 1 stale, 0 gone",
-        "  to judge     1 submission",
+        "  queue        1 submission awaiting validation",
         "  step 7       open: 5 of 8 groups accepted, 2 leased, 1 being judged, 1 without signal "
         "(all rewards equal, so replaced)",
-        "  waiting      step 7 waits for 3 of 8 groups for 62 s: node n4 has l9 for 10 s more, silent 62 s",
-        "  OVERDUE      the queue waits for validators to judge 1 submission",
+        "  waiting      step 7 waits for 3 of 8 groups, for 62 s: node n4 has l9 for 10 s more, silent 62 s",
         "  ALARM        a planted submission was accepted",
     ]
     node = NodeInfo(node=HEX, role="worker", version=6, tokens_per_s=1500, heard_ms=1)
     shown = describe_status(make_status(nodes=(node,) * (MAX_NODES + 2))).splitlines()
-    assert shown[2] == f"    worker     {HEX[:8]}, v6, 1,500 tokens/s"
-    assert shown[2 + MAX_NODES] == "  ...          2 more"
+    assert shown[3] == f"    worker     {HEX[:8]}, v6, 1,500 tokens/s"
+    assert shown[3 + MAX_NODES] == "  ...          2 more"
+    checked = make_status(checks=("every rollout",))
+    assert "  checks       every rollout" in describe_status(checked, in_full=True).splitlines()
+    assert "checks" not in describe_status(checked)
     assert "stopped by the operator" in describe_status(make_status(stopped=True))
     assert "finished" in describe_status(make_status(finished=True, stopped=True))
     assert "no version yet" in describe_status(make_status(newest_version=-1))

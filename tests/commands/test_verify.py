@@ -10,7 +10,8 @@ import pytest
 
 from shoal.cli import main
 from shoal.commands import verify
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnavailableError
+from shoal.identity.keys import Key
 from shoal.launch.prepare import find_root
 from shoal.protocol.messages import EvidenceAnswer, Verdict
 from shoal.validator.review import review_verdict
@@ -24,6 +25,9 @@ URL = "http://127.0.0.1:1"
         (("12", "--owner", "owner.key"), "invalid submission id '12', expected s followed by a number"),
         (("../s1", "--owner", "owner.key"), "invalid submission id"),
         (("s1", "--owner", "owner.key", "--threads", "0"), "--threads: must be 1 or more"),
+        (("s1", "--owner", "nosuch.key"), "nosuch.key: cannot be read"),
+        (("s1", "--folder", "nosuch"), "nosuch: no such folder"),
+        (("s1", "--case", ".", "--weights", "nosuch"), "nosuch: no such folder"),
     ],
 )
 def test_a_mistake_is_a_one_line_error(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str) -> None:
@@ -39,9 +43,16 @@ def test_an_identity_is_required(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_unreachable_address_is_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    Key.generate().save(tmp_path / "owner.key")
     assert main(["verify", URL, "s1", "--owner", str(tmp_path / "owner.key")]) == 1
     error = capsys.readouterr().err
     assert error.startswith("shoal: ") and error.count("\n") == 1
+
+
+def test_relays_that_do_not_answer_may_still_have_the_weights(tmp_path: Path) -> None:
+    descriptor: Any = SimpleNamespace(run="demo", publisher=Key.generate().public, relays=(URL,))
+    with pytest.raises(UnavailableError, match=rf"v0 was not received: not every relay answers \({URL}: .*refused"):
+        asyncio.run(verify._pull_weights(descriptor, 0, tmp_path / "weights"))
 
 
 @pytest.fixture

@@ -84,6 +84,14 @@ def test_a_folder_in_use_is_reported_before_anything_heavy_is_loaded(tmp_path: P
     assert done.stdout.split() == [b"2", b"False", b"False"], done.stderr
 
 
+def test_a_task_set_that_is_not_there_is_reported_before_the_coordinator_answers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    where = ("http://127.0.0.1:1", "--folder", str(tmp_path / "node"))
+    assert "nosuch.jsonl: cannot be read" in fail(capsys, "worker", *where, "--tasks", str(tmp_path / "nosuch.jsonl"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_failed_first_start_leaves_no_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     fail(capsys, "worker", str(tmp_path / "nowhere.json"), "--folder", str(tmp_path / "node"))
     assert list(tmp_path.iterdir()) == []

@@ -142,9 +142,37 @@ def test_a_key_like_no_other_is_answered_with_the_known_keys_alone() -> None:
     assert refuse("zebra=1").startswith("zebra: unknown key; known keys: name, out, seed, ")
 
 
-def test_of_several_errors_the_first_is_told_and_the_others_counted() -> None:
-    assert refuse("learner.lr=-3", "eval.tasks=0").endswith("got -3 (and 1 more error)")
-    assert refuse("learner.lr=-3", "eval.tasks=0", "zebra=1").endswith("got -3 (and 2 more errors)")
+def test_of_several_errors_each_has_a_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["learner.lr=-3", "eval.tasks=0", "loss_type=grpo", "epsilon=0.2"])
+    lines = str(caught.value).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["learner.lr", "eval.tasks", "loss_type", "epsilon"]
+    assert lines[2].endswith("did you mean learner.loss.name?")
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("num_train_epochs=1", "did you mean steps? (training is counted in steps of batch.groups tasks, not in"),
+        ("use_vllm=true", "use_vllm: unknown key; not needed"),
+        ("logging_steps=1", "logging_steps: unknown key; not needed"),
+        ("per_device_train_batch_size=8", "batch.groups? (prompts per step; completions = groups x batch.group_size)"),
+        ("gradient_accumulation_steps=8", "learner.micro_tokens? (not one-to-one"),
+        ("bf16=true", "did you mean learner.precision?"),
+        ("learner.max_grad_nrm=1", "did you mean learner.max_grad_norm?"),
+    ],
+)
+def test_a_name_of_another_framework_is_answered_with_what_is_here(override: str, hint: str) -> None:
+    assert hint in refuse(override)
+
+
+def test_centered_is_centred() -> None:
+    assert load_config(None, ["learner.advantage=centered"]).learner.advantage == "centred"
+
+
+def test_one_place_of_tasks_needs_no_list() -> None:
+    assert load_config(None, ["tasks.set=roman.jsonl"]).tasks.set == ["roman.jsonl"]
+    assert "must be a place or a list of places" in refuse("tasks.set=5")
 
 
 def test_a_long_wrong_value_is_cut() -> None:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pydantic import BaseModel
 from sqlalchemy import text
 
@@ -344,6 +345,7 @@ def check_end(url: str, data: Path, nodes: Nodes) -> None:
     assert any(row.dropped for row in submissions.values())
 
 
+@pytest.mark.parametrize("url", ["sqlite", pytest.param("postgresql", marks=pytest.mark.long)], indirect=True)
 def test_kills_at_every_point_lose_nothing_and_pay_nothing_twice(url: str, quick_folder: Path) -> None:
     seed = int(os.environ.get("SHOAL_CRASH_SEED", "0")) or random.SystemRandom().randrange(1, 10**9)
     print(f"seed {seed}: the same with SHOAL_CRASH_SEED={seed}")

@@ -28,7 +28,7 @@ def texts(world):
 
 def test_a_run_waits_for_v0_first(make_world):
     (text,) = texts(make_world())
-    assert text.startswith("the run waits for its trainer to publish v0")
+    assert text.startswith("the run waits for the trainer to publish v0")
 
 
 def test_status_shows_who_holds_what_and_who_is_silent(world):
@@ -37,7 +37,7 @@ def test_status_shows_who_holds_what_and_who_is_silent(world):
     status = world.coordinator.read_status()
     assert (status.trained, status.newest_version, status.queue) == (0, 0, 0)
     assert [(step.step, step.accepted, step.leased) for step in status.open_steps] == [(1, 0, 1), (2, 0, 0)]
-    assert "step 1 waits for 2 of 2 groups for 62 s, deadline in 1258 s: " in texts(world)[0]
+    assert "step 1 waits for 2 of 2 groups, for 62 s, deadline in 1258 s: " in texts(world)[0]
     assert f": node {world.id('w1')[:8]} has {lease.lease}" in texts(world)[0]
     assert "silent 62 s" in texts(world)[0]
     world.coordinator.heartbeat(world.id("w1"), Heartbeat())
@@ -84,12 +84,12 @@ def test_nodes_that_left_or_were_banned_are_not_missed(world):
 
 def test_status_names_the_queue_the_cut_and_the_training(world):
     world.submit("w1", world.lease("w1"))
-    assert any("the queue waits for validators to judge 1 submission for" in text for text in texts(world))
+    assert any("the queue waits for validators to judge 1 submission, for" in text for text in texts(world))
     world.judge("judge-a")
     world.work("w1")
-    assert any("step 1 waits for its trainer to cut the batch" in text for text in texts(world))
+    assert any("step 1 waits for the trainer to assemble the batch" in text for text in texts(world))
     world.cut(1)
-    assert any("step 1 waits for its trainer to publish v1" in text for text in texts(world))
+    assert any("step 1 waits for the trainer to publish v1" in text for text in texts(world))
 
 
 def test_status_shows_what_nodes_wait_for_and_which_fell_silent(world):
@@ -98,11 +98,11 @@ def test_status_shows_what_nodes_wait_for_and_which_fell_silent(world):
     world.coordinator.heartbeat(world.id("judge-a"), Heartbeat(role="validator"))
     world.wait(20)
     name = world.id("w1")[:8]
-    assert f"worker {name} waits for the relays: weights for 20 s" in texts(world)
+    assert f"worker {name} waits for the relays: weights, for 20 s" in texts(world)
     assert not any("a heartbeat" in text for text in texts(world))
     world.wait(30)
-    assert f"validator {world.id('judge-a')[:8]} waits for a heartbeat for 50 s" in texts(world)
-    assert f"worker {name} waits for a heartbeat for 50 s" in texts(world)
+    assert f"validator {world.id('judge-a')[:8]} waits for a heartbeat, for 50 s" in texts(world)
+    assert f"worker {name} waits for a heartbeat, for 50 s" in texts(world)
     world.run(world.coordinator.leave(world.id("w1")))
     assert not any(name in text for text in texts(world))
 
@@ -138,13 +138,13 @@ def test_nodes_that_report_most_displace_nobody_from_status(world):
 def test_the_reason_of_a_wait_is_shown_with_it(world):
     wait = NodeWait(name="disk", for_whom="room on its disk", since_ms=world.now_ms, reason="a: No space left")
     world.coordinator.heartbeat(world.id("w1"), Heartbeat(role="worker", wait=wait))
-    assert f"worker {world.id('w1')[:8]} waits for room on its disk: disk for 0 s: a: No space left" in texts(world)
+    assert f"worker {world.id('w1')[:8]} waits for room on its disk: disk, for 0 s: a: No space left" in texts(world)
 
 
 def test_a_role_without_any_live_node_is_named_once(world):
     world.wait(46)
-    assert "the run waits for a heartbeat from any validator for 46 s" in texts(world)
-    assert "the run waits for a heartbeat from any trainer for 46 s" in texts(world)
+    assert "the run waits for a heartbeat from any validator, for 46 s" in texts(world)
+    assert "the run waits for a heartbeat from any trainer, for 46 s" in texts(world)
     world.coordinator.heartbeat(world.id("judge-b"), Heartbeat(role="validator"))
     assert not any("any validator" in text for text in texts(world))
 
@@ -156,7 +156,7 @@ def test_a_full_store_is_reported_until_it_accepts_a_file_again(world, monkeypat
         with pytest.raises(FullError):
             world.submit("w1", lease)
     world.wait(7)
-    assert "the run waits for free space for files on the coordinator's disk for 7 s" in texts(world)
+    assert "the run waits for free space for files on the coordinator's disk, for 7 s" in texts(world)
     world.submit("w1", lease)
     assert not any("free space" in text for text in texts(world))
 
@@ -173,7 +173,17 @@ def test_what_nobody_judges_becomes_an_alarm(world):
 
 def test_offers_that_nobody_takes_are_named(world):
     world.work("w1", Verdict.SOFT)
-    assert any("a worker to take 1 offered groups" in text for text in texts(world))
+    assert any("a worker to take 1 offered group" in text for text in texts(world))
+
+
+def test_a_stopped_run_waits_for_its_operator_and_for_no_groups(world):
+    world.run(world.coordinator.return_lease(world.id("w1"), world.lease("w1").lease))
+    world.order(Action.STOP)
+    world.wait(10**4)
+    assert not any("groups" in text or "offered" in text for text in texts(world))
+    assert "the run waits for the operator to resume it, for 10000 s" in texts(world)
+    world.order(Action.RESUME)
+    assert any("a worker to take 1 offered group" in text for text in texts(world))
 
 
 def test_credit_to_pay_out_is_shown_as_waiting_for_the_operator(world):
@@ -183,7 +193,7 @@ def test_credit_to_pay_out_is_shown_as_waiting_for_the_operator(world):
     world.redeem("ann", 700, "a" * 32)
     world.wait(62)
     owner = world.owner_id("ann")[:8]
-    start = f"owner {owner} waits for the operator to pay out 700 micro-credits for 62 s: shoal admin redeemed or "
+    start = f"owner {owner} waits for the operator to pay out 700 micro-credits, for 62 s: shoal admin redeemed or "
     assert f"{start}unredeemed, request {'a' * 32}" in texts(world)
     for number in range(10):
         world.redeem("ann", 1, f"{number:032x}")
@@ -198,7 +208,7 @@ def test_nobody_waits_for_a_banned_owner(world):
     world.coordinator.heartbeat(world.id("w1"), Heartbeat(role="worker"))
     world.wait(50)
     name = world.id("w1")[:8]
-    assert f"worker {name} waits for a heartbeat for 50 s" in texts(world)
+    assert f"worker {name} waits for a heartbeat, for 50 s" in texts(world)
     world.order(Action.BAN, target=world.owner_id("ann"))
     assert not any(name in text for text in texts(world))
 
@@ -225,7 +235,7 @@ def test_a_submission_is_explained_with_numbers_and_postings(world):
         "Two validators found it faked, so its owner was banned.",
         "  the same findings as in round 1",
         "Its owner may appeal until 2023-11-21 22:13 UTC, but not now: an appeal takes 2 validator owners that did not "
-        "judge it yet, and 1 can now",
+        "judge it yet, and only 1 of the run's 3 validator owners is available",
     ):
         assert part in text
     assert text.count("toploc: 0.5") == 1 and len(world.coordinator.list_findings(submission)) == 2
@@ -365,7 +375,7 @@ def test_strangers_crowd_nobody_out_of_status_and_raise_no_alarm(make_world):
 def test_expected_files_are_shown_with_their_deadline(world):
     world.commit("w1", world.make_manifest(world.lease("w1")))
     world.wait(30)
-    text = f"the run waits for files that nodes announced for 30 s, deadline in {world.params.upload_s - 30 + 10} s"
+    text = f"the run waits for files that nodes announced, for 30 s, deadline in {world.params.upload_s - 30 + 10} s"
     assert f"{text}: 1 of them" in texts(world)
     world.wait(world.params.upload_s)
     assert not any("announced" in text for text in texts(world)), "it was given up"
@@ -382,12 +392,12 @@ def test_second_opinions_and_appeals_are_shown(world):
     rejected = world.work("w1", Verdict.SOFT)
     world.appeal("ann", rejected)
     world.wait(5)
-    assert any("the queue waits for validators to judge appeals for 5 s" in text for text in texts(world))
+    assert any("the queue waits for validators to judge appeals, for 5 s" in text for text in texts(world))
     world.judge("judge-b", Verdict.SOFT)
     world.work("w2", Verdict.HARD)
     world.wait(5)
     shown = texts(world)
-    assert any("the queue waits for another opinion on doubted submissions for 5 s" in text for text in shown)
+    assert any("the queue waits for a second verdict on disputed submissions, for 5 s" in text for text in shown)
     assert not any("appeals" in text for text in shown)
 
 
@@ -400,19 +410,19 @@ def test_what_is_left_to_the_trainer_is_overdue_after_its_time(make_world):
     world.publish(0)
     for node in ("w1", "w2"):
         world.work(node)
-    for what, go_on in (("cut the batch", lambda: world.cut(1)), ("publish v1", lambda: world.train(1))):
+    for what, go_on in (("assemble the batch", lambda: world.cut(1)), ("publish v1", lambda: world.train(1))):
         world.wait(99)
         assert not world.coordinator.read_status().alarms
         world.wait(2)
         alarms = world.coordinator.read_status().alarms
-        assert any(f"step 1 waits for its trainer to {what}" in alarm for alarm in alarms)
+        assert any(f"step 1 waits for the trainer to {what}" in alarm for alarm in alarms)
         go_on()
 
 
 def test_an_offer_that_nobody_takes_is_overdue_in_the_end(world):
     world.run(world.coordinator.return_lease(world.id("w1"), world.lease("w1").lease))
     world.wait(2 * world.params.lease_first_s + world.params.upload_s + 1)
-    assert any("to take 1 offered groups" in alarm for alarm in world.coordinator.read_status().alarms)
+    assert any("to take 1 offered group" in alarm for alarm in world.coordinator.read_status().alarms)
 
 
 @pytest.mark.parametrize("call", ["put", "has", "open"])
@@ -453,7 +463,7 @@ def test_a_ledger_that_does_not_answer_is_reported(world, monkeypatch):
 
     monkeypatch.setattr(leases, "_find_refusal", hang)
     world.ask("w1")
-    assert any(alarm.startswith("overdue: decision grant_lease waits for the ledger for 11 s") for alarm in alarms)
+    assert any(alarm.startswith("overdue: decision grant_lease waits for the ledger, for 11 s") for alarm in alarms)
 
 
 def test_an_event_that_memory_cannot_follow_stops_the_run(world, monkeypatch):

@@ -21,7 +21,7 @@ from shoal.launch.settings import LaunchConfig
 _FOLDER = str(Path(__file__).parents[2] / "bench")
 _SCRIPTS = ("chaos", "lineage", "common")
 SEED, KILLS = 3, 7
-pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")]
 
 
 @dataclass(frozen=True)

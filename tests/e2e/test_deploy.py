@@ -84,13 +84,14 @@ def test_each_role_has_a_machine_of_its_own(net: Net, wait_until: WaitUntil) -> 
     bundle = hosts["trainer"].folder / "runs" / "deploy-seed0" / "launch" / "coordinator"
     shutil.copytree(bundle, hosts["run"].folder / "coordinator")
 
-    coordinator = hosts["run"].start(stations["run.example.org"][0], folder="coordinator")
-    log = hosts["run"].find_log(stations["run.example.org"][0])
+    coordinator = hosts["run"].start(stations["coordinator (run.example.org)"][0], folder="coordinator")
+    log = hosts["run"].find_log(stations["coordinator (run.example.org)"][0])
     await_text(wait_until, log, "shoal node join")
     found = re.search(rf"(shoal worker {URL}) --coordinator ([0-9a-f]{{64}})\n", log.read_text())
     assert found is not None and stations["each worker"] == [found[1]]
-    hosts["relay"].start(stations["relay.example.org"][0])
-    origin, trainer, _ = stations["trainer.example.org"]  # the evaluator uses no network, and has its own tests
+    hosts["relay"].start(stations["relay (relay.example.org)"][0])
+    # The evaluator uses no network, and has its own tests.
+    origin, trainer, _ = stations["trainer (trainer.example.org)"]
     hosts["trainer"].start(origin)
     nodes = [hosts["trainer"].start(trainer)]
     nodes += [hosts[name].start(found[0]) for name in WORKERS]
@@ -120,7 +121,7 @@ def prepare(net: Net) -> dict[str, list[str]]:
     settings = shown[1].replace("OPERATOR", operator).replace('"VALIDATOR_1", "VALIDATOR_2"', f'"{validator}"')
     (net.hosts["trainer"].folder / "deploy.toml").write_text(TINY.read_text() + settings)
     printed = net.hosts["trainer"].type(f"shoal prepare deploy.toml {QUICK}")
-    commands = printed[printed.index("# run.example.org") :]
+    commands = printed[printed.index("# coordinator (") :]
     general = re.sub("[0-9a-f]{64}", "PUBLISHER", commands).replace(str(net.root / "here"), "/srv/shoal")
     assert general in page, f"the page shows other commands than\n{general}"
     stations: dict[str, list[str]] = {}

@@ -50,7 +50,7 @@ def measure_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     return max(float((one[n].double() - other[n].double()).norm() / one[n].double().norm()) for n in one)
 
 
-@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_ranks_train_the_weights_of_one_process(warm: Warm, book: Path, tmp_path: Path, nproc: int) -> None:
     """Three ranks share four rows unevenly."""
     alone = train(warm, book, tmp_path / "alone")

@@ -99,7 +99,7 @@ def test_a_swarm_survives_its_cheat_its_user_and_a_kill(
     assert "shoal: stopped; the same command resumes" in (root / "logs" / "validator-1.log").read_text()
 
     code, said = type_command(capsys, "run", *settings, "steps=4")
-    assert code == 2 and "begun with another steps" in said
+    assert code == 2 and "started with another steps" in said
 
     runner.start("run", *settings, "swarm.workers=1")
     runner.wait((root / "versions" / "v000001").exists, "one worker is not enough for a step")
@@ -120,7 +120,7 @@ def test_a_swarm_survives_its_cheat_its_user_and_a_kill(
     check_weights(root, out / "alone")
 
     code, said = type_command(capsys, "run", *settings)
-    assert code == 0 and said.splitlines()[:5] == shown.splitlines()[-5:], "a finished run only prints its report"
+    assert code == 0 and said.splitlines()[:6] == shown.splitlines()[-6:], "a finished run only prints its report"
     assert "is already finished (3 of 3 steps); nothing was started" in said
 
 
@@ -133,7 +133,7 @@ def list_paid(root: Path) -> set[str]:
 
 def check_report(root: Path) -> None:
     text = (root / "report.txt").read_text()
-    assert "no batch was older than 0 versions" in text and "says rejected_hard" in text
+    assert "no batch was older than 0 versions" in text and ": verdict rejected_hard" in text
     page = (root / "report.html").read_text()
     assert "cheat-1" in page and "<script" not in page
 

@@ -122,12 +122,14 @@ def test_two_ranks_train_the_weights_of_one_process(plain: Path, pair: Path) -> 
     assert one == other
 
 
-def test_a_run_continues_with_another_number_of_ranks(plain: Path, trainer: Trainer) -> None:
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_run_continues_with_another_number_of_ranks(plain: Path, trainer: Trainer, torchrun: bool) -> None:
     trainer.train(2, "steps=1")
     assert (find_weights(trainer.out, 1).parents[1] / "optimizer").is_dir()
     trainer.train(0, "steps=2")
     assert (find_weights(trainer.out, 2).parents[1] / "optimizer.safetensors").is_file()
-    assert "resuming after step 2" in trainer.train_with_torchrun(3, "steps=3")
+    train = trainer.train_with_torchrun if torchrun else trainer.train
+    assert "resuming after step 2" in train(3, "steps=3")
     assert measure_difference(find_weights(plain, 3), find_weights(trainer.out, 3)) < EXACT
 
 

@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from warm import PATIENCE_S, Warm
 
-TRIED = (
-    *("int8", "small", "stale", "greedy", "edited_tokens", "foreign_text", "constant_proof", "truncation", "copy_all"),
-    *("flipped_reward", "padding", "bomb_pages", "garbage"),
-    *("cherry_leases", "two_manifests", "signatures", "noise"),
+SHORT = ("int8", "copy_all", "flipped_reward", "padding", "garbage", "cherry_leases", "two_manifests", "noise")
+LONG = (
+    *("small", "stale", "greedy", "edited_tokens", "foreign_text", "constant_proof", "truncation"),
+    *("bomb_pages", "signatures"),
 )
 # The learning rate keeps the policy as it is. One that has learned to give a single answer writes the same tokens at
 # any temperature, and cheats submit honest work.
@@ -41,14 +41,32 @@ SETTINGS = (
     ),
     *("eval.tasks=1", "eval.samples=1", "eval.k=1", "eval.every=0", "checkpoint.every=500"),
 )
-CAMPAIGN = ("--abreast", 4, "--submissions", 4, "--seconds", 60, "--slots", 64, "--attack", *TRIED)
+CAMPAIGN = ("--abreast", 4, "--submissions", 4, "--seconds", 60, "--slots", 64)
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self").exists(), reason="a part ends with its supervisor on Linux alone"
 )
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test of a campaign runs on that of `SHORT` and, in the long form, on that of `LONG`."""
+    if "name" in metafunc.fixturenames:
+        cases = [(SHORT, name) for name in SHORT]
+        cases += [pytest.param(LONG, name, marks=pytest.mark.long) for name in LONG]
+        metafunc.parametrize(("tried", "name"), cases, indirect=["tried"], ids=(*SHORT, *LONG), scope="module")
+    elif "tried" in metafunc.fixturenames:
+        metafunc.parametrize(
+            "tried", [SHORT, pytest.param(LONG, marks=pytest.mark.long)], indirect=True, ids=["short", "long"]
+        )
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tried(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The attacks of a campaign."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def folder(tried: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("redteam")
 
 
@@ -59,15 +77,14 @@ def verified(folder: Path, matrix: Matrix) -> str:
 
 
 @pytest.fixture(scope="module")
-def matrix(folder: Path, warm: Warm) -> Matrix:
+def matrix(folder: Path, tried: tuple[str, ...], warm: Warm) -> Matrix:
     """The outcomes of all attempts in one swarm."""
     root, log = folder / "tiny-seed0", folder / "printed"
     settings = [str(TINY), f"out={folder}", *SETTINGS]
     assert warm.start("prepare", *settings, out=log, err=log).wait() == 0, log.read_text()
     swarm = warm.start("run", *settings, out=log, err=log)
-    campaign = warm.start(
-        "redteam", "campaign", wait_url(root), *CAMPAIGN, "--folder", folder / "campaign", out=log, err=log
-    )
+    flags = (*CAMPAIGN, "--attack", *tried, "--folder", folder / "campaign")
+    campaign = warm.start("redteam", "campaign", wait_url(root), *flags, out=log, err=log)
     assert campaign.wait() == 0, log.read_text()[-4000:]
     verify_newest(warm, wait_url(root), root / "worker-1", folder / "verified")
     swarm.send_signal(signal.SIGINT)
@@ -102,10 +119,9 @@ def wait_url(root: Path) -> str:
 
 
 def test_the_attacks_are_some_of_each_fate() -> None:
-    assert {list_attacks()[name].expect for name in TRIED} == set(Expected)
+    assert {list_attacks()[name].expect for name in SHORT} == set(Expected)
 
 
-@pytest.mark.parametrize("name", TRIED)
 def test_an_attack_meets_its_fate(matrix: Matrix, name: str) -> None:
     (row,) = [row for row in matrix.rows if row.name == name]
     (outcome,) = row.outcomes

@@ -193,7 +193,7 @@ def test_a_wrong_clock_is_reported_with_its_offset_and_corrected_once(
         (
             {"ban": BanNotice(7, "hard verdict on s3")},
             "banned",
-            "hard verdict on s3; for details: shoal ledger show URL 7",
+            "by event 7: hard verdict on s3",
         ),
         ({"is_revoked": True}, "revoked", "new node key"),
         ({"not_after_ms": NOW_MS}, "delegation", "ended 0 s ago"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import ConfigError, DiskError
+from shoal.errors import ConfigError, DiskError, UnavailableError
 from shoal.identity.nonces import SLOT_S, NonceStore
 from shoal.net.api_error import ApiError
 
@@ -162,7 +162,7 @@ def test_the_file_does_not_grow_with_time(tmp_path: Path) -> None:
 
 def test_one_process_has_the_book_open(tmp_path: Path) -> None:
     nonces = NonceStore(tmp_path / "nonces.db")
-    with pytest.raises(ConfigError, match="another process"):
+    with pytest.raises(UnavailableError, match="another process"):
         NonceStore(tmp_path / "nonces.db")
     nonces.close()
 

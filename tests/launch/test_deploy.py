@@ -53,10 +53,10 @@ def test_every_command_exists_and_serves_at_the_port_of_its_address(spread: Prep
             if hasattr(args, "listen"):
                 listening[station.name] = args.listen
     assert listening == {
-        "run.example.org": "0.0.0.0:8700",
-        "trainer.example.org": "0.0.0.0:8600",
-        "a.example.org": "0.0.0.0:8601",
-        "b.example.org": "0.0.0.0:80",
+        "coordinator (run.example.org)": "0.0.0.0:8700",
+        "trainer (trainer.example.org)": "0.0.0.0:8600",
+        "relay (a.example.org)": "0.0.0.0:8601",
+        "relay (b.example.org)": "0.0.0.0:80",
     }
 
 
@@ -115,7 +115,7 @@ def test_a_part_may_move(spread: PreparedSwarm, out: Path, load_tiny: Load) -> N
     prepare_swarm(moved, spread.layout)
     assert "c.example.org" in (spread.layout.bundle / "coordinator.toml").read_text()
     changed = load_tiny(out, 'swarm.cheats=["int8"]', "engine.max_tokens=7", *name_hosts())
-    with pytest.raises(ConfigError, match=r"begun with another engine\.max_tokens"):
+    with pytest.raises(ConfigError, match=r"started with another engine\.max_tokens"):
         prepare_swarm(changed, spread.layout)
 
 
@@ -132,6 +132,7 @@ def test_a_swarm_on_several_machines_is_not_run_on_one(out: Path, load_tiny: Loa
         ("coordinator", "http://run.example.org/x", "invalid address"),
         ("origin", "", "origin: missing"),
         ("origin", "trainer.example.org:8600", "invalid address"),
+        ("origin", "http://run.example.org:8700", "each needs a port of its own"),
         ("relays", "[]", "relays: missing"),
         ("relays", '["ftp://a.example.org"]', "invalid address"),
         ("validators", "[]", "validators: missing"),

@@ -38,7 +38,7 @@ def test_a_finished_swarm_is_reported_and_not_started(prepared: PreparedSwarm, l
     assert str(prepared.layout.root / "report.html") in report and not prepared.layout.logs.exists()
 
 
-def test_prepare_of_a_finished_swarm_offers_no_commands(
+def test_prepare_of_a_finished_swarm_prints_what_serves_it_again(
     prepared: PreparedSwarm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finish(prepared)
@@ -46,7 +46,8 @@ def test_prepare_of_a_finished_swarm_offers_no_commands(
     path.write_text(dump_config(prepared.config))
     assert main(["prepare", str(path)]) == 0
     shown = capsys.readouterr()
-    assert shown.out == "" and "is already finished" in shown.err and "is ready" not in shown.err
+    assert [line.split()[1] for line in shown.out.splitlines()] == ["coordinator", "origin", "relay"]
+    assert "is already finished" in shown.err and "is ready" not in shown.err
 
 
 def test_a_swarm_whose_ledger_is_elsewhere_is_reported_from_a_copy(

@@ -14,7 +14,7 @@ from shoal.errors import ConfigError
 from shoal.identity.keys import Key
 from shoal.launch import prepare
 from shoal.launch.layout import SwarmPaths
-from shoal.launch.prepare import PreparedSwarm, build_params, prepare_swarm
+from shoal.launch.prepare import PreparedSwarm, build_params, log_checks, prepare_swarm
 from shoal.launch.run import hold_swarm
 from shoal.launch.settings import LaunchConfig
 from shoal.recipe import load_recipe
@@ -76,12 +76,20 @@ def test_the_same_again_makes_nothing_anew(prepared: PreparedSwarm, log) -> None
     assert (again.ports, again.names) == (prepared.ports, prepared.names)
 
 
+def test_by_default_one_line_states_the_guarantee_of_the_checks(prepared: PreparedSwarm, caplog) -> None:
+    with caplog.at_level("DEBUG"):
+        log_checks(prepared)
+    plain = [record.message for record in caplog.records if record.levelname == "INFO"]
+    assert len(plain) == 1 and "is caught within" in plain[0]
+    assert any(record.message.startswith("power: ") for record in caplog.records)
+
+
 def test_what_a_kill_left_half_done_is_done_again(prepared: PreparedSwarm, log) -> None:
     recipe = prepared.layout.recipe.read_bytes()
     prepared.layout.settings.unlink()  # which is written last
     prepared.layout.calibration.write_text("{")
     prepare_swarm(prepared.config, prepared.layout)
-    assert any(text.startswith("calibration: 64 honest chunks") for text in log.messages)
+    assert any(text.startswith("measuring how much honest results differ") for text in log.messages)
     assert prepared.layout.recipe.read_bytes() == recipe
 
 
@@ -97,7 +105,7 @@ def test_a_run_that_was_begun_keeps_what_it_was_begun_with(
 ) -> None:
     _begin(prepared.layout)
     before = prepared.layout.settings.read_bytes()
-    with pytest.raises(ConfigError, match=f"begun with another {override.partition('=')[0]}"):
+    with pytest.raises(ConfigError, match=f"started with another {override.partition('=')[0]}"):
         prepare_swarm(load_tiny(out, CHEAT, override), prepared.layout)
     assert prepared.layout.settings.read_bytes() == before
 

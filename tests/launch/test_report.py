@@ -1,7 +1,9 @@
 """The report: its figures, and that what strangers wrote stays text."""
 
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 from shoal.launch.report import (
     ReportSection,
@@ -15,6 +17,7 @@ from shoal.launch.report import (
     draw_picture,
     format_page,
     format_text,
+    summarise,
 )
 from shoal.launch.timeline import Broadcast, BusySpan, PartTrack
 from shoal.protocol.messages import LeaderLine, Standing
@@ -49,6 +52,7 @@ EVIDENCE = RunEvidence(
         LeaderLine(owner=CHEAT, standing=Standing.BANNED, accepted=0, rejected=1, tokens=0, earned=0),
     ),
     verdicts={OWNER: Counter(accepted=21), CHEAT: Counter(rejected_hard=1)},
+    worst={CHEAT: "s8"},
     cases={CHEAT: "s8 is rejected_hard.\n  logprob: 3, threshold 1: FAILED"},
 )
 
@@ -100,6 +104,20 @@ def test_verdicts_name_only_what_happened() -> None:
     assert list(rows[0]) == ["owner of", "accepted", "rejected hard", "credits", "standing"]
     assert list(rows[1]) == ["worker-1", "21", "0", "1.500000", "good"]
     assert list(rows[2]) == ["cheat-1", "0", "1", "0.000000", "banned"]
+
+
+def test_the_standing_of_an_owner_that_submitted_nothing_is_a_dash() -> None:
+    lines = [
+        LeaderLine(owner=OWNER, standing=standing, accepted=0, rejected=0, tokens=0, earned=0)
+        for standing in (Standing.PROBATION, Standing.LIMITED)
+    ]
+    rows = describe_verdicts(replace(EVIDENCE, leaders=tuple(lines), verdicts={}), NAMES).rows
+    assert [row[-1] for row in rows[1:]] == ["-", "limited"]
+
+
+def test_the_summary_names_the_command_that_explains_a_ban() -> None:
+    lines = summarise(describe_learning(LINES, TRACKS, 2), EVIDENCE, NAMES, [], Path("runs/demo-seed0"))
+    assert lines[1:3] == ["caught cheating: cheat-1", "why cheat-1: shoal explain runs/demo-seed0 s8"]
 
 
 def test_the_evidence_is_that_of_the_accused() -> None:

@@ -69,8 +69,8 @@ def draw(snapshot: SwarmSnapshot, width: int = 120, height: int = 40) -> str:
 def test_a_line_says_where_the_run_is_how_it_learns_and_who_waits() -> None:
     line = describe_line(make_snapshot())
     assert line == (
-        "1:23  step 3/8  v3  reward 0.500  held-out 0.250  greedy 0.500  age 1.2, at most 2  2 to judge  worker-1 +21  "
-        "cheat-1 +0-1 banned  step 4 waits for 2 of 8 groups: worker-1 has l91 for 9 s more"
+        "1:23  step 3/8  v3  reward 0.500  held-out 0.250  greedy 0.500  age 1.2, at most 2  2 awaiting validation  "
+        "worker-1 +21  cheat-1 +0-1 banned  step 4 waits for 2 of 8 groups: worker-1 has l91 for 9 s more"
     )
 
 
@@ -147,11 +147,11 @@ def test_a_swarm_that_starts_or_is_being_stopped_raises_no_alarm(
     problem, note = asyncio.run(look(supervisor))
     assert "the coordinator has not answered" in problem and not note
     supervisor.is_stopping = True
-    assert asyncio.run(look(supervisor)) == ("", "all parts are being stopped, the coordinator last")
+    assert asyncio.run(look(supervisor)) == ("", "stopping all processes in order, the coordinator last")
 
 
 def test_a_note_is_shown_and_is_no_alarm() -> None:
-    snapshot = make_snapshot(note="all parts are being stopped", status=None)
-    assert describe_line(snapshot).endswith("  all parts are being stopped")
+    snapshot = make_snapshot(note="stopping all processes", status=None)
+    assert describe_line(snapshot).endswith("  stopping all processes")
     page = draw(snapshot)
-    assert "all parts are being stopped" in page and "alarms" not in page
+    assert "stopping all processes" in page and "alarms" not in page

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import sqlalchemy as sa
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnavailableError
 from shoal.identity.keys import Key
 from shoal.ledger.db import is_sqlite, open_database, read_balances
 from shoal.ledger.event import (
@@ -266,7 +266,7 @@ def test_a_database_locked_by_another_process_is_busy_and_the_ledger_continues(
 
 def test_a_second_writer_is_refused_with_a_sentence(open_ledger: OpenLedger) -> None:
     ledger = open_ledger()
-    with pytest.raises(ConfigError, match="another process is writing to this ledger"):
+    with pytest.raises(UnavailableError, match="another process is writing to this ledger"):
         open_ledger(lock_wait_s=0)
     ledger.close()
     open_ledger(lock_wait_s=0)

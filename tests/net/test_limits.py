@@ -127,13 +127,13 @@ def test_each_window_is_judged_by_itself() -> None:
 
 def test_fresh_connections_are_evicted_first_then_idle_then_waiting_and_busy_never() -> None:
     table = ConnectionTable()
-    for name, phase in (("busy", Phase.BUSY), ("parked", Phase.PARKED), ("idle", Phase.IDLE), ("fresh", Phase.FRESH)):
-        table.put_member(name, phase)
+    for phase in reversed(Phase):
+        table.put_member(phase.name.lower(), phase)
     order = []
     while (victim := table.find_evictable()) is not None:
         order.append(victim)
         table.remove_member(victim)
-    assert order == ["fresh", "idle", "parked"]
+    assert order == ["fresh", "idle", "parked", "unverified", "known"]
     assert len(table) == 1 and table.has_member("busy", Phase.BUSY)
 
 

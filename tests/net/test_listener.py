@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnavailableError
 from shoal.net.limits import ConnectionSlot, HttpLimits, Phase
 from shoal.net.listener import Listener
 from shoal.util.metrics import ServerMetrics
@@ -132,8 +132,9 @@ def test_a_bug_ends_its_connection_and_goes_to_the_loop() -> None:
 def test_an_address_that_cannot_be_listened_on_is_explained() -> None:
     async def check() -> None:
         async with open_server(idle) as server:
-            for port, text in ((server.listener.address[1], "in use"), (70_000, "65535")):
-                with pytest.raises(ConfigError, match=text):
+            taken = server.listener.address[1]
+            for port, error, text in ((taken, UnavailableError, "in use"), (70_000, ConfigError, "65535")):
+                with pytest.raises(error, match=text):
                     await Server(idle).listener.start("127.0.0.1", port)
 
     asyncio.run(check())

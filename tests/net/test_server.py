@@ -13,11 +13,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from tests.fixtures.certificates import write_certificate
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnavailableError
 from shoal.net import server as server_module
 from shoal.net.client import HttpClient, HttpClientError, parse_endpoint
 from shoal.net.limits import HttpLimits
-from shoal.net.server import HEAD_BYTES, HttpServer, Receive, Scope, Send
+from shoal.net.server import HEAD_BYTES, VERIFIED, HttpServer, Receive, Scope, Send
 from shoal.net.sockets import load_server_tls
 
 WAIT_S = 20.0
@@ -36,6 +36,9 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.body", "body": b"half", "more_body": True})
         raise RuntimeError("a bug in the middle")
     if scope["path"] == "/wait":
+        scope[VERIFIED]()
+        await asyncio.sleep(0.5)
+    if scope["path"] == "/strange":
         await asyncio.sleep(0.5)
     if scope["path"] == "/large":
         await answer(send, 200, bytes(1 << 26))
@@ -318,6 +321,26 @@ def test_one_address_has_its_own_limit_of_connections() -> None:
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("limits", [{"max_connections": 3}, {"per_peer_connections": 3}])
+def test_requests_of_strangers_keep_no_verified_caller_out(limits: dict[str, int]) -> None:
+    """Neighbours at one address hold all its connections by requests whose bodies they do not send."""
+
+    async def check() -> None:
+        async with serving(trust_loopback=False, **limits) as server:
+            reader, writer = await asyncio.open_connection(*server.address)
+            writer.write(request("/wait"))
+            known = await reader.readexactly(len(b"HTTP/1.1 200 "))
+            strangers = [asyncio.create_task(ask(server, request("/strange", CLOSE))) for _ in range(6)]
+            await asyncio.sleep(0.1)
+            assert (await ask(server, request("/wait", CLOSE))).startswith(known), "a new connection"
+            writer.write(request("/wait", CLOSE))
+            assert (await reader.read(-1)).count(b"HTTP/1.1 200 ") == 1, "and one that was idle meanwhile"
+            answers = await asyncio.gather(*strangers, return_exceptions=True)
+            assert sum(isinstance(answer, bytes) and answer.startswith(known) for answer in answers) < 3
+
+    asyncio.run(check())
+
+
 def test_behind_a_proxy_the_caller_is_the_address_that_the_proxy_saw() -> None:
     async def check() -> None:
         forged = request("/", "X-Forwarded-For: 1.1.1.1, 2.2.2.2", CLOSE)
@@ -332,7 +355,7 @@ def test_behind_a_proxy_the_caller_is_the_address_that_the_proxy_saw() -> None:
 def test_closing_lets_a_request_finish_and_drops_idle_connections() -> None:
     async def check() -> None:
         async with serving() as server:
-            busy = asyncio.create_task(ask(server, request("/wait")))
+            busy = asyncio.create_task(ask(server, request("/strange")))
             idle = asyncio.create_task(ask(server, b""))
             await asyncio.sleep(0.1)
             await server.close()
@@ -448,10 +471,10 @@ def test_files_that_are_not_certificates_are_a_user_error(tmp_path: Path) -> Non
         load_server_tls(tmp_path / "b", tmp_path / "b")
 
 
-def test_an_address_in_use_is_a_user_error() -> None:
+def test_an_address_in_use_may_be_free_later() -> None:
     async def check() -> None:
         async with serving() as server:
-            with pytest.raises(ConfigError, match="cannot listen on this address"):
+            with pytest.raises(UnavailableError, match="cannot listen on this address"):
                 await HttpServer(echo, registry=CollectorRegistry()).start(*server.address)
 
     asyncio.run(check())

@@ -387,7 +387,7 @@ def answer_signed(make_body: Callable[[str], bytes]) -> Script:
         (answer_with(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999\r\n\r\n" + bytes(3 << 20)), "exceeds the limit"),
         (answer_with(b"HTTP/1.1 100 \r\n\r\n" * 1000), "ConnectionClosed"),
         (answer_with(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 6\r\n\r\n<html>"), "status 502"),
-        (answer_with(b""), "without a response"),
+        (answer_with(b""), r"without a response; does it expect https://\?"),
     ],
 )
 def test_a_server_that_stalls_or_talks_nonsense_is_given_up(tmp_path: Path, script: Script, match: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shoal.commands.roles import name_details
 from shoal.coordinator.service import CoordinatorService, ServiceConfig, open_service
 from shoal.coordinator.state.members import find_node
 from shoal.errors import ConfigError, UnavailableError
@@ -102,7 +103,8 @@ def test_a_session_joins_once_and_hears_answers_while_the_role_works(tmp_path: P
                 joined = service.coordinator.ledger.size
                 assert joined > size
                 node, owner = session.identity.key.public, session.identity.owner
-                assert log.messages[-1] == f"joined run demo as node {node} of owner {owner}"
+                said = ["joining: computing the proof of work, which takes some seconds"]
+                assert log.messages[-2:] == [*said, f"joined run demo as node {node} of owner {owner}"]
                 assert session.params.steps == 3
                 assert session.answer.newest_version == -1
                 heard: list[Any] = []
@@ -231,6 +233,34 @@ def test_a_first_start_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
+def test_a_first_start_that_is_stopped_before_the_node_has_a_key_leaves_no_folder(tmp_path: Path) -> None:
+    async def check() -> None:
+        async def start() -> None:
+            async with open_session("http://127.0.0.1:9", tmp_path / "node", role=Role.WORKER):
+                raise AssertionError("nobody answers there")
+
+        starting = asyncio.create_task(start())
+        while not (tmp_path / "node" / "spans.jsonl").exists():
+            await asyncio.sleep(0.01)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        assert starting.cancelled() and not (tmp_path / "node").exists()
+
+    asyncio.run(check())
+
+
+def test_a_wrong_path_of_the_owners_key_is_reported_before_the_coordinator_answers(tmp_path: Path) -> None:
+    async def start() -> None:
+        async with asyncio.timeout(20):
+            path = tmp_path / "nosuch.key"
+            async with open_session("http://127.0.0.1:9", tmp_path / "node", role=Role.WORKER, owner=path):
+                pass
+
+    with pytest.raises(ConfigError, match=r"nosuch\.key: cannot be read"):
+        asyncio.run(start())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_ban_ends_the_role_with_its_sentence(tmp_path: Path) -> None:
     async def check() -> None:
         async with running(tmp_path / "data") as service:
@@ -239,8 +269,10 @@ def test_a_ban_ends_the_role_with_its_sentence(tmp_path: Path) -> None:
                 signed = SignedCommand(command=command, signature=sign_message(OPERATOR, "demo", command))
                 await session.client.bring("/v1/commands", signed, CommandAnswer)
                 session.heartbeat_now()
-                with pytest.raises(SessionError, match=r"^this node or its owner is banned"):
+                with pytest.raises(SessionError, match=r"^this node or its owner is banned") as caught:
                     await session.run(asyncio.Event().wait())  # type: ignore[arg-type]
+                details = name_details(service.url, tmp_path / "node", caught.value.code)
+                assert details == f"; for details: shoal explain {service.url} {session.identity.key.public[:16]}"
             with pytest.raises(SessionError, match=r"^this node or its owner is banned"):
                 async with open_session(service.url, tmp_path / "node", role=Role.WORKER):
                     pass
@@ -303,7 +335,9 @@ def test_another_coordinator_in_the_place_of_the_first_is_refused(tmp_path: Path
         async with running(tmp_path / "one") as service, open_session(service.url, node, role=Role.WORKER):
             pass
         async with running(tmp_path / "two") as service:
-            with pytest.raises(ConfigError, match=r"belongs to run demo .* has a different coordinator"):
+            with pytest.raises(
+                ConfigError, match=r"belongs to run demo .* different run, demo .* \(another coordinator\)"
+            ):
                 async with open_session(service.url, tmp_path / "node", role=Role.WORKER):
                     pass
 
@@ -319,7 +353,7 @@ def test_a_descriptor_in_a_file_is_believed_and_a_forged_one_is_not(tmp_path: Pa
             forged = tmp_path / "forged.json"
             other = replace(open_descriptor(path.read_bytes()), coordinator=Key.generate().public)
             forged.write_bytes(sign_descriptor(OPERATOR, other))
-            with pytest.raises(ConfigError, match="different coordinator"):
+            with pytest.raises(ConfigError, match="another coordinator"):
                 async with open_session(str(forged), tmp_path / "node", role=Role.WORKER):
                     pass
             forged.write_bytes(path.read_bytes()[:-2])

@@ -7,6 +7,7 @@ import copy
 import shutil
 import threading
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -195,10 +196,22 @@ def test_a_recomputed_model_runs_by_itself_as_before(model: PreTrainedModel) -> 
 
 
 @pytest.mark.skipif(not any(map(shutil.which, decoder._COMPILERS)), reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("name", ["llama", "gemma"])
-def test_compiled_layers_have_the_same_gradients(make_model: MakeModel, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("llama", "aot_eager"),
+        pytest.param("llama", "inductor", marks=pytest.mark.long),
+        pytest.param("gemma", "inductor", marks=pytest.mark.long),
+    ],
+)
+def test_compiled_layers_have_the_same_gradients(
+    make_model: MakeModel, name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`aot_eager` traces forward and backward passes as inductor does, and leaves out the C++ compiler."""
     from torch._inductor import config
 
+    compile_with = partial(torch.compile, backend=backend, dynamic=True)
+    monkeypatch.setattr(decoder, "_compile", cache(compile_with))
     model = make_model(name, **ARCHITECTURES[name])
     compiled = copy_with(model, compile=True)
     # Both lengths go through one compilation. Without vector instructions the C++ compiler takes half the time.

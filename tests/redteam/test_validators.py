@@ -143,7 +143,7 @@ def test_lazy_is_right_about_all_but_what_only_the_proof_shows(ask, cases: dict[
 
 @pytest.mark.parametrize("last", [Verdict.HARD, Verdict.SOFT, Verdict.FORM, Verdict.ACCEPTED, Verdict.INCONCLUSIVE])
 def test_copy_says_again_what_was_said_before(bench: Bench, ask, cases: dict[str, Any], last: Verdict) -> None:
-    bench.told = f"s1 is received.\nRound 1: validator {KEY} says {last} (0 tokens).\nIt waits for verdict 2."
+    bench.told = f"s1 is received.\nRound 1, validator {KEY}: verdict {last} (0 tokens).\nIt waits for verdict 2."
     opinion = ask("copy", "good", round=2)
     expected = Verdict.ACCEPTED if last is Verdict.INCONCLUSIVE else last
     assert opinion.verdict is expected
@@ -154,9 +154,8 @@ def test_copy_says_again_what_was_said_before(bench: Bench, ask, cases: dict[str
 
 
 def test_copy_reads_the_last_of_several() -> None:
-    story = (
-        f"Round 1: validator {KEY} says accepted (9 tokens).\nRound 2 on appeal: validator {KEY} says rejected_soft ("
-    )
+    story = f"Round 1, validator {KEY}: verdict accepted (9 tokens).\n"
+    story += f"Round 2 on appeal, validator {KEY}: verdict rejected_soft ("
     assert find_last(story + "0 tokens).") is Verdict.SOFT
     assert find_last("s1 is received.") is None
 

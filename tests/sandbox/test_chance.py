@@ -37,6 +37,7 @@ CHANCES = {
     "process times": "import os\ndef f(): return list(os.times())",
     "process and host": "import os\ndef f(): return [os.getpid(), os.getppid(), os.getuid(), list(os.uname()), "
     "os.cpu_count(), len(os.sched_getaffinity(0))]",
+    "size of the machine": "import os\ndef f(): return [os.sysconf('SC_PHYS_PAGES'), os.sysconf('SC_PAGESIZE')]",
     "interpreter": "import sys\ndef f(): return [sys.executable, sys.prefix, sys.argv, sys.path]",
     "sleep": "import time\ndef f():\n  a = time.time()\n  time.sleep(0.01)\n  return time.time() - a",
     "log records": "import logging\ndef f(): return logging.makeLogRecord({}).created",
@@ -114,6 +115,14 @@ def test_a_seed_decides_random_numbers(processes):
 def test_a_clock_advances_so_that_who_waits_for_it_does_not_wait_for_ever(processes):
     source = "import time\ndef f():\n  end = time.time() + 2\n  while time.time() < end: pass\n  return 1"
     assert ask(processes[0], source) == {"value": 1}
+
+
+def test_memory_for_threads_does_not_depend_on_their_timing(processes):
+    """Whether threads met in the allocator decided whether a program with 512 MiB was told that memory is full."""
+    source = "from concurrent.futures import ThreadPoolExecutor\ndef f():\n  with ThreadPoolExecutor(16) as pool:\n"
+    source += "    return sum(pool.map(lambda n: len([n] * 10000) + 0 * sum(range(20000)), range(100)))"
+    for process in processes:
+        assert [ask(process, source) for _ in range(3)] == [{"value": 1_000_000}] * 3
 
 
 @pytest.mark.parametrize("namespaces", [True, False])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnavailableError
 from shoal.net.limits import ServeLimits
 from shoal.shardcast import relay as relay_module
 from shoal.shardcast.fetch import upstream_stats
@@ -455,7 +455,7 @@ def test_a_relay_with_a_bad_address_leaves_its_folder_free(open_network: Any, ru
         async with open_network() as network:
             with pytest.raises(ConfigError, match="ftp"):
                 await network.relay("ftp://relay.example", data="same")
-            with pytest.raises(ConfigError, match="cannot listen"):
+            with pytest.raises(UnavailableError, match="cannot listen"):
                 await network.relay(network.url, data="same", port=network.server.address[1])
             relay = await network.relay(network.url, data="same", limits=ServeLimits(grace_seconds=0.1))
             assert relay.server.url.port > 0

@@ -41,7 +41,7 @@ def train(out: Path, *overrides: str) -> Path:
         ("policy.path=no/such/place", "policy.path: no such folder 'no/such/place'"),
         ("policy.dtype=bfloat16", "policy.dtype: training needs float32"),
         ("engine.max_tokens=510", "engine.max_tokens: must be at most"),
-        ("eval.tasks=100000", "distinct held-out tasks"),
+        ("eval.tasks=100000", "eval.tasks: is 100000, but reverse has only"),
     ],
 )
 def test_a_mistake_is_found_before_anything_is_moved(trained: Path, override: str, reason: str) -> None:

@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import signal
@@ -243,6 +244,19 @@ def test_metrics_that_are_not_text_are_refused_with_a_sentence(config: RunConfig
     with pytest.raises(ConfigError, match="line 1 is not a metrics line"):
         run.truncate_after(0)
     run.close()
+
+
+def test_a_folder_that_cannot_be_created_is_a_mistake_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(ConfigError) as caught:
+        lock_dir(tmp_path / "worker")
+    monkeypatch.undo()
+    assert str(caught.value) == f"cannot create {tmp_path}/worker/: Permission denied"
 
 
 def test_a_name_that_no_folder_can_have_is_a_mistake_of_the_users(tmp_path: Path) -> None:

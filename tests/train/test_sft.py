@@ -18,6 +18,7 @@ from shoal.config.run import RunConfig, SftConfig, load_config
 from shoal.errors import ConfigError, DiskError
 from shoal.policy.model import save_policy
 from shoal.tasks.base import Family, Task
+from shoal.tasks.open import check_tasks
 from shoal.tasks.registry import load_family
 from shoal.tasks.split import Split, split_task
 from shoal.train.sft import load_start, run_sft, schedule_rate
@@ -190,13 +191,13 @@ def test_the_rate_rises_then_falls_to_a_tenth() -> None:
     ("overrides", "key"),
     [
         (["sft.steps=0"], "sft.steps"),
-        (["sft.heldout=5000"], "tasks.options"),
+        (["sft.heldout=5000"], "sft.heldout"),
         (["policy.tiny.context=8"], "tasks.options"),
     ],
 )
 def test_impossible_sft_is_one_sentence(tmp_path: Path, overrides: list[str], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        run_sft(configure(tmp_path, *overrides))
+        run_sft(check_tasks(configure(tmp_path, *overrides)))
     assert str(caught.value).startswith(f"{key}: ")
 
 

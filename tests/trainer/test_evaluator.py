@@ -1,6 +1,7 @@
 """The evaluator of a trainer: each version that is due is evaluated once, from the versions written."""
 
 import asyncio
+import signal
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,18 @@ def test_a_version_that_is_due_stays_until_it_is_evaluated(tmp_path: Path, swarm
     assert list_awaited(config, run) == [0, 1, 2, 3, 4]
     assert find_next(config, run) == 0
     assert all((run / "versions" / f"v{version:06d}").is_dir() for version in range(5))
+
+
+def test_an_evaluator_that_is_stopped_says_how_to_resume(tmp_path: Path, log) -> None:
+    async def stop_soon() -> None:
+        evaluating = asyncio.create_task(run_evaluator(make_config(tmp_path), tmp_path / "run"))
+        while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            await asyncio.sleep(0.01)
+        signal.raise_signal(signal.SIGTERM)
+        assert await evaluating == 0
+
+    asyncio.run(stop_soon())
+    assert log.messages[-1] == "stopped; the same command resumes"
 
 
 def test_one_evaluator_at_a_time(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def assert_synchronous(folder: Path, *overrides: str) -> None:
     assert hash_state(folder / "swarm" / "tiny-seed0") == hash_state(alone)
 
 
-@pytest.mark.parametrize(("level", "rank"), [(0, 0), (2, 0), (0, 2)])
+@pytest.mark.parametrize(("level", "rank"), [(0, 0), (2, 0), pytest.param(0, 2, marks=pytest.mark.long)])
 def test_a_swarm_of_real_parts_trains_to_its_last_version(tmp_path: Path, level: int, rank: int) -> None:
     lora = f"policy.lora.rank={rank}"
     config = make_run(tmp_path / "swarm", f"async_level={level}", lora)

@@ -251,9 +251,12 @@ def test_a_ledger_with_other_hashes_ends_the_trainer(tmp_path: Path, swarm: Fake
         run_life(make_config(tmp_path), swarm)
 
 
-def test_a_trainer_without_its_folder_computes_the_ledgers_versions_again(tmp_path: Path, swarm: FakeSwarm) -> None:
+def test_a_trainer_without_its_folder_computes_the_ledgers_versions_again(
+    tmp_path: Path, swarm: FakeSwarm, log
+) -> None:
     run_life(make_config(tmp_path / "first"), swarm)
     assert_whole(run_life(make_config(tmp_path / "second"), swarm).run.path, swarm)
+    assert "v4 was published: the steps after 0 are repeated from the ledger" in log.messages
 
 
 def test_versions_go_when_nobody_needs_them(tmp_path: Path, swarm: FakeSwarm) -> None:

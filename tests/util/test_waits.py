@@ -123,6 +123,16 @@ def test_retrying_continues_through_failures_and_is_one_wait(log) -> None:
     asyncio.run(check())
 
 
+def test_a_cause_that_lasts_is_a_warning_again_each_minute(log) -> None:
+    now_ms = [0]
+    waits, away = RoleWaits("worker", clock=lambda: now_ms[0]), UnreachableError("refused")
+    for seconds in (0, 30, 60, 90, 121):
+        now_ms[0] = 1000 * seconds
+        waits.report_failure("joining", away, "joining: refused; retrying")
+    said = "joining: refused; retrying"
+    assert log.messages == [said, f"{said}, for 60 s now", f"{said}, for 121 s now"]
+
+
 def test_one_cause_is_one_warning_until_the_wait_that_reported_it_succeeds(log) -> None:
     waits, away = RoleWaits("worker"), UnreachableError("refused")
     waits.report_failure("heartbeat", away, "the coordinator does not answer: refused")

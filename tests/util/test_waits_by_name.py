@@ -11,7 +11,7 @@ def test_a_wait_is_there_while_it_lasts():
         (wait,) = book.list_waits()
         assert (wait.name, wait.since_ms, wait.deadline_ms) == ("upload", 1000, 3000)
         assert not wait.is_overdue(3000) and wait.is_overdue(3001)
-        assert describe_wait(wait, 3001).text == "s5 waits for node n4 for 2 s, 1 s past its deadline"
+        assert describe_wait(wait, 3001).text == "s5 waits for node n4, for 2 s, 1 s past its deadline"
     assert book.list_waits() == []
 
 
@@ -27,7 +27,7 @@ def test_a_wait_ends_with_an_error_too():
 
 def test_a_wait_without_a_deadline_is_never_overdue():
     info = describe_wait(Wait("x", "a", "b", 0, detail="because"), 10**9)
-    assert not info.overdue and info.text == "a waits for b for 1000000 s: because"
+    assert not info.overdue and info.text == "a waits for b, for 1000000 s: because"
 
 
 def test_the_book_does_not_grow_without_end():

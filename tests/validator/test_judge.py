@@ -14,6 +14,7 @@ import pytest
 from shoal.protocol.messages import RolloutEntry, Verdict
 from shoal.redteam.attacks.weights import Int8Behaviour, StaleBehaviour
 from shoal.rollout import Group, Rollout, Score
+from shoal.sandbox import pool
 from shoal.tasks.base import score_texts
 from shoal.tasks.verify.base import mark_near
 from shoal.validator import consistency
@@ -82,6 +83,36 @@ def test_a_reward_that_our_verifier_cannot_decide_is_inconclusive(hand_in, monke
     assert hand_in().opinion().verdict is Verdict.ACCEPTED, "equal numbers agree"
     opinion = hand_in(edit=claim).opinion()
     assert opinion.verdict is Verdict.INCONCLUSIVE and failed(opinion) == {"limit"}
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_a_doubt_about_a_reward_hides_nothing_else(hand_in, monkeypatch, bounded: bool) -> None:
+    """Otherwise an owner of record submits rubbish for ever, without blame, with one text near a limit in each file."""
+
+    def claim(groups: Sequence[Group]) -> Sequence[Group]:
+        first, *rest = groups
+        return (replace(first, scores=(Score(0.75, ""), *first.scores[1:])), *rest)
+
+    def claim_and_lie(groups: Sequence[Group]) -> Sequence[Group]:
+        first, *rest = groups
+        last = replace(first.rollouts[-1], temperature=0.5)
+        return claim([replace(first, rollouts=(*first.rollouts[:-1], last)), *rest])
+
+    monkeypatch.setattr(consistency, "score_texts", lambda *words: list(map(mark_near, score_texts(*words))))
+    forged = hand_in(StaleBehaviour, version=1, edit=claim, bounded=bounded).opinion()
+    assert forged.verdict is Verdict.HARD and "limit" in failed(forged)
+    assert hand_in(edit=claim_and_lie, bounded=bounded).opinion().verdict is Verdict.SOFT
+    monkeypatch.setattr(consistency, "CHANCE_NATS", 5.0)
+    assert hand_in(edit=claim, bounded=bounded, duplicates=(3,)).opinion().verdict is Verdict.SOFT
+
+
+def test_what_sandboxes_use_is_part_of_the_cpu_time_of_a_verdict(hand_in, monkeypatch) -> None:
+    def score_in_sandboxes(*words):
+        pool._JOBS_CPU.add(50.0)
+        return score_texts(*words)
+
+    monkeypatch.setattr(consistency, "score_texts", score_in_sandboxes)
+    assert 100 <= hand_in().opinion().cpu_s < 200, "two groups"
 
 
 @pytest.mark.parametrize(

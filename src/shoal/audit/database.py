@@ -8,6 +8,7 @@ these statistics are complete; a trainer sees only the groups it trains on. A gr
 lease) has the same rollouts and counts once.
 """
 
+import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -60,7 +61,7 @@ def open_reader(url: str) -> Iterator[Engine]:
         yield engine
     except reader.RowError as error:
         raise ConfigError(f"{name}: the ledger is corrupt ({error}); see `shoal ledger verify`") from None
-    except SQLAlchemyError as error:
+    except (SQLAlchemyError, sqlite3.Error) as error:  # the latter for every row but the first of a statement
         raise ConfigError(f"{name}: cannot be read ({str(error).splitlines()[0]})") from error
     except UnicodeDecodeError as error:  # in a name of the schema, or in SQLite's message about it
         raise ConfigError(f"{name}: cannot be read (text that is not UTF-8)") from error

@@ -17,15 +17,18 @@ is such a head, from a node's `HeadKeeper`.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, text
+from sqlalchemy.dialects import sqlite
 
 from shoal.audit.replay import AuditError, replay_run
 from shoal.coordinator.state import PROJECTIONS
+from shoal.errors import ConfigError
 from shoal.ledger.db import BALANCES, EVENT, POSTING, Projection, is_sqlite, read_snapshot
 from shoal.ledger.event import GENESIS_PREV, Event, EventError, EventKind
 from shoal.ledger.head import HeadError, SignedHead
@@ -100,7 +103,9 @@ def verify_ledger(
     coordinator: str | None = None,
     descriptor: Descriptor | None = None,
 ) -> AuditReport:
-    """Check a ledger; ConfigError if the database has none. `projections`: those the ledger keeps besides balances.
+    """Check a ledger; ConfigError if the database has none, or `held` is a head of another ledger.
+
+    `projections`: those the ledger keeps besides balances.
 
     `coordinator` is the public key that must have signed it, `descriptor` that of the run it must belong to.
     """
@@ -162,6 +167,7 @@ class _Scan:
         report.run, report.coordinator = run, coordinator
         if not self._check_origin(event):
             return False
+        self._check_held()
         self._heads = read_heads(self._connection, run)
         self._next_head = next(self._heads, None)
         return True
@@ -183,6 +189,19 @@ class _Scan:
                     text = f"the genesis has {name} {value!s:.80}, the run's descriptor {wanted}"
                     report.add("descriptor", text)
         return not report.findings
+
+    def _check_held(self) -> None:
+        """Refuse a `held` head of a different ledger: it proves nothing about this one."""
+        report, held = self._report, self._held
+        if held is None:
+            return
+        if held.head.run != report.run:
+            raise ConfigError(f"--head: it belongs to run {held.head.run}, this ledger to run {report.run}")
+        try:
+            held.check_signed(report.run, report.coordinator)
+        except HeadError:
+            text = f"--head: not signed by {report.coordinator}, the coordinator of this ledger"
+            raise ConfigError(text) from None
 
     def _check_event(self, event: Event) -> None:
         report, place = self._report, f"event {event.seq}"
@@ -292,10 +311,19 @@ def open_scratch(tables: Sequence[sa.Table]) -> Iterator[Connection]:
                 connection.exec_driver_sql("PRAGMA synchronous = OFF")  # not needed after a crash
                 connection.exec_driver_sql("PRAGMA journal_mode = MEMORY")
                 for item in tables:
-                    item.create(connection)
+                    for statement in _write_schema(item):
+                        connection.exec_driver_sql(statement)
                 yield connection
         finally:
             engine.dispose()
+
+
+@cache
+def _write_schema(item: sa.Table) -> list[str]:
+    """The statements that create a table and its indexes."""
+    ddl: list[sa.schema.ExecutableDDLElement]
+    ddl = [sa.schema.CreateTable(item), *(sa.schema.CreateIndex(index) for index in item.indexes)]
+    return [str(element.compile(dialect=sqlite.dialect())) for element in ddl]
 
 
 def compare_table(left: Connection, right: Connection, item: sa.Table) -> Iterator[str]:
@@ -321,13 +349,12 @@ def compare_table(left: Connection, right: Connection, item: sa.Table) -> Iterat
 
 def _read_rows(connection: Connection, item: sa.Table, names: list[str]) -> Iterator[tuple[Any, ...]]:
     """All rows by primary key, as the driver returns them: SQLAlchemy would convert a wrong type to the right one."""
-    columns: list[Any] = [sa.literal_column(connection.dialect.identifier_preparer.quote(name)) for name in names]
-    order: list[Any] = []
-    for column, key in zip(columns, item.primary_key.columns, strict=False):
-        is_text = key.type.python_type is str and not is_sqlite(connection)
-        order.append(sa.collate(column, "C") if is_text else column)  # sort by code point, like SQLite
-    statement = sa.select(*columns).select_from(sa.table(item.name)).order_by(*order)
-    for row in connection.execution_options(yield_per=_BLOCK).execute(statement):
+    order = [key.name for key in item.primary_key.columns]
+    if not is_sqlite(connection):  # sort by code point, like SQLite
+        is_text = {key.name: key.type.python_type is str for key in item.primary_key.columns}
+        order = [f'{name} COLLATE "C"' if is_text[name] else name for name in order]
+    statement = f"SELECT {', '.join(names)} FROM {item.name} ORDER BY {', '.join(order)}"
+    for row in connection.execution_options(yield_per=_BLOCK).exec_driver_sql(statement):
         yield tuple(row)
 
 

@@ -51,7 +51,10 @@ async def find_target(client: "PublicClient", text: str) -> str:
     from shoal.identity.keys import check_public
 
     if not _PREFIX.fullmatch(text):
-        return check_public(text)
+        try:
+            return check_public(text)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; its first 8 characters or more suffice") from None
     owners = (await client.find_key(text)).owners
     keys = [key for owner in owners for key in (owner.owner, *(node.node for node in owner.nodes))]
     found = sorted({key for key in keys if key.startswith(text)})

@@ -101,8 +101,18 @@ class _HelpAction(argparse.Action):
         parser.exit()
 
 
+_FOREIGN_COMMANDS = {
+    "export": "a checkpoint already is a Hugging Face folder: runs/NAME/checkpoints/step-N/policy",
+    "grpo": "did you mean `shoal train`?",
+    "vllm-serve": "not needed; rollouts come from shoal's own engine",
+}
+"""commands of other programs, and what to do here"""
+
+
 def _explain_command(prog: str, action: "argparse._SubParsersAction[CommandParser]", name: str) -> str:
     """Error text for an unknown command: suggest the group it belongs to, or the closest spelling."""
+    if name in _FOREIGN_COMMANDS and prog == "shoal":
+        return f"unknown command {name!r}; {_FOREIGN_COMMANDS[name]}"
     groups = [group for group, parser in action.choices.items() if name in _list_actions(parser)]
     near = [f"{group} {name}" for group in groups] or difflib.get_close_matches(name, action.choices, n=1)
     hint = f"; did you mean `{prog} {near[0]}`?" if near else ""
@@ -223,7 +233,7 @@ QUERY = (WHERE, AUTHORITY, JSON)
 """flags of a command that queries a coordinator"""
 SUBMISSION = flag("submission", metavar="SUBMISSION", help="id of the submission, e.g. s123")
 DRY_RUN = flag("--dry-run", action="store_true", help="check and print the resolved settings, then exit")
-NPROC = flag("--nproc", type=int, default=0, metavar="N", help="run as N ranks on this machine (default: no ranks)")
+NPROC = flag("--nproc", type=int, default=0, metavar="N", help="run as N ranks on this machine (default: one process)")
 FRESH = flag("--fresh", action="store_true", help="move an existing run directory to DIR.old-N first")
 
 
@@ -267,6 +277,8 @@ def load_run(inputs: list[str], run_dir: Path | None = None) -> "tuple[Path | No
     path = path or run_dir
     if path is not None and path.is_dir():
         run_dir, path = run_dir or path, path / "config.toml"
+    elif path is not None and not path.exists():
+        raise ConfigError(f"{path}: no such run directory or config file")
     return run_dir, load_config(path, overrides)
 
 
@@ -374,8 +386,7 @@ def explain_error(error: Exception) -> str:
         return f"the coordinator does not answer: {text}"
     if not isinstance(error, ForkError):
         return text
-    end = "this node no longer works for it" if error.fork.convicts else "this node stops; restart it to check again"
-    return f"fork: {text}; {end}"
+    return f"fork: {text}" if error.fork.convicts else f"fork: {text}; this node stops; restart it to check again"
 
 
 @dataclass(slots=True)

@@ -27,7 +27,8 @@ def _add_coordinator(parser: CommandParser) -> None:
     add("--tls-cert", metavar="FILE", help="certificate chain, PEM (default: no TLS)")
     add("--tls-key", metavar="FILE", help="private key of the certificate, PEM")
     add("--database", metavar="URL", help="postgresql://... (default: SQLite, DIR/ledger.db)")
-    add("--blobs", metavar="URL", help="s3://BUCKET/PREFIX for submissions (default: DIR/blobs)")
+    text = "bucket for submissions, in quotes: 's3://BUCKET/PREFIX?endpoint=URL&region=NAME' (default: DIR/blobs)"
+    add("--blobs", metavar="URL", help=text)
     add("--dry-run", action="store_true", help="print the resolved settings as JSON and exit")
 
 

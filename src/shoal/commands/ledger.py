@@ -130,6 +130,11 @@ async def _verify_remote(
                 descriptor, _ = await common.fetch_descriptor(client)
             else:
                 client.trust(descriptor.run, descriptor.coordinator)
+            if expected is not None and expected != descriptor.coordinator:
+                text = (
+                    f"wrong coordinator key: the run's descriptor names {descriptor.coordinator}, expected {expected}"
+                )
+                return CommandResult(EXIT_BROKEN, f"ledger at {args.where}: {text}", {"holds": False, "text": text})
             try:
                 report = await verify_remote(client, descriptor, path, held, expected)
             except RemoteLedgerError as error:
@@ -254,8 +259,8 @@ def describe_report(report: "AuditReport") -> CommandResult:
     """Describe a verification; code 0 only if the ledger holds."""
     lines = [f"{finding.check}: {finding.text}" for finding in report.findings]
     counts = (
-        f"{report.num_events} events, {report.num_postings} postings, {report.num_heads} signed heads, "
-        f"{report.num_tables} tables rebuilt"
+        f"{count_things(report.num_events, 'event')}, {count_things(report.num_postings, 'posting')}, "
+        f"{count_things(report.num_heads, 'signed head')}, {count_things(report.num_tables, 'table')} rebuilt"
     )
     if report.holds:
         verdict = "holds"

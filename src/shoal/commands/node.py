@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from shoal.protocol.messages import MemberInfo
 
 logger = logging.getLogger(__name__)
-_PINNED = ("run", "coordinator", "operator", "genesis")
-"""fixed by the first descriptor in a folder"""
-
-
 _FOLDER = flag("--folder", type=Path, default=Path("node"), metavar="DIR", help="folder of the node (%(default)s)")
 _JOIN = (
     *common.QUERY,
@@ -68,6 +64,8 @@ async def join_run(
 ) -> CommandResult:
     """Join a run, or renew: with the owner's key, with a delegation from a file, or with the previous delegation."""
     common.check_key("--coordinator", coordinator)
+    if owner is not None:
+        common.load_key(owner)  # a wrong path is reported now, not when the coordinator answers
     address, descriptor, data = await _find_run(where, authority)
     if coordinator not in (None, descriptor.coordinator):
         raise ConfigError(f"{where}: coordinator key is {descriptor.coordinator}, expected {coordinator}")
@@ -76,7 +74,6 @@ async def join_run(
     document = _find_delegation(key, descriptor.run, folder, owner, delegation, allowance or Allowance())
     async with _open_node(address, key, descriptor, folder, authority) as client:
         await client.check_newest()  # never join a coordinator that showed a different history
-        logger.info("computing the proof of work for joining ...")
         info = await client.join(document, software=f"shoal {__version__}")
         await client.check_newest()
     write_atomic(folder / "delegation.json", document)
@@ -135,15 +132,11 @@ async def _find_run(where: str, authority: Path | None) -> "tuple[str, Descripto
 
 def _check_folder(folder: Path, descriptor: "Descriptor") -> None:
     """Create the node's folder; refuse one that belongs to a different run."""
+    from shoal.node.known_run import check_same
+
     path = folder / "descriptor.json"
     if path.exists():
-        known, _ = common.read_descriptor(path)
-        changed = [name for name in _PINNED if getattr(known, name) != getattr(descriptor, name)]
-        if changed:
-            raise ConfigError(
-                f"{folder}: belongs to a node of run {known.run}, coordinator {known.coordinator}; the descriptor "
-                f"found now has a different {changed[0]}. Choose another folder if that is intended"
-            )
+        check_same(descriptor, common.read_descriptor(path)[0], folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 

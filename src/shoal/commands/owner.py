@@ -78,8 +78,16 @@ def run_key(args: argparse.Namespace) -> int:
 async def _show(args: argparse.Namespace) -> CommandResult:
     """Show an owner's record, bond, pending and free credit."""
     owner = common.load_key(args.owner).public
-    async with common.open_client(args.where, args.ca) as client:
-        account = await client.read_account(owner)
+    if Path(args.where).is_dir():
+        from shoal.coordinator.status import read_account
+
+        with common.open_folder(args.where) as connection:
+            account = read_account(connection, owner)
+        if account is None:
+            return CommandResult(common.EXIT_REFUSED, f"no node of owner {owner} has joined this run")
+    else:
+        async with common.open_client(args.where, args.ca) as client:
+            account = await client.read_account(owner)
     return CommandResult(0, describe_account(account), account.model_dump(mode="json"))
 
 
@@ -90,7 +98,7 @@ def describe_account(account: "OwnerAccount") -> str:
     rows = (
         ("earned", account.earned, "by all accepted work"),
         ("bond", account.stake, "burned by a conviction; `shoal owner unbond` returns it"),
-        ("unbonding", account.unbond, "a bond on its way back"),
+        ("unbonding", account.unbond, "a bond being returned"),
         ("pending", account.pending, "becomes free after the challenge window"),
         ("free", account.avail, "`shoal owner redeem` asks for its payment"),
         ("redeeming", account.redeeming, "requested, not paid out yet"),

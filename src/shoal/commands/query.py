@@ -32,12 +32,13 @@ _CLEAR = "\x1b[H\x1b[J"
 def run_status(args: argparse.Namespace) -> int:
     """Show a run's progress, and what it is waiting for."""
     if args.watch:
-        return common.run_until_stopped(_watch_status(args.where, args.ca, as_json=args.json))
-    return common.run_query(ask_status(args.where, args.ca), as_json=args.json)
+        return common.run_until_stopped(_watch_status(args))
+    return common.run_query(_ask_status(args), as_json=args.json)
 
 
 async def _explain(args: argparse.Namespace) -> CommandResult:
     """Explain a submission (checks and pay; -v lists every value), an owner or a node."""
+    args.what = _read_names(args.where).get(args.what, args.what)
     if _PREFIX.fullmatch(args.what):
         return await ask_key(args.where, args.what, args.ca)
     if not args.what.startswith("s"):
@@ -47,8 +48,18 @@ async def _explain(args: argparse.Namespace) -> CommandResult:
     return await ask_explanation(args.where, common.check_submission(args.what), args.ca, in_full=bool(args.verbose))
 
 
-async def ask_status(where: str, authority: Path | None = None) -> CommandResult:
-    """Fetch and describe the run's status."""
+def _read_names(where: str) -> dict[str, str]:
+    """In the folder of `shoal run`: the public key of each node, by the name of its process."""
+    path = Path(where) / "launch" / "keys.json"
+    return {name: keys["node"] for name, keys in json.loads(path.read_bytes()).items()} if path.is_file() else {}
+
+
+async def _ask_status(args: argparse.Namespace) -> CommandResult:
+    return await ask_status(args.where, args.ca, in_full=bool(args.verbose))
+
+
+async def ask_status(where: str, authority: Path | None = None, *, in_full: bool = False) -> CommandResult:
+    """Fetch and describe the run's status; `in_full` with the check rate."""
     from shoal.net.client import GLANCE
 
     async with common.open_client(where, authority, deadlines=GLANCE) as client:
@@ -58,7 +69,7 @@ async def ask_status(where: str, authority: Path | None = None) -> CommandResult
             if not Path(where).is_dir():
                 raise
             return _describe_folder(where, error)
-    return CommandResult(0, describe_status(status), status.model_dump(mode="json"))
+    return CommandResult(0, describe_status(status, in_full=in_full), status.model_dump(mode="json"))
 
 
 def _describe_folder(where: str, error: UnreachableError) -> CommandResult:
@@ -126,38 +137,40 @@ async def _leaderboard(args: argparse.Namespace) -> CommandResult:
     return CommandResult(0, describe_leaders(leaders, own), leaders.model_dump(mode="json"))
 
 
-async def _watch_status(where: str, authority: Path | None, *, as_json: bool) -> int:
+async def _watch_status(args: argparse.Namespace) -> int:
     """Print the status repeatedly until interrupted; retries while the coordinator is unreachable."""
-    is_drawn = is_live(sys.stdout) and not as_json
+    is_drawn = is_live(sys.stdout) and not args.json
     while True:
         try:
-            outcome = await ask_status(where, authority)
+            outcome = await _ask_status(args)
         except common.query_errors() as error:
             outcome = CommandResult(1, common.explain_error(error), {"error": common.explain_error(error)})
-        text = json.dumps(outcome.data) if as_json else f"{clean_text(outcome.text)}\n"
+        text = json.dumps(outcome.data) if args.json else f"{clean_text(outcome.text)}\n"
         print(f"{_CLEAR if is_drawn else ''}{text}", flush=True)
         if outcome.data.get("finished"):
             return 0
         await asyncio.sleep(WATCH_S)
 
 
-def describe_status(status: "Status") -> str:
-    """Describe the run's progress, and what it is waiting for."""
+def describe_status(status: "Status", *, in_full: bool = False) -> str:
+    """Describe the run's progress, and what it is waiting for; `in_full` with the check rate."""
     state = "finished" if status.finished else "stopped by the operator" if status.stopped else "running"
     version = f"v{status.newest_version} is newest" if status.newest_version >= 0 else "no version yet"
+    overdue = [wait.text for wait in status.waits if wait.overdue]
+    waiting = [wait.text for wait in status.waits if not wait.overdue]
     lines = [
         f"run {status.run}: {state}, {status.trained} of {count_things(status.steps, 'step')} trained, {version}",
+        *(f"  OVERDUE      {text}" for text in overdue),
         f"  nodes        {status.nodes_live} live, {status.nodes_stale} stale, {status.nodes_gone} gone",
         *_describe_nodes(status.nodes),
-        f"  to judge     {count_things(status.queue, 'submission')}",
+        f"  queue        {count_things(status.queue, 'submission')} awaiting validation",
         *(_describe_step(step) for step in status.open_steps),
-        *(f"  checks       {line}" for line in status.checks),
+        *(f"  checks       {line}" for line in status.checks if in_full),
         *(f"  watched      {line}" for line in status.watched),
+        *(f"  waiting      {text}" for text in waiting),
+        # Overdue ones are listed at the top.
+        *(f"  ALARM        {text}" for text in status.alarms if not text.startswith("overdue: ")),
     ]
-    overdue = {wait.text for wait in status.waits if wait.overdue}
-    lines += [f"  {'OVERDUE' if wait.text in overdue else 'waiting'}      {wait.text}" for wait in status.waits]
-    # Overdue ones are listed above.
-    lines += [f"  ALARM        {text}" for text in status.alarms if not text.startswith("overdue: ")]
     return "\n".join(lines)
 
 

@@ -154,6 +154,8 @@ def check_engine(args: argparse.Namespace) -> None:
 def run_node(args: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Run a node to its end; while the disk is full, work that needs it waits."""
     common.check_key("--coordinator", args.coordinator)
+    if args.tasks is not None:
+        common.read_file(args.tasks, 1)  # a wrong path is reported now, not when the coordinator answers
     from shoal.train.rundir import hold_dir
 
     # Before anything that takes long to load. Two processes in one folder would use each other's leases.
@@ -166,8 +168,17 @@ def run_node(args: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, No
         try:
             return common.run_until_stopped(_run_to_end(outlast_disk(work, args.folder, RoleWaits("node"))))
         except SessionError as error:
-            print(f"shoal: {error}", file=sys.stderr)
+            print(f"shoal: {error}{name_details(args.where, args.folder, error.code)}", file=sys.stderr)
             return EXIT_UNWANTED
+
+
+def name_details(where: str, folder: Path, code: str) -> str:
+    """Which command says more about why a node was banned; empty for any other refusal."""
+    from shoal.net.api_error import BANNED
+
+    if code != BANNED:
+        return ""
+    return f"; for details: shoal explain {where} {common.load_key(folder / 'node.key').public[:16]}"
 
 
 async def _run_to_end(work: Coroutine[Any, Any, None]) -> int:

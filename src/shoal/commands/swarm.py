@@ -3,14 +3,17 @@
 import argparse
 import logging
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.commands.common import DRY_RUN, FRESH, CliCommand, flag, print_settings
 from shoal.errors import ConfigError
+from shoal.util.aio import interrupt_on_sigterm
 from shoal.util.disk import guard_disk
 
 if TYPE_CHECKING:
+    from shoal.launch.process import Part
     from shoal.launch.settings import LaunchConfig
 
 logger = logging.getLogger(__name__)
@@ -24,9 +27,9 @@ def run_run(args: argparse.Namespace) -> int:
     from shoal.launch.layout import SwarmPaths
 
     logger.info(f"run {config.run} in {SwarmPaths.of(config).root}: loading libraries")
-    from shoal.launch.run import start_swarm
+    with interrupt_on_sigterm(), guard_disk(SwarmPaths.of(config).root):
+        from shoal.launch.run import start_swarm
 
-    with guard_disk(SwarmPaths.of(config).root):
         code, report = start_swarm(config, fresh=args.fresh)
     if report:
         print(report)
@@ -40,7 +43,7 @@ def run_prepare(args: argparse.Namespace) -> int:
         return print_settings(config)
     from shoal.launch.deploy import describe_hosts
     from shoal.launch.layout import SwarmPaths
-    from shoal.launch.parts import list_parts
+    from shoal.launch.parts import list_parts, list_servers
     from shoal.launch.prepare import log_checks, prepare_swarm
     from shoal.launch.run import describe_finished, hold_swarm, is_finished
 
@@ -49,6 +52,9 @@ def run_prepare(args: argparse.Namespace) -> int:
         prepared = prepare_swarm(config, layout)
         if is_finished(config, layout.root):
             logger.warning(describe_finished(config))
+            if not config.swarm.is_spread:
+                logger.info("to serve its ledger and its versions again:")
+                _print_commands(list_servers(prepared))
             return 0
         log_checks(prepared)
         if config.swarm.is_spread:
@@ -56,9 +62,13 @@ def run_prepare(args: argparse.Namespace) -> int:
             print(describe_hosts(prepared))
             return 0
         logger.info(f"run {config.run} is ready in {layout.root}; start all of it with `shoal run`, or one by one:")
-        for part in list_parts(prepared):
-            print(shlex.join(("shoal", *part.arguments)))
+        _print_commands(list_parts(prepared))
     return 0
+
+
+def _print_commands(parts: "Iterable[Part]") -> None:
+    for part in parts:
+        print(shlex.join(("shoal", *part.arguments)))
 
 
 def run_report(args: argparse.Namespace) -> int:
@@ -89,8 +99,7 @@ def _load(args: argparse.Namespace) -> "LaunchConfig":
     from shoal.redteam.registry import WORKER_FAMILIES, list_names
     from shoal.tasks.open import check_tasks
 
-    config = load_launch(getattr(args, "config", None), args.inputs)
-    check_tasks(config)
+    config = check_tasks(load_launch(getattr(args, "config", None), args.inputs))
     for name in config.swarm.cheats:
         if name not in list_names(WORKER_FAMILIES):
             raise ConfigError(f"swarm.cheats: {name[:80]!r} is not a worker attack; see `shoal redteam list`")
@@ -98,6 +107,7 @@ def _load(args: argparse.Namespace) -> "LaunchConfig":
 
 
 _SETTINGS = "shoal.launch.settings:LaunchConfig"
+_RESUMES = "; the same command resumes"
 _DEMO = "run a small swarm on built-in settings; one worker cheats"
 _FILE = "a TOML file as for `shoal train`, with a [swarm] table"
 _PREPARE = (
@@ -112,8 +122,8 @@ _REPORT = (
     flag("--ledger", type=Path, metavar="FILE", help="copy of the ledger (default: RUN_DIR/coordinator/ledger.db)"),
 )
 COMMANDS = (
-    CliCommand("run", run_run, (*_PREPARE, FRESH), settings=_SETTINGS),
+    CliCommand("run", run_run, (*_PREPARE, FRESH), settings=_SETTINGS, resumes=_RESUMES),
     CliCommand("prepare", run_prepare, _PREPARE, settings=_SETTINGS),
     CliCommand("report", run_report, _REPORT),
-    CliCommand("demo", run_run, (_BUILT_IN, DRY_RUN, FRESH), text=_DEMO, settings=_SETTINGS),
+    CliCommand("demo", run_run, (_BUILT_IN, DRY_RUN, FRESH), text=_DEMO, settings=_SETTINGS, resumes=_RESUMES),
 )

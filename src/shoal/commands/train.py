@@ -1,6 +1,7 @@
 """Commands for one machine: `train`, `sft`, `eval`, `rollouts`, `calibrate`, `convert`, `filter`, `tasks`."""
 
 import argparse
+import logging
 import re
 import sys
 import time
@@ -15,6 +16,8 @@ from shoal.util.files import check_output
 if TYPE_CHECKING:
     from shoal.config.run import RunConfig
     from shoal.train.offline_filter import FilterProgress
+
+logger = logging.getLogger(__name__)
 
 EXIT_STALE = 1
 """the calibration no longer holds"""
@@ -83,6 +86,9 @@ def run_train(args: argparse.Namespace) -> int:
     config = common.load_inputs(args.inputs)
     if args.dry_run:
         return _check_settings(config, resumes=not args.fresh)
+    from shoal.train.rundir import run_path
+
+    logger.info(f"run {run_path(config)}: loading libraries")
     from shoal.train.loop import run_training
     from shoal.train.resume import run_as_rank
 
@@ -95,12 +101,14 @@ def run_sft(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _check_settings(config, resumes=False)
     from shoal.learner.parallel import Ranks
+    from shoal.tasks.open import check_tasks
     from shoal.train.resume import run_as_rank
     from shoal.train.sft import run_sft as fine_tune
 
     def work(ranks: Ranks) -> int:
-        ranks.announce("sft", config=config.model_dump_json())
-        print(fine_tune(config, ranks))
+        fitted = check_tasks(config)
+        ranks.announce("sft", config=fitted.model_dump_json())
+        print(fine_tune(fitted, ranks))
         return 0
 
     return run_as_rank(config.policy.device, work)
@@ -147,8 +155,7 @@ def _check_settings(config: "RunConfig", *, resumes: bool) -> int:
     from shoal.tasks.open import check_tasks, pin_tasks
     from shoal.train.rundir import check_config
 
-    config = pin_tasks(config)
-    check_tasks(config)
+    config = check_tasks(pin_tasks(config))
     if Path(config.policy.path).is_dir() and config.policy.path:
         policy = config.policy.model_copy(update={"path": str(Path(config.policy.path).resolve())})
         config = config.model_copy(update={"policy": policy})

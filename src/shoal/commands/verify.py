@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.commands import common
 from shoal.commands.common import CliCommand, CommandParser, CommandResult
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnavailableError
 from shoal.util.files import write_output
 
 if TYPE_CHECKING:
@@ -52,6 +52,12 @@ async def _verify(args: argparse.Namespace) -> CommandResult:
     """Check a decided submission again and compare with the ledger; -v lists every value."""
     common.check_submission(args.submission)
     common.check_least("--threads", args.threads, 1)
+    if args.owner is not None:
+        common.load_key(args.owner)
+    for name in ("folder", "case", "weights"):
+        path = getattr(args, name)
+        if path is not None and not path.is_dir():
+            raise ConfigError(f"{path}: no such folder")
     from shoal.util.process import tune_process
 
     tune_process(args.threads)
@@ -204,6 +210,7 @@ async def _find_previous(
 
 
 async def _pull_weights(descriptor: "Descriptor", version: int, folder: Path) -> Path:
+    from shoal.node.weights import describe_relays
     from shoal.shardcast.client import ShardcastClient
     from shoal.shardcast.fetch.upstreams import GoneError
 
@@ -217,12 +224,14 @@ async def _pull_weights(descriptor: "Descriptor", version: int, folder: Path) ->
             async with asyncio.timeout(_PULL_S):
                 return await client.pull(version)
         except (GoneError, TimeoutError):
-            text = (
-                f"v{version} is no longer available from the run's relays. Give its weights with --weights DIR: "
-                f"weights/v{version} in the folder of a worker or validator that still has it, or, from the run's "
-                f"operator, versions/v{version:06d} in the trainer's run directory"
+            give = (
+                f"give its weights with --weights DIR: weights/v{version} in the folder of a worker or validator that "
+                f"still has it, or, from the run's operator, versions/v{version:06d} in the trainer's run directory"
             )
-            raise ConfigError(text) from None
+            if all(relay.listed for relay in client.puller.upstreams.all):
+                raise ConfigError(f"v{version} is no longer available from the run's relays; {give}") from None
+            silent = f"v{version} was not received: not every relay answers ({describe_relays(client)})"
+            raise UnavailableError(f"{silent}. Try again later, or {give}") from None
 
 
 async def _judge_again(
@@ -257,7 +266,7 @@ def conclude_review(
     match = find_outcome(reviews, evidence.state)
     job = evidence.job
     lines = [
-        f"{job.submission} is {evidence.state}. It was checked again here, with v{job.version} and the same file: "
+        f"{job.submission} {evidence.state.phrase}. It was checked again here, with v{job.version} and the same file: "
         f"{job.manifest.size} bytes, SHA-256 {job.manifest.blob}.",
         _describe_match(match, where, evidence, reviews),
     ]

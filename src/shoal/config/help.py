@@ -25,6 +25,7 @@ _TYPE_ERRORS = ("_type", "_parsing", "literal_error", "finite_number", "_pattern
 FOREIGN_NAMES = {
     # TRL
     "max_steps": "steps",
+    "num_train_epochs": "steps",
     "learning_rate": "learner.lr",
     "beta": "learner.loss.kl",
     "epsilon": "learner.loss.eps_low",
@@ -38,7 +39,7 @@ FOREIGN_NAMES = {
     "max_completion_length": "engine.max_tokens",
     "model_name_or_path": "policy.path",
     "torch_dtype": "policy.dtype",
-    "bf16": "policy.dtype",
+    "bf16": "learner.precision",
     "gradient_accumulation_steps": "learner.micro_tokens",
     "output_dir": "out",
     "run_name": "name",
@@ -86,6 +87,18 @@ FOREIGN_NAMES = {
     "kl_tau": "learner.loss.kl",
 }
 """what TRL, verl and prime-rl call a setting, and its key here; only for the hint in an error"""
+_COUNTS_GROUPS = "prompts per step; completions = groups x batch.group_size"
+FOREIGN_NOTES = {
+    "num_train_epochs": "training is counted in steps of batch.groups tasks, not in epochs",
+    "per_device_train_batch_size": _COUNTS_GROUPS,
+    "train_batch_size": _COUNTS_GROUPS,
+    "batch_size": _COUNTS_GROUPS,
+    "gradient_accumulation_steps": "not one-to-one: most tokens in one micro-batch; gradients are the same for any",
+    "scale_rewards": "zscore divides by the standard deviation of the group, centred does not",
+    "use_vllm": "not needed; rollouts come from shoal's own engine",
+    "logging_steps": "not needed; every step is logged",
+}
+"""what to know about such a name, in addition to its key here or in the place of one"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +184,13 @@ def find_keys(model: type[BaseModel], name: str) -> list[str]:
     return _guess_keys(model, tables if ".".join(tables) in known else [], last)
 
 
+def find_note(name: str) -> str:
+    """What to know about a setting of another framework; mostly nothing."""
+    return FOREIGN_NOTES.get(name.rpartition(".")[2], "")
+
+
 def explain_errors(model: type[BaseModel], error: ValidationError) -> str:
-    """The first error as one sentence that begins with its dotted key, and the number of further ones."""
+    """The errors as sentences that begin with their dotted keys, one per line."""
     sentences: dict[str, str] = {}
     for detail in error.errors(include_url=False):
         parts = [str(part) for part in detail["loc"]]
@@ -180,8 +198,7 @@ def explain_errors(model: type[BaseModel], error: ValidationError) -> str:
         del parts[known:]
         # A union reports one error per alternative; the first stands for all.
         sentences.setdefault(".".join(parts), _explain_detail(model, parts, field, detail))
-    first, *others = sentences.values()
-    return first + (f" (and {len(others)} more error{'s' * (len(others) > 1)})" if others else "")
+    return "\n".join(sentences.values())
 
 
 def _explain_detail(model: type[BaseModel], parts: list[str], field: FieldInfo | None, detail: Any) -> str:
@@ -203,9 +220,11 @@ def _explain_detail(model: type[BaseModel], parts: list[str], field: FieldInfo |
 def _explain_unknown(model: type[BaseModel], parts: list[str]) -> str:
     *tables, last = parts
     known = list(_find_model(model, tables).model_fields)
-    guesses = _guess_keys(model, tables, last)
+    guesses, note = _guess_keys(model, tables, last), find_note(last)
     if guesses:
-        return f"{'.'.join(parts)}: unknown key; did you mean {' or '.join(guesses)}?"
+        return f"{'.'.join(parts)}: unknown key; did you mean {' or '.join(guesses)}?" + (f" ({note})" if note else "")
+    if note:
+        return f"{'.'.join(parts)}: unknown key; {note}"
     owner = f" of {'.'.join(tables)}" if tables else ""
     return f"{'.'.join(parts)}: unknown key; known keys{owner}: {', '.join(known)}"
 
@@ -216,6 +235,8 @@ def _guess_keys(model: type[BaseModel], tables: list[str], last: str) -> list[st
     for name in (".".join([*tables, last]), last):
         if FOREIGN_NAMES.get(name) in keys:
             return [FOREIGN_NAMES[name]]
+    if last in FOREIGN_NOTES:
+        return []
     if close := difflib.get_close_matches(last, _find_model(model, tables).model_fields, n=1):
         return [".".join([*tables, close[0]])]
     ends = {key: key.rpartition(".")[2] for key in keys}

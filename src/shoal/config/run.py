@@ -15,7 +15,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from shoal.config.help import accepts_text, explain_errors, list_settings
 from shoal.config.tasks import FilterConfig as FilterConfig
@@ -109,7 +109,7 @@ class PolicyConfig(Settings):
 
 
 class SftConfig(Settings):
-    """Supervised fine-tuning on the family's demonstrations, before RL."""
+    """Supervised fine-tuning before RL, on the demonstrations of a family or the `metadata.solution` of a set."""
 
     steps: Annotated[int, Field(ge=0)] = 0
     """optimizer steps; 0 skips SFT"""
@@ -171,11 +171,15 @@ class LossConfig(Settings):
         return self
 
 
+def _spell_centred(value: object) -> object:
+    return "centred" if value == "centered" else value
+
+
 class LearnerConfig(Settings):
     """How a batch becomes an update."""
 
     loss: LossConfig = LossConfig()
-    advantage: Literal["zscore", "centred"] = "zscore"
+    advantage: Annotated[Literal["zscore", "centred"], BeforeValidator(_spell_centred)] = "zscore"
     """(r - mean) / (std + 1e-6) with ddof 1, or r - mean"""
     old_logprobs: Literal["recompute", "behaviour"] = "recompute"
     """denominator of the ratio: recomputed by the learner before its first update, or as the sampler recorded them"""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Option = bool | int | float | str
 
@@ -42,7 +42,9 @@ class FilterConfig(Settings):
 
 
 Places = Annotated[
-    list[str], Field(max_length=64, json_schema_extra={"allowed": 'a list of places, such as ["gsm8k:train.jsonl"]'})
+    list[str],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    Field(max_length=64, json_schema_extra={"allowed": 'a place or a list of places, such as ["gsm8k:train.jsonl"]'}),
 ]
 MAX_WEIGHT = 1_000_000
 

@@ -39,7 +39,7 @@ MAX_LISTED = 64
 MAX_SILENCE_MS = 3_600_000
 """time after which a silent node counts as gone and is no longer waited for"""
 MAX_NOTICES = 8
-"""rejections of a node that its heartbeats are told"""
+"""rejections of a node, reported in answers to its heartbeats"""
 
 
 @dataclass(slots=True)

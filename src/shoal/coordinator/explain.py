@@ -87,8 +87,8 @@ def _require_submission(connection: Connection, submission: str) -> SubmissionRo
 
 def _describe_start(row: SubmissionRow) -> Iterator[str]:
     groups = f"group {row.first}" if row.count == 1 else f"groups {row.first} to {row.first + row.count - 1}"
-    yield f"{row.submission} is {row.state}."
-    yield f"Node {row.node} of owner {row.owner} committed it under {row.lease}."
+    yield f"{row.submission} {SubmissionState(row.state).phrase}."
+    yield f"Node {row.node} of owner {row.owner} submitted it for lease {row.lease}."
     yield f"It covers {groups} of step {row.step}, generated with v{row.version}."
     yield f"File {row.blob}, {row.size} bytes, {row.tokens} tokens by its manifest."
     if row.received_ms:
@@ -97,14 +97,16 @@ def _describe_start(row: SubmissionRow) -> Iterator[str]:
 
 def _describe_duplicates(connection: Connection, row: SubmissionRow) -> Iterator[str]:
     for duplicate in list_duplicates(connection, row.submission):
-        yield f"Rollout {duplicate.place} has the tokens of one in {duplicate.rival}, which is {duplicate.rival_state}."
+        rival = f"{duplicate.rival}, which {SubmissionState(duplicate.rival_state).phrase}"
+        yield f"Rollout {duplicate.place} has the tokens of one in {rival}."
 
 
 def _describe_verdicts(connection: Connection, row: SubmissionRow) -> Iterator[str]:
     earlier: dict[tuple[str, ...], int] = {}
     for vote in list_verdicts(connection, row.submission):
         on = " on appeal" if vote.appeal else ""
-        yield f"Round {vote.round}{on}: validator {vote.validator} says {vote.verdict} ({vote.tokens} tokens)."
+        tokens = count_things(vote.tokens, "token")
+        yield f"Round {vote.round}{on}, validator {vote.validator}: verdict {vote.verdict} ({tokens})."
         lines = tuple(_summarise_findings(_read_findings(connection, vote)))
         if lines and lines in earlier:
             yield f"  the same findings as in round {earlier[lines]}"

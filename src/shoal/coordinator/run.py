@@ -22,7 +22,7 @@ from shoal.config.run import Settings, lay_override
 from shoal.config.toml import read_toml
 from shoal.coordinator.economics import describe_check_rate, list_warnings
 from shoal.coordinator.service import CoordinatorService, ServiceConfig, list_differences, open_service
-from shoal.errors import ConfigError, DiskError
+from shoal.errors import ConfigError, DiskError, UnavailableError
 from shoal.identity.keys import check_public
 from shoal.identity.routes import build_error
 from shoal.ledger.ledger import WriterStoppedError
@@ -173,7 +173,7 @@ async def serve_run(config: ServiceConfig, data: Path, *, show: Callable[[str], 
     while True:
         try:
             return await _serve_once(config, data, show)
-        except (ConfigError, DiskError, OSError) as error:
+        except (ConfigError, DiskError, UnavailableError, OSError) as error:
             if not data.is_dir() or await asyncio.to_thread(has_room, data):
                 raise
             logger.error("disk full: %s", error, extra={"fields": {"folder": str(data)}})
@@ -205,14 +205,16 @@ async def _serve_once(config: ServiceConfig, data: Path, show: Callable[[str], N
 def describe_service(config: ServiceConfig, data: Path, service: CoordinatorService) -> str:
     """Where everything is, and how to join."""
     descriptor, key = service.descriptor, data / "operator.key"
-    size = service.coordinator.ledger.size
+    size, (host, port) = service.coordinator.ledger.size, service.server.address
+    state = "begun" if size <= 2 else "finished" if service.coordinator.cache.finished else "resumed"
     kept = f" (its key is {key}; move it to a safe place)" if key.exists() else ""
     joining = [f"shoal node join {service.url} --coordinator {descriptor.coordinator} --owner OWNER.key"]
     if descriptor.tasks:  # the run has tasks
         joining.insert(0, f"shoal worker {service.url} --coordinator {descriptor.coordinator}")
     lines = [
-        f"run {config.run}: {'begun' if size <= 2 else 'resumed'}, {size} events",
-        f"  serving      {', '.join(descriptor.urls)}",
+        f"run {config.run}: {state}, {size} events",
+        f"  listening    {host}:{port} ({'https' if config.tls_certificate else 'http'})",
+        f"  address      {', '.join(descriptor.urls)}",
         f"  ledger       {hide_password(config.database) or data / 'ledger.db'}",
         f"  descriptor   {data / 'descriptor.json'}",
         f"  coordinator  {descriptor.coordinator}",
@@ -225,9 +227,15 @@ def describe_service(config: ServiceConfig, data: Path, service: CoordinatorServ
 
 def _log_concerns(config: ServiceConfig, service: CoordinatorService) -> None:
     """Warn about settings that the operator may not have intended."""
-    if names := list_differences(config, service.coordinator.params):
-        logger.warning("the run keeps its own parameters; change them with `shoal admin params`: %s", ", ".join(names))
-    if not is_loopback(config.host) and not config.tls_certificate:
+    for text in list_differences(config, service.coordinator.params):
+        logger.warning(f"{text} (`shoal admin params` changes it)")
+    has_tls = config.tls_certificate or config.http.behind_proxy
+    if not has_tls and any(url.startswith("https:") for url in config.urls):
+        text = (
+            "serving plain HTTP for an https:// address: give --tls-cert and --tls-key, or set http.behind_proxy=true"
+        )
+        logger.warning(text)
+    elif not is_loopback(config.host) and not config.tls_certificate:
         logger.warning("serving other machines without TLS: use a reverse proxy, or configure a certificate")
     for text in list_warnings(service.coordinator.params, join_work=config.join_work):
         logger.warning(text)

@@ -22,6 +22,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -40,7 +41,7 @@ from shoal.coordinator.coordinator import Coordinator, open_run
 from shoal.coordinator.rules.storage import MIN_FILES, limit_lease_file
 from shoal.coordinator.run_files import RunFiles, load_run_files
 from shoal.coordinator.state.members import list_joins
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnavailableError
 from shoal.identity.authenticator import AuthLimits
 from shoal.identity.documents import DocumentError
 from shoal.identity.keys import Key, read_private, write_private
@@ -57,11 +58,12 @@ from shoal.net.sockets import load_server_tls
 from shoal.protocol.beacon import SECRET_BYTES
 from shoal.protocol.descriptor import Descriptor, is_store, open_descriptor, sign_descriptor
 from shoal.protocol.events import Genesis, read_body
-from shoal.protocol.params import RunParams
+from shoal.protocol.params import RunParams, dump_params
 from shoal.util.aio import run_together
 from shoal.util.canonical import encode_canonical
 from shoal.util.clock import LastAliveFile, SteadyClock, read_clock
 from shoal.util.files import write_atomic
+from shoal.util.metrics import Counter, add_gauge
 from shoal.util.units import format_bytes
 
 
@@ -142,7 +144,7 @@ class CoordinatorService:
 
     @property
     def url(self) -> str:
-        """The address that it listens on."""
+        """The first public address."""
         return self.descriptor.urls[0]
 
     async def run(self) -> None:
@@ -150,7 +152,10 @@ class CoordinatorService:
         await run_together(self.context.run_chores(), self._watch())
 
     async def _watch(self) -> None:
-        alarms: set[str] = set()
+        alarms, overdue = set[str](), set[str]()
+        registry = self.context.registry
+        raised = Counter("shoal_alarms", "Alarms that began, as logged.", registry=registry)
+        add_gauge(registry, "shoal_overdue_waits", "Waits past their deadline, as in the status.", lambda: len(overdue))
         newest = self.coordinator.cache.newest_version
         while True:
             await asyncio.sleep(WATCH_S)
@@ -164,6 +169,7 @@ class CoordinatorService:
             found = {text for text in status.alarms if not text.startswith("overdue: ")} | overdue
             for text in sorted(found - alarms):
                 logger.warning("alarm: %s", text)
+                raised.inc()
             for text in sorted(alarms - found):
                 logger.info("alarm over: %s", text)
             alarms = found
@@ -186,9 +192,11 @@ async def open_service(config: ServiceConfig, data: Path) -> AsyncIterator[Coord
     key, secret, operator = _load_secrets(data, config)
     async with AsyncExitStack() as stack:
         clock = SteadyClock()
+        open_store = partial(open_blobs, config.blob_store, data / "blobs", config.blobs)
+        bucket = open_store() if config.blob_store else None  # one that does not work must leave no ledger behind
         ledger = _open_ledger(config, data, key, secret, operator, run_files, clock)
         stack.callback(ledger.close)
-        blobs = open_blobs(config.blob_store, data / "blobs", config.blobs)
+        blobs = bucket or open_store()
         stack.push_async_callback(blobs.close)
         nonces = NonceStore(data / "nonces.db", window_s=config.auth.window_s, keep_s=5 * config.auth.window_s)
         stack.callback(nonces.close)
@@ -270,9 +278,13 @@ async def _stop_coordinator(coordinator: Coordinator) -> None:
 
 
 def list_differences(config: ServiceConfig, params: RunParams) -> list[str]:
-    """Parameters in the settings that differ from those of the run, which keeps its own."""
-    given = config.params.model_fields_set
-    return sorted(name for name in given if getattr(config.params, name) != getattr(params, name))
+    """A sentence for each parameter in the settings that differs from that of the run, which keeps its own."""
+    given, kept = dump_params(config.params), dump_params(params)
+    return [
+        f"the settings give another {name} ({given[name]}), ignored; the run has {kept[name]}"
+        for name in sorted(config.params.model_fields_set)
+        if given[name] != kept[name]
+    ]
 
 
 def _open_ledger(
@@ -296,7 +308,7 @@ def _open_ledger(
             clock=clock,
         )
     except OperationalError as error:
-        raise ConfigError(f"cannot open the ledger's database ({str(error.orig).splitlines()[0]})") from None
+        raise UnavailableError(f"cannot open the ledger's database ({str(error.orig).splitlines()[0]})") from None
     except ModuleNotFoundError as error:
         install = 'in a checkout, pip install ".[postgres]"'
         raise ConfigError(f"PostgreSQL needs the package {error.name}: {install}") from None
@@ -361,7 +373,7 @@ def _load_secrets(data: Path, config: ServiceConfig) -> tuple[Key, bytes, str]:
     try:
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{data}: cannot use this folder for a coordinator ({error.strerror})") from None
+        raise ConfigError(f"cannot create {data}/: {error.strerror}") from None
     has_ledger = not config.database and (data / "ledger.db").exists()
     for path in (key_path, secret_path):
         if has_ledger and not path.exists():

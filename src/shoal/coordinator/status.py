@@ -25,7 +25,14 @@ from shoal.coordinator.state.members import (
     list_scopes,
 )
 from shoal.coordinator.state.queue import count_awaiting_opinion, count_queued, oldest_queued
-from shoal.coordinator.state.run import StepRow, find_version, list_steps, newest_version, read_run
+from shoal.coordinator.state.run import (
+    StepRow,
+    find_version,
+    last_command_time,
+    list_steps,
+    newest_version,
+    read_run,
+)
 from shoal.coordinator.state.storage import find_total_room
 from shoal.coordinator.state.submissions import count_awaited, list_rejected
 from shoal.ledger.db import read_accounts
@@ -44,7 +51,7 @@ from shoal.protocol.messages import (
     WaitInfo,
 )
 from shoal.protocol.params import RunParams, is_exhausted
-from shoal.util.units import format_bytes
+from shoal.util.units import count_things, format_bytes
 from shoal.util.waits import Wait, WaitTable
 
 _MAX_SKEW_MS = 5000
@@ -107,7 +114,7 @@ def describe_wait(wait: Wait, now_ms: int) -> WaitInfo:
         left_s = (wait.deadline_ms - now_ms) // 1000
         end = f", {-left_s} s past its deadline" if overdue else f", deadline in {left_s} s"
     detail = f": {wait.detail}" if wait.detail else ""
-    text = f"{wait.owner} waits for {wait.waiting_for} for {wait.lasts(now_ms) // 1000} s{end}{detail}"
+    text = f"{wait.owner} waits for {wait.waiting_for}, for {wait.lasts(now_ms) // 1000} s{end}{detail}"
     return build_from(WaitInfo, wait, for_whom=wait.waiting_for, overdue=overdue, text=text)
 
 
@@ -120,20 +127,21 @@ def find_waits(connection: Connection, cache: RunCache, params: RunParams, now_m
         return
     if newest < 0:
         since_ms = cache.started_ms or now_ms
-        yield Wait("first version", "the run", "its trainer to publish v0", since_ms, since_ms + train_ms)
+        yield Wait("first version", "the run", "the trainer to publish v0", since_ms, since_ms + train_ms)
         return
+    if is_stopped := read_run(connection).stopped:
+        yield Wait("stop", "the run", "the operator to resume it", last_command_time(connection))
     for place, step in enumerate(list_steps(connection, "open")):
         stage = StepStage(is_first=not place, is_next=step.step == newest + 1)
-        yield from _find_step_waits(connection, cache, params, step, now_ms, stage)
+        yield from _find_step_waits(connection, cache, params, step, now_ms, stage, is_stopped=is_stopped)
     for step in list_steps(connection, "cut"):
         if step.step == newest + 1:
-            goal, since_ms = f"its trainer to publish v{step.step}", step.cut_ms
+            goal, since_ms = f"the trainer to publish v{step.step}", step.cut_ms
             yield Wait("training", f"step {step.step}", goal, since_ms, max(since_ms, cache.started_ms) + train_ms)
     yield from _find_files(connection)
     if queued := count_queued(connection):
-        since_ms, number = oldest_queued(connection), "1 submission" if queued == 1 else f"{queued} submissions"
-        deadline_ms = since_ms + 1000 * params.opinion_s
-        yield Wait("validation", "the queue", f"validators to judge {number}", since_ms, deadline_ms)
+        since_ms, goal = oldest_queued(connection), f"validators to judge {count_things(queued, 'submission')}"
+        yield Wait("validation", "the queue", goal, since_ms, since_ms + 1000 * params.opinion_s)
 
 
 def find_alarms(connection: Connection, params: RunParams, now_ms: int, started_ms: int) -> Iterator[str]:
@@ -239,7 +247,7 @@ def _find_files(connection: Connection) -> Iterator[Wait]:
 
 def _find_opinions(connection: Connection, params: RunParams) -> Iterator[Wait]:
     """Submissions that are judged again: in doubt, or because their owner appealed."""
-    for is_appeal, goal in ((False, "another opinion on doubted submissions"), (True, "validators to judge appeals")):
+    for is_appeal, goal in ((False, "a second verdict on disputed submissions"), (True, "validators to judge appeals")):
         count, since_ms = count_awaiting_opinion(connection, is_appeal=is_appeal, most=_MAX_COUNTED)
         if count:
             deadline_ms = since_ms + 1000 * params.opinion_s + _GRACE_MS
@@ -255,7 +263,14 @@ def _describe_step(params: RunParams, step: StepRow) -> StepInfo:
 
 
 def _find_step_waits(
-    connection: Connection, cache: RunCache, params: RunParams, step: StepRow, now_ms: int, stage: StepStage
+    connection: Connection,
+    cache: RunCache,
+    params: RunParams,
+    step: StepRow,
+    now_ms: int,
+    stage: StepStage,
+    *,
+    is_stopped: bool,
 ) -> Iterator[Wait]:
     """What a step is waiting for."""
     lacking = params.groups_per_batch - step.signal
@@ -265,7 +280,9 @@ def _find_step_waits(
     if lacking == 0 or is_exhausted(params, step.on_their_way, step.next_index):
         whole_ms = max(since_ms, step.delivered_ms, cache.started_ms)
         deadline_ms = whole_ms + 1000 * params.train_s if stage.is_next else 0
-        yield Wait("cut", name, "its trainer to cut the batch", since_ms, deadline_ms)
+        yield Wait("cut", name, "the trainer to assemble the batch", since_ms, deadline_ms)
+        return
+    if is_stopped:  # nobody is asked for groups
         return
     leases = list_oldest(connection, step.step, _MAX_NAMED)
     holders = "; ".join(_describe_holder(cache, params, lease, now_ms) for lease in leases)
@@ -275,7 +292,9 @@ def _find_step_waits(
     if step.offered:
         offered_ms = oldest_offer(connection, step.step)
         deadline_ms = max(offered_ms, cache.started_ms) + patience_ms if stage.is_first else 0
-        yield Wait("offer", name, f"a worker to take {step.offered} offered groups", offered_ms, deadline_ms)
+        yield Wait(
+            "offer", name, f"a worker to take {count_things(step.offered, 'offered group')}", offered_ms, deadline_ms
+        )
 
 
 def _describe_holder(cache: RunCache, params: RunParams, lease: LeaseRow, now_ms: int) -> str:

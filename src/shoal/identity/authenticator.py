@@ -68,7 +68,7 @@ class AuthLimits(Settings):
 
 
 class BanNotice(NamedTuple):
-    """What a banned caller is told about its ban."""
+    """The refusal that a banned caller gets."""
 
     seq: int
     """number of the event"""

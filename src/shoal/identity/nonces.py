@@ -19,7 +19,7 @@ import sqlite3
 import threading
 from pathlib import Path
 
-from shoal.errors import ConfigError, DiskError
+from shoal.errors import ConfigError, DiskError, UnavailableError
 from shoal.net.api_error import ApiError
 
 SLOT_S = 30
@@ -118,7 +118,9 @@ class NonceStore:
                 self._slots.setdefault(slot, set()).add(mark)
                 self._num_entries += 1
         except sqlite3.OperationalError as error:
-            raise ConfigError(f"{self._path}: cannot be opened, or another process has it open ({error})") from None
+            raise UnavailableError(
+                f"{self._path}: cannot be opened, or another process has it open ({error})"
+            ) from None
         except sqlite3.DatabaseError as error:
             raise ConfigError(f"{self._path}: not a nonce file ({error}); choose another path") from None
         return database

@@ -12,9 +12,8 @@ Invariants:
 - path parameters are validated by their types, and a path has one spelling: no `%`, no `01`;
 - a response contains nothing that the caller sent, and of an internal error only one sentence: the traceback goes to
   the server's log;
-- every answer to a signed request is signed and bound to it (`signatures`), refusals included. Exempt are files, which
-  their readers check by hash, and answers to callers above `UNVERIFIED_RATE` whose own signature was not verified: a
-  flood of forged requests costs no signatures, and nobody takes an unsigned answer for ours.
+- every answer to a signed request is signed and bound to it (`signatures`), refusals included; except files, which
+  their readers check by hash. There is no limit on it: whoever used it up would keep newcomers from joining.
 """
 
 import asyncio
@@ -32,22 +31,17 @@ from prometheus_client import CollectorRegistry, Histogram
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from pydantic.json_schema import models_json_schema
 
-from shoal.identity.authenticator import Authenticator, Caller, name_address
+from shoal.identity.authenticator import Authenticator, Caller
 from shoal.identity.signatures import ResponseSigner, parse_digest
 from shoal.net.api_error import ApiError
 from shoal.net.http import HttpError
-from shoal.net.limits import Buckets
-from shoal.net.server import Receive, Scope, Send
+from shoal.net.server import VERIFIED, Receive, Scope, Send
 from shoal.util.metrics import Counter
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_STATEMENT_BYTES = 4 * 1024
 """of a body whose sender is not known, except the operator's"""
 MAX_WAIT_S = 20
-UNVERIFIED_RATE, UNVERIFIED_BURST = 50.0, 250.0
-"""signed answers per second to callers at one address whose own signature was not verified"""
-ALL_UNVERIFIED_RATE, ALL_UNVERIFIED_BURST = 1000.0, 2000.0
-_MAX_ADDRESSES = 4096
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0)
 JSON, BINARY = "application/json", "application/octet-stream"
 OPENAPI_PATH = "/openapi.json"
@@ -119,8 +113,6 @@ class RouteRequest:
 
     scope: Scope
     receive: Receive
-    is_verified: bool = False
-    """whether the caller's signature was verified"""
 
     @property
     def address(self) -> str:
@@ -131,6 +123,11 @@ class RouteRequest:
     def port(self) -> int:
         """The port of the peer, which identifies its connection; 0 if a proxy hides it."""
         return int(self.scope["client"][1])
+
+    def note_verified(self) -> None:
+        """Report to the server that the caller's signature was verified: its connection goes before those of others."""
+        if (report := self.scope.get(VERIFIED)) is not None:
+            report()
 
     async def wait_disconnect(self) -> None:
         """Return when the peer has disconnected; only after the body was read."""
@@ -174,10 +171,19 @@ class RouteContext:
         scope, check = request.scope, self.authenticator
         if route.access is Access.FREE:
             return None
-        if route.access in (Access.PUBLIC, Access.OPERATOR):
-            self.check_address(route.access, route.method, request.address)
-            return None
         head = route.method, request.read_target(), scope["headers"], request.address, self.clock_ms()
+        if route.access in (Access.PUBLIC, Access.OPERATOR):
+            try:
+                self.check_address(route.access, route.method, request.address)
+            except ApiError as refusal:
+                if route.method != "GET":
+                    raise
+                try:  # what others send from its address does not keep a node from what it needs: proofs, tasks
+                    check.check_head(*head, peer_port=request.port, max_body_bytes=0)
+                except ApiError:
+                    raise refusal from None
+                request.note_verified()
+            return None
         if route.access is Access.JOIN:
             return check.check_join(*head, peer_port=request.port)
         if route.access is Access.OWNER:
@@ -304,8 +310,6 @@ class RouteApp:
             "shoal_request_seconds", text, ["route", "status"], registry=context.registry, buckets=LATENCY_BUCKETS_S
         )
         self._latencies: dict[tuple[str, int], Histogram] = {}
-        self._unverified = Buckets(UNVERIFIED_RATE, UNVERIFIED_BURST, _MAX_ADDRESSES)
-        self._all_unverified = Buckets(ALL_UNVERIFIED_RATE, ALL_UNVERIFIED_BURST, 1)
         own = RouteTable()
         for path in openapi_paths:
             own.get(path, Access.PUBLIC, answer=JSON)(self._get_openapi)
@@ -350,20 +354,10 @@ class RouteApp:
         return build_error(error, self._context.clock_ms(), self._media_type)
 
     def _sign_response(self, request: RouteRequest, response: Response) -> None:
-        if response.is_complete and (request.is_verified or self._may_sign(request)):
+        is_ascii = request.scope["raw_path"].isascii() and request.scope["query_string"].isascii()
+        if response.is_complete and is_ascii:
             head = request.scope["method"], request.read_target(), request.scope["headers"]
             response.headers += self._context.responses.sign_response(*head, response.status, response.body)
-
-    def _may_sign(self, request: RouteRequest) -> bool:
-        """Whether a caller that proved nothing gets one more signature."""
-        if not (request.scope["raw_path"].isascii() and request.scope["query_string"].isascii()):
-            return False
-        address, now_s = name_address(request.address), self._context.clock_ms() / 1000
-        if self._unverified.find_wait(address, now_s) or self._all_unverified.find_wait("", now_s):
-            return False
-        self._unverified.take_tokens(address, now_s)
-        self._all_unverified.take_tokens("", now_s)
-        return True
 
     def _note_latency(self, route: Route | None, status: int, seconds: float) -> None:
         # Both label values are ours: the declared path and the class of the status.
@@ -396,7 +390,8 @@ class RouteApp:
         if "wait_s" in given:
             values["wait_s"] = _read_wait(request.scope["query_string"])
         caller = context.check_caller(route, request)
-        request.is_verified = caller is not None
+        if caller is not None:
+            request.note_verified()
         if "chunks" in given:
             assert caller is not None, "only a signed body is read as it arrives"
             values["chunks"] = _read_chunks(context, caller, request)

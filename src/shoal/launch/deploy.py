@@ -38,12 +38,14 @@ def list_hosts(prepared: PreparedSwarm) -> list[DeployHost]:
     relays = []
     for number, url in enumerate(hosts.relays, start=1):
         relay = parts.list_relay_arguments(prepared, hosts.origin, f"relay-{number}", _find_listen(url))
-        relays.append(DeployHost(_find_name(url), "no files needed", ((*relay, *_list_tls_arguments(url)),)))
+        relays.append(DeployHost(_name_host("relay", url), "no files needed", ((*relay, *_list_tls_arguments(url)),)))
     coordinator = _list_coordinator_arguments(prepared)
     validator = ("validator", prepared.url, "--owner", "owner.key")
     return [
-        DeployHost(_find_name(hosts.coordinator), f"a copy of {layout.bundle}, and in it", (coordinator,)),
-        DeployHost(_find_name(hosts.origin), "this folder", here),
+        DeployHost(
+            _name_host("coordinator", hosts.coordinator), f"a copy of {layout.bundle}, and in it", (coordinator,)
+        ),
+        DeployHost(_name_host("trainer", hosts.origin), "this folder", here),
         *relays,
         DeployHost("each validator", "the owner's key that is named in the settings", (validator,)),
         DeployHost("each worker", "no files needed", (("worker", prepared.url),)),
@@ -84,5 +86,6 @@ def _find_listen(url: str) -> str:
     return f"{ALL_ADDRESSES}:{address.port or _PORTS[address.scheme]}"
 
 
-def _find_name(url: str) -> str:
-    return urlsplit(url).hostname or url
+def _name_host(role: str, url: str) -> str:
+    """A role and its machine: several roles may be on one."""
+    return f"{role} ({urlsplit(url).hostname})"

@@ -17,14 +17,15 @@ def list_parts(prepared: PreparedSwarm) -> list[Part]:
     """All parts of a swarm."""
     trainer, evaluator = list_trainer_arguments(prepared), list_evaluator_arguments(prepared)
     return [
-        *_list_servers(prepared),
+        *list_servers(prepared),
         Part(name="trainer", arguments=trainer, rank=_TRAIN, ends=True, last=(EXIT_UNWANTED,), has_model=True),
         Part(name="evaluator", arguments=evaluator, rank=_TRAIN, ends=True, has_model=True),
         *_list_nodes(prepared),
     ]
 
 
-def _list_servers(prepared: PreparedSwarm) -> list[Part]:
+def list_servers(prepared: PreparedSwarm) -> list[Part]:
+    """Coordinator, origin and relays."""
     layout = prepared.layout
     coordinator = ("coordinator", str(layout.service), "--data", str(layout.coordinator))
     parts = [

@@ -144,7 +144,8 @@ def list_changes(config: LaunchConfig, layout: SwarmPaths) -> set[str] | None:
         known = build_config(LaunchConfig, read_toml(layout.settings), ())
     except ConfigError as error:
         if layout.is_begun:
-            raise ConfigError(f"{layout.settings}: cannot be read by this version ({error})") from None
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{layout.settings}: cannot be read by this version ({reason})") from None
         return None
     old, new = flatten_config(known), flatten_config(config)
     return {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
@@ -222,13 +223,15 @@ def write_bundle(prepared: PreparedSwarm) -> None:
 
 
 def log_checks(prepared: PreparedSwarm) -> None:
-    """Log how much is checked, what that costs, and where cheating would pay."""
+    """Log the guarantee; with -v how much is checked and what that costs. Warn of what is not caught, or would pay."""
     params = build_params(prepared)
-    for line in describe_check_rate(params):
-        logger.info(f"checks: {line}")
+    guarantee, *rates = describe_check_rate(params)
+    logger.info(guarantee)
+    for line in rates:
+        logger.debug(f"checks: {line}")
     rate = list_rates(params)[-1]
     for is_caught, line in open_dial(prepared).describe(rate.checked):
-        logger.log(logging.INFO if is_caught else logging.WARNING, f"power: {line}")
+        logger.log(logging.DEBUG if is_caught else logging.WARNING, f"power: {line}")
     for line in list_warnings(params, join_work=prepared.config.swarm.join_work):
         logger.warning(line)
 
@@ -248,9 +251,10 @@ def _write_run_files(config: LaunchConfig, layout: SwarmPaths) -> None:
     policy = write_start(core, layout.start)
     logger.info(f"v0: {policy.num_parameters:,} parameters, ready after {time.monotonic() - begun:.0f} s")
     begun = time.monotonic()
+    logger.info("measuring how much honest results differ, for the thresholds of the checks")
     calibration = calibrate_start(policy, core, chunks=chunks, tokens=CALIBRATION_TOKENS)
     calibration.save(layout.calibration)
-    logger.info(f"calibration: {chunks} honest chunks measured in {time.monotonic() - begun:.0f} s")
+    logger.debug(f"calibration: {chunks} honest chunks measured in {time.monotonic() - begun:.0f} s")
     recipe = Recipe(
         **describe_tasks(core, layout),
         length=core.length,
@@ -313,7 +317,7 @@ def _load_node(folder: Path, run: str, role: Role) -> Identity:
 def _describe_changes(layout: SwarmPaths, keys: list[str]) -> str:
     shown = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
     return (
-        f"{layout.root}: holds a swarm that was begun with another {shown} (see {layout.settings.name} in "
+        f"{layout.root}: holds a swarm that was started with another {shown} (see {layout.settings.name} in "
         f"{layout.launch.name}/); use the same value to resume, --fresh to start over, or another name or seed"
     )
 

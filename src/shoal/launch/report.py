@@ -32,7 +32,7 @@ from shoal.launch.timeline import Broadcast, Interval, PartTrack, find_broadcast
 from shoal.launch.view import MARKS, describe_marks, draw_chart, read_lines
 from shoal.ledger.db import read_snapshot
 from shoal.ledger.event import MICRO
-from shoal.protocol.messages import LeaderLine, SubmissionState
+from shoal.protocol.messages import LeaderLine, Standing, SubmissionState
 from shoal.train.report import draw_png, pick_series
 from shoal.train.rollout_files import list_steps, show_groups
 from shoal.util.clock import read_clock
@@ -87,8 +87,10 @@ class RunEvidence:
     leaders: tuple[LeaderLine, ...]
     verdicts: Mapping[str, Counter[str]]
     """how many submissions of each owner ended how"""
+    worst: Mapping[str, str]
+    """of each owner with a rejection, its worst submission"""
     cases: Mapping[str, str]
-    """of each owner that was rejected, the explanation of its worst submission"""
+    """its explanation, by owner"""
 
 
 def write_report(prepared: PreparedSwarm, ledger: Path | None = None) -> str:
@@ -104,11 +106,12 @@ def write_report(prepared: PreparedSwarm, ledger: Path | None = None) -> str:
     evidence, costs = collect_evidence(ledger), read_costs(layout.costs)
     title = f"{config.run}: {config.steps} steps, async level {config.async_level}"
     learning = describe_learning(lines, tracks, config.steps)
-    result = summarise(learning, evidence, prepared.names, describe_checking(costs))
+    root = _shorten(layout.root)
+    result = summarise(learning, evidence, prepared.names, describe_checking(costs), root)
     further = [
-        f"shoal rollouts {layout.root}",
-        f"shoal ledger verify {ledger}",
-        f"shoal eval {layout.root}",
+        f"shoal rollouts {root}",
+        f"shoal ledger verify {_shorten(ledger)}",
+        f"shoal eval {root}",
     ]
     sections = [
         ReportSection(
@@ -125,15 +128,22 @@ def write_report(prepared: PreparedSwarm, ledger: Path | None = None) -> str:
         describe_broadcasts(broadcasts),
         describe_verdicts(evidence, prepared.names),
         describe_cases(evidence, prepared.names),
-        ReportSection(title="The ledger", text=f"{evidence.summary}. Check it again: shoal ledger verify {ledger}"),
+        ReportSection(title="The ledger", text=f"{evidence.summary}. Check it again: {further[1]}"),
     ]
-    picture = b""
+    picture, notes = b"", list[str]()
     if importlib.util.find_spec("matplotlib") is not None:
         picture = draw_picture(lines, tracks, broadcasts, title)
         write_atomic(layout.root / "report.png", picture)
+    else:
+        notes = ["no report.png: matplotlib is not installed (the extra `plots`)"]
     write_atomic(layout.root / "report.txt", format_text(title, sections).encode())
     write_atomic(layout.root / "report.html", format_page(title, sections, picture).encode())
-    return "\n".join([*result, f"report: {layout.root / 'report.html'}"])
+    return "\n".join([*result, *notes, f"report: {root / 'report.html'}"])
+
+
+def _shorten(path: Path) -> Path:
+    """A path as the user would write it: relative, if it is below the current folder."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def find_folders(prepared: PreparedSwarm) -> dict[str, Any]:
@@ -189,7 +199,7 @@ def describe_costs(costs: Mapping[str, float]) -> ReportSection:
     total = sum(costs.values())
     rows: list[Row] = [("part", "CPU s", "of all")]
     rows += [(name, f"{spent:.1f}", f"{spent / total:.0%}") for name, spent in costs.items()]
-    text = "Of each process and all that it started, from its start to its end."
+    text = "CPU time of each process and its children."
     return ReportSection(title="CPU", text=" ".join([text, *describe_checking(costs)]), rows=rows)
 
 
@@ -206,7 +216,7 @@ def describe_broadcasts(broadcasts: Sequence[Broadcast]) -> ReportSection:
     for item in broadcasts:
         cells = [f"{item.reached_s[name]:.2f} s" if name in item.reached_s else "-" for name in names]
         rows.append((f"v{item.version}", f"{item.published_s:.2f} s", *cells))
-    text = "From the beginning of publishing until each worker has it; '-': it skipped to a newer one."
+    text = "Time from the start of publishing until each worker has the version; '-': it skipped to a newer one."
     return ReportSection(title="Broadcasts", text=text, rows=rows)
 
 
@@ -218,7 +228,9 @@ def describe_verdicts(evidence: RunEvidence, names: Mapping[str, str]) -> Report
         counts = evidence.verdicts.get(line.owner, Counter())
         cells = [str(counts[state]) for state in states]
         name = names.get(line.owner, line.owner[:16])
-        rows.append((name, *cells, f"{line.earned / MICRO:.6f}", line.standing.value))
+        # Standing grows by accepted work, so that of an owner without work says nothing, unless it is a penalty.
+        standing = line.standing.value if counts or line.standing is not Standing.PROBATION else "-"
+        rows.append((name, *cells, f"{line.earned / MICRO:.6f}", standing))
     return ReportSection(title="Verdicts and credit", rows=rows)
 
 
@@ -227,19 +239,26 @@ def describe_cases(evidence: RunEvidence, names: Mapping[str, str]) -> ReportSec
     if not evidence.cases:
         return ReportSection(title="Evidence", text="Nobody was rejected.")
     blocks = [f"{names.get(owner, owner[:16])}\n{case}" for owner, case in evidence.cases.items()]
-    text = "Of each that was rejected the worst case, as `shoal explain` prints it."
+    text = "The worst case of each owner with a rejection, as printed by `shoal explain`."
     return ReportSection(title="Evidence", text=text, blocks=blocks)
 
 
 def summarise(
-    learning: ReportSection, evidence: RunEvidence, names: Mapping[str, str], checking: Sequence[str]
+    learning: ReportSection, evidence: RunEvidence, names: Mapping[str, str], checking: Sequence[str], root: Path
 ) -> list[str]:
     """The result of a run in a few lines."""
     gains = ", ".join(f"{row[0]} {row[1]} -> {row[2]}" for row in learning.rows[1:])
-    banned = [names.get(line.owner, line.owner[:16]) for line in evidence.leaders if line.standing.value == "banned"]
+    banned = [line.owner for line in evidence.leaders if line.standing is Standing.BANNED]
+    caught = ", ".join(names.get(owner, owner[:16]) for owner in banned)
+    whys = [
+        f"why {names.get(owner, owner[:16])}: shoal explain {root} {evidence.worst[owner]}"
+        for owner in banned
+        if owner in evidence.worst
+    ]
     lines = [
         f"held-out tasks that pass: {gains or 'not evaluated'}",
-        f"caught cheating: {', '.join(banned) or 'nobody'}",
+        f"caught cheating: {caught or 'nobody'}",
+        *whys,
         *(line[0].lower() + line[1:].rstrip(".") for line in checking),
         evidence.summary,
     ]
@@ -263,14 +282,20 @@ def collect_evidence(ledger: Path) -> RunEvidence:
         with read_snapshot(engine) as connection:
             leaders = tuple(read_leaders(connection, MAX_OWNERS))
             verdicts = _count_states(connection)
-            cases = {owner: _explain_worst(connection, owner, states) for owner, states in verdicts.items()}
+            found = {owner: _find_worst(connection, owner, states) for owner, states in verdicts.items()}
+            worst = {owner: submission for owner, submission in found.items() if submission}
+            cases = {
+                owner: explain_submission(connection, submission, now_ms=read_clock())
+                for owner, submission in worst.items()
+            }
     counts = f"{report.num_events} events, {report.num_postings} postings, {report.num_heads} signed heads"
     return RunEvidence(
         holds=report.holds,
         summary=f"the ledger holds: {counts}" if report.holds else f"THE LEDGER DOES NOT HOLD: {report.problem}",
         leaders=leaders,
         verdicts=verdicts,
-        cases={owner: case for owner, case in cases.items() if case},
+        worst=worst,
+        cases=cases,
     )
 
 
@@ -281,11 +306,11 @@ def _count_states(connection: Connection) -> dict[str, Counter[str]]:
     return verdicts
 
 
-def _explain_worst(connection: Connection, owner: str, states: Counter[str]) -> str:
+def _find_worst(connection: Connection, owner: str, states: Counter[str]) -> str:
     for state in _REJECTED:
         if states[state.value]:
             row = connection.execute(_WORST, {"owner": owner, "state": state.value}).one()
-            return explain_submission(connection, str(row[0]), now_ms=read_clock())
+            return str(row[0])
     return ""
 
 

@@ -31,7 +31,7 @@ from shoal.util.logs import clean_text
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
-STOPPING = "stopping all parts in order; once more to kill them"
+STOPPING = "stopping all processes in order; press Ctrl-C again to kill them"
 _LOOK_S = 0.5
 _SPIN_COUNT = "5000"
 """see shoal.cli"""
@@ -40,7 +40,9 @@ _SPIN_COUNT = "5000"
 def start_swarm(config: LaunchConfig, *, fresh: bool = False) -> tuple[int, str]:
     """Run a swarm to its last step, or until it is stopped: the exit code, and what its report says."""
     if config.swarm.is_spread:
-        raise ConfigError("swarm.hosts: its parts are on several machines; `shoal prepare` prints what to type where")
+        raise ConfigError(
+            "swarm.hosts: this run is spread over several machines; `shoal prepare` prints what to type where"
+        )
     layout = SwarmPaths.of(config)
     with hold_swarm(layout, fresh=fresh):
         prepared = prepare_swarm(config, layout)
@@ -122,7 +124,7 @@ def is_finished(config: LaunchConfig, root: Path) -> bool:
 
 
 def describe_finished(config: LaunchConfig) -> str:
-    """What to say to somebody who starts a finished run."""
+    """What to say when a finished run is started again."""
     done = f"run {config.run} is already finished ({config.steps} of {config.steps} steps)"
     return f"{done}; nothing was started. Start over with --fresh, or choose another name or seed"
 

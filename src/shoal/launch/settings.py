@@ -38,18 +38,18 @@ class HostsConfig(Settings):
     validators: PublicKeys = Field(default=[])
     """who may judge: the public keys of the validators' owners"""
     operator: str = ""
-    """public key of the operator; empty: one is made here, to be moved to where it is safe"""
+    """public key of the operator; empty: a key is created in the run folder; move it to a safe place"""
 
 
 class SwarmConfig(Settings):
-    """Who takes part, and how fast they talk."""
+    """Numbers and limits of the processes of a swarm."""
 
     workers: Annotated[int, Field(ge=0, le=64)] = 2
     """honest workers"""
     cheats: Cheats = Field(default=[])
-    """workers that cheat, one for each name"""
+    """attacks of additional workers that cheat, one worker for each name"""
     validators: Annotated[int, Field(ge=1, le=16)] = 2
-    """validators, each of an owner of its own; it takes two to convict"""
+    """validators, each with its own owner; two are needed to convict, three to allow appeals"""
     relays: Annotated[int, Field(ge=1, le=8)] = 1
     """relays between the origin and all that pull weights"""
     threads: Annotated[int, Field(ge=1, le=64)] = 1
@@ -63,17 +63,17 @@ class SwarmConfig(Settings):
     trial_max_s: Annotated[int, Field(ge=0, le=3600)] = 64
     """longest time between leases of owners without accepted work while such leases fail; 0: no pauses"""
     heartbeat_s: Annotated[int, Field(ge=1, le=60)] = 2
-    """between two signs of life of a node"""
+    """interval between heartbeats of a node"""
     lease_s: Annotated[int, Field(ge=10, le=3600)] = 120
     """time for a lease until it is known how long they take"""
     claim_s: Annotated[int, Field(ge=10, le=3600)] = 120
     """time for a validator to judge what it took on; a large model on a busy machine needs more"""
     join_work: Annotated[int, Field(ge=1, le=2**30)] = 4096
-    """hashes that joining costs: little, where nobody is a stranger"""
+    """hashes that joining costs; raise it for a run that strangers join"""
     calibration: Annotated[int, Field(ge=64, le=2**20)] = 1024
     """honest chunks of up to 32 tokens that are measured before the start, for the thresholds of the checks"""
     rate: str = ""
-    """most that the origin sends, e.g. "20Mbit" a second, to see a broadcast that takes its time; empty: no limit"""
+    """most that the origin sends, e.g. "20Mbit" a second, to observe a slow broadcast; empty: no limit"""
     archive: str = "16GiB"
     """disk space for the versions that the origin and each relay keep for appeals and audits, for a week at most"""
     hosts: HostsConfig = HostsConfig()
@@ -148,6 +148,8 @@ def _check_hosts(hosts: HostsConfig) -> None:
                 raise ConfigError(
                     f"swarm.hosts.{name}: invalid address {text[:80]!r}; use https://HOST or http://HOST:PORT"
                 )
+    if hosts.origin == hosts.coordinator:
+        raise ConfigError("swarm.hosts.origin: the same address as the coordinator's; each needs a port of its own")
     if not hosts.validators:
         raise ConfigError("swarm.hosts.validators: missing; give the public keys of the owners that may validate")
     named = {"validators": hosts.validators, "operator": [hosts.operator] if hosts.operator else []}

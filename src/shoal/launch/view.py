@@ -104,7 +104,7 @@ class SnapshotReader:
             else:
                 problem = f"the coordinator has not answered for {silent_s:.0f} s, all wait for it: {error}"
         if self._supervisor.is_stopping:
-            problem, note = "", "all parts are being stopped, the coordinator last"
+            problem, note = "", "stopping all processes in order, the coordinator last"
         now = time.monotonic()
         return SwarmSnapshot(
             elapsed_s=now - self._begun,
@@ -208,7 +208,7 @@ def describe_line(snapshot: SwarmSnapshot) -> str:
     """The swarm in one line."""
     parts = [format_time(snapshot.elapsed_s), _describe_step(snapshot), *_list_figures(snapshot)]
     if snapshot.status is not None:
-        parts.append(f"{snapshot.status.queue} to judge")
+        parts.append(f"{snapshot.status.queue} awaiting validation")
     workers = filter(_has_worked, snapshot.leaders)
     parts += [f"{_name_owner(snapshot, line)} {_count_verdicts(line)}" for line in workers]
     waits = snapshot.list_waits()
@@ -247,7 +247,7 @@ def _draw_head(snapshot: SwarmSnapshot) -> Text:
     parts = ["shoal", format_time(snapshot.elapsed_s), _describe_step(snapshot)]
     if (status := snapshot.status) is not None:
         absent = status.nodes_stale + status.nodes_gone
-        parts += [f"{status.nodes_live} nodes live, {absent} not", f"{status.queue} to judge"]
+        parts += [f"{status.nodes_live} nodes live, {absent} not", f"{status.queue} awaiting validation"]
     head = Text("  ".join(parts), style="bold")
     head.append(f"\n{'  '.join(_list_figures(snapshot))}", style="not bold")
     return head

@@ -145,7 +145,8 @@ class Fork:
         if old.size == new.size:
             reason = f"two ledgers of {old.size} events with different hashes"
         elif old.size > new.size:
-            reason = f"a ledger of {old.size} events, and later one of {new.size}"
+            cause = "the ledger was replaced or restored from an old backup; this node refuses it permanently"
+            reason = f"a ledger of {old.size} events, and later one of {new.size}; {cause}"
         else:
             reason = f"a ledger of {old.size} events, and one of {new.size} for an earlier time"
         return f"the coordinator of run {old.run} signed {reason}"

@@ -2,7 +2,7 @@
 
 SQLite, invariants:
 - the file is opened read-only: no rollback of a journal, no checkpoint, no write. A path, or a file of SQLite's beside
-  it, that is not a regular file (a pipe, a device) is refused, because reading it may never end;
+  what it leads to, that is not a regular file (a pipe, a device) is refused, because reading it may never end;
 - an authorizer allows only SELECT on tables: no view, no function but a few, no PRAGMA but those that describe tables,
   no ATTACH, no recursion;
 - what is read must be a plain table of stored columns (`check_tables`). A file that is written to, the copy of a remote
@@ -60,7 +60,7 @@ def open_untrusted(text: str) -> sa.Engine:
 def _check_files(url: URL) -> Path:
     if not url.database or url.database == ":memory:" or url.query:
         raise ConfigError("a SQLite URL names a file and nothing else: sqlite:///FILE")
-    path = Path(url.database)
+    path = Path(url.database).resolve()  # as SQLite does: its other files lie beside what a link leads to
     if not path.exists():
         raise ConfigError(f"{path}: no such file")  # SQLite would create an empty one
     if not path.is_file():

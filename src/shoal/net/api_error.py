@@ -50,10 +50,12 @@ class ApiError(Exception):
         )
 
 
+BANNED = "banned"
+
+
 def refuse_banned(seq: int, reason: str) -> ApiError:
     """Build the refusal for a caller that an event of the ledger has banned."""
-    text = f"this node or its owner is banned from this run: {reason}"
-    return ApiError(403, "banned", f"{text}; for details: shoal ledger show URL {seq}")
+    return ApiError(403, BANNED, f"this node or its owner is banned from this run by event {seq}: {reason}")
 
 
 def _take_count(value: object) -> int | None:

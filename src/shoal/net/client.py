@@ -240,12 +240,17 @@ class HttpClient:
             conn.sock.close()
             if is_closed:
                 self.close()  # other idle connections are just as old, and attempts are limited
-            reason = "connection closed without a response" if is_closed else sockets.phrase_error(error)
+            reason = self._phrase_close(is_kept=is_kept) if is_closed else sockets.phrase_error(error)
             raise HttpClientError(f"{self._endpoint}: {reason}", is_stale=is_kept and is_closed) from error
         except BaseException:
             conn.sock.close()
             raise
         self._keep(conn, exchange)
+
+    def _phrase_close(self, *, is_kept: bool) -> str:
+        """Why there may be no response; a TLS server closes a new connection that begins in plain text."""
+        hint = "" if is_kept or self._endpoint.url.scheme == "https" else "; does it expect https://?"
+        return f"connection closed without a response{hint}"
 
     def _find_idle(self) -> ClientConnection | None:
         while self._idle:

@@ -3,8 +3,8 @@
 Invariants:
 - a `Bucket` lets through `rate` bytes per second on average, with a burst of at most `BURST_S` seconds' worth;
 - `AddressTable` is no larger than the number of open connections plus the buckets still in debt;
-- `ConnectionTable` evicts only connections that are not being served: first those that never sent a complete request,
-  the oldest first. Slowly sent bytes of an unfinished head do not make a connection younger;
+- `ConnectionTable` evicts first connections that never sent a complete request, the oldest first, and never one that
+  serves a caller that the app has verified. Slowly sent bytes of an unfinished head do not make a connection younger;
 - `Buckets` keeps one number per name: the time at which its bucket is full again. An unknown name has a full bucket, so
   a lookup costs no memory; forgetting the least recently used name gains it at most one burst.
 """
@@ -176,7 +176,11 @@ class Phase(IntEnum):
     """between two requests"""
     PARKED = 2
     """long polling for a new version"""
-    BUSY = 3
+    UNVERIFIED = 3
+    """being served, and so far nobody that the app has verified"""
+    KNOWN = 4
+    """between two requests, the last of which was of a verified caller"""
+    BUSY = 5
     """being served: never evicted"""
 
 
@@ -204,8 +208,8 @@ class ConnectionTable:
             members.pop(member, None)
 
     def find_evictable(self) -> "ConnectionSlot | None":
-        """The member to evict, or None if all are being served."""
-        for phase in (Phase.FRESH, Phase.IDLE, Phase.PARKED):
+        """The member to evict, or None if all are busy."""
+        for phase in sorted(set(Phase) - {Phase.BUSY}):
             for member in self._phases[phase]:
                 return member
         return None

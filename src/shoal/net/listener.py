@@ -17,7 +17,7 @@ import socket
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnavailableError
 from shoal.net.limits import AddressTable, ConnectionSlot, ConnectionTable, HttpLimits, Phase, ServeLimits
 from shoal.net.sockets import phrase_error
 from shoal.util.metrics import ServerMetrics
@@ -63,7 +63,7 @@ class Listener:
         return host, port
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Start listening; `ConfigError` if that fails."""
+        """Start listening; `UnavailableError` if another process has the port, else `ConfigError` if that fails."""
         assert self._socket is None, "a server starts once"
         if not 0 <= port < 1 << 16:
             raise ConfigError(f"port {port}: must be between 0 (any free port) and 65535")
@@ -77,7 +77,9 @@ class Listener:
             self._socket.setblocking(False)
         except (OSError, UnicodeError) as error:
             reason = "invalid host name" if isinstance(error, UnicodeError) else phrase_error(error)
-            raise ConfigError(f"{host}:{port}: cannot listen on this address ({reason})") from None
+            is_in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            kind = UnavailableError if is_in_use else ConfigError
+            raise kind(f"{host}:{port}: cannot listen on this address ({reason})") from None
         self._accepting = asyncio.create_task(self._accept_all(self._socket))
         self._accepting.add_done_callback(lambda task: self._report_bug(task, "accepting"))
 
@@ -88,7 +90,9 @@ class Listener:
             self._accepting.cancel()
             await asyncio.wait([self._accepting])
             self._socket.close()
-        _cancel_all(task for slot, task in self._tasks.items() if not self.connections.has_member(slot, Phase.BUSY))
+        served = (Phase.BUSY, Phase.UNVERIFIED)
+        idle = (slot for slot in self._tasks if not any(self.connections.has_member(slot, phase) for phase in served))
+        _cancel_all([self._tasks[slot] for slot in idle])
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=self._limits.grace_seconds)
         _cancel_all(self._tasks.values())

@@ -13,7 +13,8 @@ Invariants:
 - a response that the app does not finish closes the connection early, so its reader never takes it for complete;
 - a bug of the app ends that connection, is counted, and goes to the loop's exception handler, never to the peer.
 
-Life cycle of a connection (limits.Phase): FRESH -> BUSY -> IDLE -> BUSY ... -> lingering -> closed.
+Life cycle of a connection (limits.Phase): FRESH -> UNVERIFIED -> IDLE -> UNVERIFIED ... -> lingering -> closed; once
+the app has verified a caller on it: BUSY -> KNOWN -> BUSY ...
 """
 
 import asyncio
@@ -43,6 +44,8 @@ BULK_BYTES = 1 << 18
 """the same if few peers send much: one read call per 32 KB would cost more than the bytes"""
 HEAD_BYTES = 16 * 1024
 MAX_PIPELINED = 16
+VERIFIED = "shoal.verified"
+"""key of an ASGI scope: what an app calls when it has verified the caller"""
 _UNREAD_BYTES = 64 * 1024
 """up to this many unread bytes of a body, reading them is cheaper than a new connection"""
 _LINGER_S = 1.0
@@ -123,7 +126,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):  # type: ign
         self.received_bytes = 0
         self.wants_body = False
         """whether the app has asked for the body of the current request"""
-        self._is_busy = False
+        self._is_busy = self._is_known = False
         self._is_lingering = False
         self._in_head = True
         """whether received bytes may belong to a head, so that the deadline of the head applies"""
@@ -210,7 +213,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):  # type: ign
             raise self._refusal
         self._in_head = self.wants_body = False
         self._is_busy, self._deadline_s = True, None
-        self._slot.enter_phase(Phase.BUSY)
+        self._slot.enter_phase(Phase.BUSY if self._is_known else Phase.UNVERIFIED)
         super().on_headers_complete()
 
     def _check_head(self) -> HttpError | None:
@@ -236,7 +239,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):  # type: ign
     async def _run_app(self, scope: Any, receive: Any, send: Any) -> None:
         """Called by uvicorn for each request."""
         self._task = asyncio.current_task()
-        scope["client"] = self._find_client(scope["headers"])
+        scope["client"], scope[VERIFIED] = self._find_client(scope["headers"]), self._note_known
         exchange = Exchange(self, scope, receive, send)
         try:
             await self._server.app(scope, exchange.receive, exchange.send)
@@ -253,6 +256,12 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):  # type: ign
             self.abort()
         else:
             self._end_request()
+
+    def _note_known(self) -> None:
+        """Called by the app when it has verified the caller."""
+        if self._is_busy and not self._is_lingering:
+            self._is_known = True
+            self._slot.enter_phase(Phase.BUSY)
 
     @property
     def has_input(self) -> bool:
@@ -314,7 +323,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):  # type: ign
         else:
             self.flow.resume_reading()
             self._in_head = self._has_begun
-            self._slot.enter_phase(Phase.IDLE)
+            self._slot.enter_phase(Phase.KNOWN if self._is_known else Phase.IDLE)
             self._set_deadline(self._limits.header_seconds if self._in_head else self._limits.idle_seconds)
 
     def _fail(self, error: HttpError) -> None:

@@ -214,7 +214,8 @@ def phrase_error(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "timed out"
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not trusted: {error.verify_message}"
+        hint = "if it is self-signed, pass the certificate with --ca"
+        return f"its certificate is not trusted: {error.verify_message}; {hint}"
     if isinstance(error, ssl.SSLError):
         return f"TLS error {error.reason or error}; if the server does not use TLS, write http:// instead of https://"
     if isinstance(error, OSError) and (error.errno or 0) > 0:

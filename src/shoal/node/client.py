@@ -17,6 +17,7 @@ All methods raise `RefusedError` (final refusal), `UnreachableError` (no answer 
 `InvalidDocumentError` and `ForkError`, and nothing else that the other side could cause.
 """
 
+import logging
 import os
 from pathlib import Path
 
@@ -56,6 +57,8 @@ from shoal.protocol.messages import (
     sign_message,
 )
 from shoal.util.clock import read_clock
+
+logger = logging.getLogger(__name__)
 
 MAX_BATCH_BYTES = 1 << 25
 MAX_WORK = 1 << 30
@@ -107,6 +110,7 @@ class NodeClient(SignedClient):
         message = JoinRequest(delegation=delegation.decode(), software=software)
         for is_last in (False, False, True):
             challenge = await self.read_challenge(self._key.public)
+            logger.info("joining: computing the proof of work, which takes some seconds")
             try:
                 stamp = await make_stamp(challenge, self._key.public, max_work)
             except ValueError as error:

@@ -56,7 +56,7 @@ async def find_run(
         return pinned, source
     _check_key(descriptor, coordinator, source)
     if pinned is not None:
-        _check_same(descriptor, pinned, folder)
+        check_same(descriptor, pinned, folder)
     if pinned != descriptor:
         write_atomic(folder / _NAME, data)
     if not is_url and not descriptor.urls:
@@ -116,10 +116,12 @@ def _check_key(found: Descriptor, expected: str | None, source: str) -> None:
         raise ConfigError(f"{source}: the coordinator has the key {found.coordinator}, expected {expected}")
 
 
-def _check_same(found: Descriptor, pinned: Descriptor, folder: Path) -> None:
+def check_same(found: Descriptor, pinned: Descriptor, folder: Path) -> None:
+    """Refuse a run other than the one that a node's folder belongs to."""
     for name in _PINNED:
         if getattr(found, name) != getattr(pinned, name):
             raise ConfigError(
-                f"{folder}: belongs to run {pinned.run} of coordinator {pinned.coordinator[:16]}..., but the "
-                f"descriptor now has a different {name}; if that is intended, use another folder"
+                f"{folder}: belongs to run {pinned.run} of coordinator {pinned.coordinator[:16]}..., but this is a "
+                f"different run, {found.run} of coordinator {found.coordinator[:16]}... (another {name}); use another "
+                "--folder for it"
             )

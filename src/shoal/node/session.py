@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 from shoal import __version__
 from shoal.errors import ConfigError, DiskError, UnavailableError, UnreachableError
 from shoal.identity.delegation import Scope
+from shoal.identity.keys import Key
 from shoal.ledger.head import ForkError
 from shoal.net.client import parse_endpoint
 from shoal.net.retry import RefusedError, RetryingClient, RetryPolicy
@@ -86,11 +87,18 @@ class Role(StrEnum):
 class SessionError(Exception):
     """Why a role cannot continue with its coordinator; restarting does not help."""
 
+    def __init__(self, text: str, code: str = "") -> None:
+        super().__init__(text)
+        self.code = code
+        """of the refusal, if it was one"""
+
 
 def end_session(error: RefusedError | ForkError | InvalidDocumentError) -> SessionError | UnavailableError:
     """The error a role ends with. A failed proof may have been altered in transit: the next start asks again."""
     is_doubt = isinstance(error, ForkError) and not error.fork.convicts
-    return UnavailableError(str(error)) if is_doubt else SessionError(str(error))
+    if is_doubt:
+        return UnavailableError(str(error))
+    return SessionError(str(error), error.refusal.code if isinstance(error, RefusedError) else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +194,7 @@ class Session:
             raise end_session(error) from None
 
     async def leave(self) -> bool:
-        """Leave the run, which returns its leases; False if the coordinator was not told.
+        """Leave the run, which returns its leases; False if the coordinator could not be reached.
 
         The next session joins again."""
         self._joined_path.unlink(missing_ok=True)
@@ -304,6 +312,8 @@ async def open_session(
     `coordinator` is the expected public key, `authority` a file of certificates to trust.
     """
     with _open_folder(folder) as ready, closing(SpanLog(folder / "spans.jsonl", role.value)) as spans:
+        if owner is not None:
+            Key.load(owner)  # a wrong path is reported now, not when the coordinator answers
         waits = RoleWaits(role.value, spans=spans)
         descriptor, url = await find_run(source, folder, waits, coordinator=coordinator, authority=authority)
         identity = load_identity(folder, descriptor.run, role.scope, owner=owner)
@@ -328,7 +338,10 @@ async def open_session(
 
 @contextmanager
 def _open_folder(folder: Path) -> Iterator[Callable[[], None]]:
-    """A node's folder. A new one is removed if the block fails before it calls the function: nobody joined with it."""
+    """A node's folder. A new one is removed if the block fails before it calls the function: nobody joined with it.
+
+    So is one without a key if the block is cancelled. With a key the node may have joined already.
+    """
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     is_disposable = not names - {LOCK_NAME}
     try:
@@ -342,8 +355,8 @@ def _open_folder(folder: Path) -> Iterator[Callable[[], None]]:
 
     try:
         yield keep
-    except (ConfigError, UnavailableError, SessionError):
-        if is_disposable:
+    except (ConfigError, UnavailableError, SessionError, asyncio.CancelledError) as error:
+        if is_disposable and not (isinstance(error, asyncio.CancelledError) and (folder / "node.key").exists()):
             shutil.rmtree(folder, ignore_errors=True)
         raise
 

@@ -131,8 +131,11 @@ def is_factor(name: str) -> bool:
 
 
 def merge_product(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
-    """W + s B A, computed in float32 and rounded once to the type of W."""
-    return torch.addmm(weight.float(), high.float(), low.float(), alpha=scale).to(weight.dtype)
+    """W + s B A, computed in float32 and rounded once to the type of W.
+
+    A product and a sum, not `addmm`: with AVX-512 the bits of that depend on the number of threads.
+    """
+    return (high.float() @ low.float()).mul_(scale).add_(weight.float()).to(weight.dtype)
 
 
 @torch.no_grad()

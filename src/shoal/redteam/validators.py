@@ -35,7 +35,7 @@ INVENTED_CHECK = "sampling"
 """the check claimed to have failed"""
 _PASSING, _FAILING = 0.1, 1e4
 """multiples of a threshold claimed for a passing and for a failing value"""
-_VERDICT = re.compile(r"^Round \d+(?: on appeal)?: validator [0-9a-f]{64} says (\w+) ", re.MULTILINE)
+_VERDICT = re.compile(r"^Round \d+(?: on appeal)?, validator [0-9a-f]{64}: verdict (\w+) ", re.MULTILINE)
 
 
 class LyingJudge(Judge):

@@ -2,7 +2,8 @@
 Standard library only.
 
     random bytes   a stream that follows from a seed: os.urandom, secrets, uuid, SystemRandom, unseeded Random
-    clocks         start at `EPOCH_S` and advance by `TICK_NS` with every reading, and by what is slept
+    clocks         start within `_MAX_DELAY_NS` after `EPOCH_S`, as the seed says; advance by `TICK_NS` with every
+                   reading, and by what is slept
     this machine   process id, user, host name, processors, file times and numbers: the same constants everywhere
 
 Addresses cannot be made equal on different machines. Within one machine the fork server turns off their randomisation
@@ -33,6 +34,8 @@ EPOCH_S = 1_600_000_000
 TICK_NS = 1_000_000
 """so that a loop that waits for a second ends after a thousand readings. Changing breaks: scores"""
 _NS = 1_000_000_000
+_MAX_DELAY_NS = 1_800 * _NS
+"""both sides have the same date and hour"""
 _NOBODY = 65534
 _SIZES = range(1, 1024, 16)
 _HIDDEN = ("ctypes", "_ctypes", "_random")
@@ -44,10 +47,12 @@ _uses: list[tuple[dict[str, Any], str, Function]] = []
 
 
 class _Clock:
-    """A clock that only its readers advance."""
+    """A clock that only its readers advance. Its start follows from the seed: tests that take their arguments from the
+    clock must not read the same time as the program."""
 
-    def __init__(self) -> None:
-        self.passed_ns = 0
+    def __init__(self, seed: str) -> None:
+        digest = hashlib.sha256(f"clock {seed}".encode()).digest()
+        self.passed_ns = int.from_bytes(digest[:8], "big") % _MAX_DELAY_NS
 
     def read(self) -> int:
         """Nanoseconds since the start."""
@@ -72,7 +77,7 @@ class _Stream:
 
 def remove_chance(seed: str, shift: int = 0) -> None:
     """Replace every source of chance in this process."""
-    clock, stream = _Clock(), _Stream(seed)
+    clock, stream = _Clock(seed), _Stream(seed)
     new = _list_replacements(clock, stream)
     find_uses()
     for names, name, old in _uses:
@@ -92,7 +97,7 @@ def find_uses() -> None:
     """Find where modules hold the functions to replace. Done once, before a process is forked for each program."""
     if _uses:
         return
-    wanted = {id(function): function for function in _list_replacements(_Clock(), _Stream(""))}
+    wanted = {id(function): function for function in _list_replacements(_Clock(""), _Stream(""))}
     for name, module in list(sys.modules.items()):
         if isinstance(module, type(sys)) and name not in (__name__, *_WAITING):
             names = vars(module)
@@ -156,6 +161,7 @@ def _replace_machine() -> dict[Function, Function]:
         **dict.fromkeys((os.getuid, os.geteuid, os.getgid, os.getegid), lambda: _NOBODY),
         os.uname: lambda: os.uname_result(("Linux", "sandbox", "0", "0", "sandbox")),
         os.cpu_count: lambda: 1,
+        os.sysconf: lambda _: 1,
         resource.getrusage: lambda _: resource.struct_rusage((0.0, 0.0, *[0] * 14)),
         threading.get_native_id: lambda: 1,
         os.sched_getaffinity: lambda _: {0},

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -37,7 +38,15 @@ _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from shoal.sandbox.forkserver import run_server; "
     "run_server(int(sys.argv[1]), sys.argv[2], namespaces=sys.argv[4] == 'True')"
 )
-_ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1", "TZ": "UTC0"}
+_ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "PYTHONUTF8": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "TZ": "UTC0",
+    # Otherwise the C library reserves 128 MiB for a thread that has to wait for the heap of another, so whether a
+    # program with threads meets its memory limit would depend on their timing.
+    "MALLOC_ARENA_MAX": "1",
+}
 """the same on every machine, so that the order of sets and the local time are too"""
 _PIECE_BYTES = 1 << 16
 
@@ -64,6 +73,26 @@ class JobReport:
     peak_bytes: int
     late: bool
     """whether it was ended at the wall-clock limit"""
+
+
+class _CpuTotal:
+    """CPU time of jobs, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.cpu_s = 0.0
+
+    def add(self, cpu_s: float) -> None:
+        with self._lock:
+            self.cpu_s += cpu_s
+
+
+_JOBS_CPU = _CpuTotal()
+
+
+def read_jobs_cpu() -> float:
+    """CPU time of all jobs of this process that have ended; `time.process_time` does not include it."""
+    return _JOBS_CPU.cpu_s
 
 
 class _Channel:
@@ -226,6 +255,7 @@ class SandboxProcess:
                 raise SandboxError(f"the fork server has exited: {error}") from error
         match self._receive(deadline):
             case {"code": int(code), "cpu_s": float(cpu_s), "peak_bytes": int(peak), "late": bool(late)}:
+                _JOBS_CPU.add(cpu_s)
                 return JobReport(code=code, cpu_s=cpu_s, peak_bytes=peak, late=late)
             case answer:
                 self.kill()

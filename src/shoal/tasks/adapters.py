@@ -8,7 +8,8 @@ The code is imported by name and runs with all the rights of this process. So it
 on the user's own machine: the settings of a swarm reject it, and a recipe cannot contain it.
 
 Rewards must be numbers from 0 to 1; anything else ends the run with one line, because scoring it 0 would train the
-opposite of what was meant. An exception of the user's code ends the run with its traceback.
+opposite of what was meant. So does a negative weight of a rubric. An exception of a reward function ends the run with
+its traceback and what was scored.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,11 @@ from shoal.errors import ConfigError
 from shoal.rollout import Score
 from shoal.tasks.base import ChatMessage, Task, build_task
 from shoal.tasks.sets.family import SetFamily
+from shoal.util.units import count_things
 
 RewardFunction = Callable[..., Sequence[float]]
+_SHOWN_COMPLETIONS, _SHOWN_CHARS = 3, 40
+"""of a call that failed"""
 
 
 def load_object(key: str, place: str) -> Any:
@@ -40,17 +44,49 @@ def load_object(key: str, place: str) -> Any:
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.append(folder)
+    if module.endswith(".py"):
+        right = ".".join(Path(module).with_suffix("").parts).strip("./")
+        raise ConfigError(f"{key}: {place!r} names a file; write {right}:{name}")
     try:
         return getattr(importlib.import_module(module), name)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ConfigError(f"{key}: {place!r} cannot be imported ({error})") from None
 
 
-def hash_source(place: str) -> str:
-    """Hash of the file in which the module of `package.module:name` is written; empty if it has no file."""
-    load_object("tasks", place)
-    source = getattr(sys.modules[place.partition(":")[0]], "__file__", None)
-    return hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
+def hash_source(key: str, place: str) -> str:
+    """Hash of the files in which `package.module:name` is written; empty if it has none.
+
+    These are its module and the modules that it uses, directly or not, from the same folder.
+    """
+    load_object(key, place)
+    name = place.partition(":")[0]
+    source = getattr(sys.modules[name], "__file__", None)
+    if not source:
+        return ""
+    own = Path(source).resolve()
+    files = [own, *sorted(_find_sources(name, own.parents[name.count(".")]) - {own})]
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest() if hashes[1:] else hashes[0]
+
+
+def _find_sources(start: str, folder: Path) -> set[Path]:
+    """The files below a folder of a module and of those that it uses."""
+    found: dict[str, Path] = {}
+    names = [start]
+    while names:
+        module = sys.modules.get(name := names.pop())
+        source = getattr(module, "__file__", None)
+        if source is None or name in found or name.partition(".")[0] == "shoal":
+            continue
+        path = Path(source).resolve()
+        if path.is_relative_to(folder) and "site-packages" not in path.parts:
+            found[name] = path
+            for value in list(vars(module).values()):
+                names.append(str(value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)))
+    return set(found.values())
+
+
+_ENVIRONMENT_COLUMNS = ("prompt", "completion", "answer", "info", "state", "task")
 
 
 class RewardFamily:
@@ -59,11 +95,13 @@ class RewardFamily:
     name = "reward"
 
     def __init__(self, inner: SetFamily, place: str) -> None:
-        self._inner = inner
+        self._inner, self._place = inner, place
         self._function: RewardFunction = load_object("tasks.reward", place)
         if not callable(self._function):
             raise ConfigError(f"tasks.reward: {place!r} is not a function")
         self._columns = {record.id: {**record.metadata, **record.info} for record in inner.tasks.records}
+        self._names = {name for columns in self._columns.values() for name in columns}
+        _check_arguments(f"tasks.reward: {place}", self._function, self._names | {"prompts", "completions"})
 
     @property
     def alphabet(self) -> str:
@@ -78,6 +116,10 @@ class RewardFamily:
     def make_task(self, rng: random.Random) -> Task:
         return self._inner.make_task(rng)
 
+    def list_tasks(self) -> list[Task]:
+        """All tasks that can be drawn."""
+        return self._inner.list_tasks()
+
     def demonstrate(self, task: Task) -> str:
         return self._inner.demonstrate(task)
 
@@ -86,11 +128,22 @@ class RewardFamily:
 
     def score_many(self, task: Task, completions: Sequence[str]) -> list[Score]:
         """One call for all completions of a task, as such functions expect it."""
-        columns = {name: [value] * len(completions) for name, value in self._columns[task.id].items()}
+        own = self._columns[task.id]
+        columns = {name: [own.get(name)] * len(completions) for name in self._names}
         texts = {"prompts": [task.prompt] * len(completions), "completions": list(completions)}
-        rewards = _call_function("tasks.reward", self._function, {**columns, **texts})
-        if len(rewards) != len(completions):
-            raise ConfigError(f"tasks.reward: returned {len(rewards)} rewards for {len(completions)} completions")
+        try:
+            rewards = _call_function(self._function, {**columns, **texts})
+        except Exception as error:
+            shown = ", ".join(repr(text[:_SHOWN_CHARS]) for text in dict.fromkeys(completions[:_SHOWN_COMPLETIONS]))
+            what = f"{self._place} raised {type(error).__name__}"
+            error.add_note(f"tasks.reward: {what} for task {task.id}, {len(completions)} completions such as {shown}")
+            raise
+        is_other = isinstance(rewards, (str, bytes, Mapping, Set)) or getattr(rewards, "ndim", 1) == 0
+        is_list = isinstance(rewards, Collection) and not is_other
+        if not is_list or len(rewards) != len(completions):
+            found = count_things(len(rewards), "reward") if is_list else repr(rewards)[:40]
+            text = f"tasks.reward: {self._place} returned {found} for {count_things(len(completions), 'completion')}"
+            raise ConfigError(f"{text}; return a list with one number per completion")
         return [grade_reward(reward) for reward in rewards]
 
 
@@ -103,11 +156,17 @@ class EnvironmentFamily:
         if not self._rows:
             raise ConfigError(f"tasks.environment: {place!r} has no tasks")
         self._terms = _find_terms(environment, place)
+        for function, _ in self._terms:
+            _check_arguments(f"tasks.environment: {place}", function, _ENVIRONMENT_COLUMNS)
         self._total = sum(weight for _, weight in self._terms)
 
     @property
     def alphabet(self) -> str:
         return "".join(sorted({char for task in self._rows for char in task.prompt + str(task.info.get("answer"))}))
+
+    def list_tasks(self) -> list[Task]:
+        """All tasks that can be drawn."""
+        return self._rows
 
     def make_task(self, rng: random.Random) -> Task:
         return self._rows[rng.randrange(len(self._rows))]
@@ -116,18 +175,20 @@ class EnvironmentFamily:
         return str(task.info.get("answer", ""))
 
     def score(self, task: Task, completion: str) -> Score:
-        known = {
-            "prompt": task.prompt,
-            "completion": completion,
-            "answer": task.info.get("answer", ""),
-            "info": task.info.get("info", {}),
-            "state": {},
-            "task": task.id,
-        }
-        values = [
-            weight * float(_call_function("tasks.environment", function, known)) for function, weight in self._terms
+        given: tuple[Any, ...] = (
+            task.prompt,
+            completion,
+            task.info.get("answer", ""),
+            task.info.get("info", {}),
+            {},
+            task.id,
+        )
+        known = dict(zip(_ENVIRONMENT_COLUMNS, given, strict=True))
+        rewards = [
+            (weight, grade_reward(_call_function(function, known), "tasks.environment"))
+            for function, weight in self._terms
         ]
-        return grade_reward(sum(values) / self._total)
+        return Score(sum(weight * reward.value for weight, reward in rewards) / self._total, "own reward")
 
 
 def load_environment(place: str) -> EnvironmentFamily:
@@ -138,14 +199,16 @@ def load_environment(place: str) -> EnvironmentFamily:
     return EnvironmentFamily(found, place)
 
 
-def grade_reward(reward: Any) -> Score:
+def grade_reward(reward: Any, key: str = "tasks.reward") -> Score:
     """Convert a reward from user code to a score; ConfigError for one that is not a number from 0 to 1."""
     try:
-        value = float(reward)
-    except (TypeError, ValueError):
-        raise ConfigError(f"tasks.reward: returned {str(reward)[:40]!r}; a reward is a number from 0 to 1") from None
-    if not (math.isfinite(value) and 0.0 <= value <= 1.0):
-        raise ConfigError(f"tasks.reward: returned {value:g}; rewards must be between 0 and 1, so rescale them")
+        value = math.nan if isinstance(reward, (str, bytes)) else float(reward)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several elements
+        value = math.nan
+    if math.isnan(value):
+        raise ConfigError(f"{key}: returned {str(reward)[:40]!r}; a reward is a number from 0 to 1") from None
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(f"{key}: returned {value:g}; rewards must be between 0 and 1, so rescale them")
     return Score(value, "own reward")
 
 
@@ -162,6 +225,11 @@ def _find_terms(environment: Any, place: str) -> list[tuple[Callable[..., Any], 
     functions = list(getattr(rubric, "funcs", None) or getattr(rubric, "reward_funcs", None) or [])
     weights = list(getattr(rubric, "weights", None) or getattr(rubric, "reward_weights", None) or [])
     weights = weights or [1.0] * len(functions)
+    if any(not 0.0 <= weight < math.inf for weight in weights):
+        raise ConfigError(
+            f"tasks.environment: {place!r} has the weights {weights!s:.80}; they must be numbers from 0, so turn a "
+            "penalty into a reward for its absence"
+        )
     terms = [(function, float(weight)) for function, weight in zip(functions, weights, strict=False) if weight > 0]
     if not terms or len(weights) != len(functions):
         raise ConfigError(f"tasks.environment: {place!r} has no rubric with reward functions and a weight for each")
@@ -183,15 +251,23 @@ def _read_row(index: int, row: Mapping[str, Any]) -> Task:
     return Task(id=task.id, prompt=prompt, verifier=task.verifier, info=info, kin=task.kin, messages=messages)
 
 
-def _call_function(key: str, function: Callable[..., Any], known: Mapping[str, Any]) -> Any:
-    """Call a reward function by keyword, with the arguments it declares; a coroutine is run to completion."""
-    signature = inspect.signature(function)
-    parameters = signature.parameters.values()
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    given = {name: value for name, value in known.items() if takes_all or name in signature.parameters}
+def _check_arguments(what: str, function: Callable[..., Any], names: Iterable[str]) -> None:
+    """ConfigError if a reward function needs other arguments than these."""
+    known = dict.fromkeys(names)
     try:
-        signature.bind(**given)
+        inspect.signature(function).bind(**_pick_arguments(function, known))
     except TypeError as error:
-        raise ConfigError(f"{key}: {error} of the function; arguments are {', '.join(sorted(known))}") from None
-    result = function(**given)
+        raise ConfigError(f"{what}: {error} of the function; arguments are {', '.join(sorted(known))}") from None
+
+
+def _call_function(function: Callable[..., Any], known: Mapping[str, Any]) -> Any:
+    """Call a reward function by keyword, with the arguments it declares; a coroutine is run to completion."""
+    result = function(**_pick_arguments(function, known))
     return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def _pick_arguments(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that a function declares; all if it has `**kwargs`."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in known.items() if takes_all or name in parameters}

@@ -115,6 +115,13 @@ def at_step(family: Family, step: int) -> Family:
     return chosen
 
 
+def list_tasks(family: Family) -> list[Task] | None:
+    """All tasks of a family that has a list of them; None if it generates tasks."""
+    list_all = getattr(family, "list_tasks", None)
+    tasks: list[Task] | None = None if list_all is None else list_all()
+    return tasks
+
+
 def stamp_family(family: Family) -> dict[str, str]:
     """The verifiers of a family by name, with their versions; empty if only shoal's own code scores."""
     stamps: dict[str, str] = getattr(family, "stamp_verifiers", dict)()

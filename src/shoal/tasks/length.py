@@ -25,7 +25,17 @@ import numpy as np
 
 from shoal.config.run import LengthConfig
 from shoal.rollout import Group, Score
-from shoal.tasks.base import ChatMessage, Family, Task, at_step, is_expensive, score_again, score_texts, stamp_family
+from shoal.tasks.base import (
+    ChatMessage,
+    Family,
+    Task,
+    at_step,
+    is_expensive,
+    list_tasks,
+    score_again,
+    score_texts,
+    stamp_family,
+)
 
 MARK = "@"
 
@@ -70,6 +80,14 @@ class TargetFamily:
         # The problem first: it is the one that the same seed gives without targets.
         task = self.inner.make_task(rng)
         return add_target(task, rng.choice(self.config.targets), self.config.template)
+
+    def list_tasks(self) -> list[Task] | None:
+        """All tasks of a family that has a list of them, each with one of the targets in turn."""
+        tasks, targets = list_tasks(self.inner), self.config.targets
+        if tasks is None:
+            return None
+        template = self.config.template
+        return [add_target(task, targets[index % len(targets)], template) for index, task in enumerate(tasks)]
 
     def demonstrate(self, task: Task) -> str:
         """The demonstration of the family without targets, unless it has demonstrations for them."""

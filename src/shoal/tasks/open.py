@@ -1,17 +1,28 @@
 """The tasks that a run's settings name: a family or a task set, with target lengths if configured."""
 
+import logging
 from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
-from shoal.config.run import Option, RunConfig, TasksConfig
+from shoal.config.run import Option, RunConfig, Settings, TasksConfig
 from shoal.errors import ConfigError
-from shoal.tasks.base import Family
+from shoal.seeds import derive_seed
+from shoal.tasks.base import Family, Task, list_tasks
 from shoal.tasks.length import aim_family
 from shoal.tasks.registry import load_family
 from shoal.tasks.sets.family import SetFamily
 from shoal.tasks.sets.sources import open_set
 from shoal.tasks.sets.taskset import SetError, TaskSet
+from shoal.tasks.split import describe_heldout, heldout_tasks, train_task
+
+logger = logging.getLogger(__name__)
+
+SFT_SEED = "warmup"
+"""Name of the seeds of SFT. Changing breaks: the bits of every fine-tuned v0."""
+Run = TypeVar("Run", bound=RunConfig)
+Part = TypeVar("Part", bound=Settings)
 
 
 def open_tasks(config: RunConfig, options: Mapping[str, Option] | None = None) -> Family:
@@ -19,11 +30,49 @@ def open_tasks(config: RunConfig, options: Mapping[str, Option] | None = None) -
     return aim_family(open_family(config.tasks, options), config.length)
 
 
-def check_tasks(config: RunConfig) -> Family:
-    """The tasks of a run; ConfigError if those of its training or its SFT are not available."""
+def draw_tasks(family: Family, config: RunConfig) -> list[Task]:
+    """The held-out tasks of a run's evaluations."""
+    return heldout_tasks(family, config.eval.tasks, derive_seed("eval", config.seed))
+
+
+def draw_demonstrated(family: Family, config: RunConfig) -> list[Task]:
+    """The held-out tasks of a run's SFT."""
+    return heldout_tasks(family, config.sft.heldout, derive_seed(SFT_SEED, config.seed))
+
+
+def check_tasks(config: Run) -> Run:
+    """The settings with tasks for training, SFT and evaluation; ConfigError if they are not available."""
+    family = open_tasks(config)
+    train_task(family, seed=0)
+    config = fit_evaluation(family, config)
     if config.sft.options:
-        open_tasks(config, config.sft.options)
-    return open_tasks(config)
+        family = open_tasks(config, config.sft.options)
+    if not config.sft.steps:
+        return config
+    for task in list_tasks(family) or ():
+        family.demonstrate(task)
+    fitted = _fit_count("sft.heldout", config.sft, family, draw_demonstrated(family, config))
+    return config.model_copy(update={"sft": fitted})
+
+
+def fit_evaluation(family: Family, config: Run) -> Run:
+    """The settings with as many evaluated tasks as there are, if there are fewer than the default."""
+    return config.model_copy(update={"eval": _fit_count("eval.tasks", config.eval, family, draw_tasks(family, config))})
+
+
+def _fit_count(key: str, settings: Part, family: Family, found: list[Task]) -> Part:
+    """Settings that want no more held-out tasks than were found; ConfigError if the user wants more."""
+    name = key.rpartition(".")[2]
+    wanted, count = getattr(settings, name), len(found)
+    if count == wanted:
+        return settings
+    there = describe_heldout(family, count)
+    if not found or name in settings.model_fields_set:
+        more = "widen tasks.options" if list_tasks(family) is None else "add tasks"
+        cure = f"set {key}={count} or {more}" if found else more
+        raise ConfigError(f"{key}: is {wanted}, but {there}; {cure}")
+    logger.warning(f"{key}: {there}, so {count} are used instead of {wanted}")
+    return settings.model_copy(update={name: count})
 
 
 def pin_tasks(config: RunConfig) -> RunConfig:
@@ -35,7 +84,7 @@ def pin_tasks(config: RunConfig) -> RunConfig:
     if code := tasks.reward or tasks.environment:
         from shoal.tasks.adapters import hash_source
 
-        pinned["code_hash"] = hash_source(code)
+        pinned["code_hash"] = hash_source("tasks.reward" if tasks.reward else "tasks.environment", code)
         if tasks.code_hash not in ("", pinned["code_hash"]):
             raise ConfigError(f"tasks.code_hash: the source file of {code} has the hash {pinned['code_hash']}")
     return config.model_copy(update={"tasks": tasks.model_copy(update=pinned)})

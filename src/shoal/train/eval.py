@@ -26,13 +26,12 @@ from shoal.learner.checkpoint import find_newest, load_checkpoint_policy, read_s
 from shoal.policy.model import Policy, reopen_policy
 from shoal.rollout import Group
 from shoal.seeds import derive_seed
-from shoal.tasks.base import Family, Task
+from shoal.tasks.base import Family
 from shoal.tasks.length import aim_family, read_target
-from shoal.tasks.open import open_tasks
+from shoal.tasks.open import check_tasks, draw_tasks, fit_evaluation, open_tasks
 from shoal.tasks.registry import load_family
 from shoal.tasks.sets.family import SetFamily
 from shoal.tasks.sets.sources import open_set
-from shoal.tasks.split import heldout_tasks
 from shoal.train.sft import load_start
 from shoal.util.files import check_output, write_output
 from shoal.util.process import tune_process
@@ -141,15 +140,11 @@ def answer_tasks(engine: Engine, family: Family, policy: Policy, config: RunConf
     return generate_groups(engine, family, policy.tokenizer, plans)
 
 
-def draw_tasks(family: Family, config: RunConfig) -> list[Task]:
-    """The held-out tasks of a run."""
-    return heldout_tasks(family, config.eval.tasks, derive_seed("eval", config.seed))
-
-
 def run_eval(config: RunConfig, run_dir: Path | None, *, json_path: Path | None, markdown_path: Path | None) -> int:
     """`shoal eval`: the newest checkpoint of a run, or the starting policy if there is no run."""
     tune_process(config.threads)
     check_outputs(json_path, markdown_path)
+    config = check_tasks(config)
     family = open_tasks(config)
     policy, version = _open_version(config, run_dir)
     engine = open_engine(config.engine, policy.model, eos_id=policy.eos_id, version=version)
@@ -184,9 +179,8 @@ def run_table(
     tune_process(config.threads)
     check_outputs(json_path, markdown_path)
     families = [aim_family(open_column(column), config.length) for column in columns]
-    for family in families:
-        draw_tasks(family, config)  # report too few tasks before computing anything
-    results = tuple(_evaluate_model(config, model, families) for model in models)
+    pairs = [(family, fit_evaluation(family, config)) for family in families]
+    results = tuple(_evaluate_model(config.policy, model, pairs) for model in models)
     table = EvalTable(tuple(_name_model(model) for model in models), tuple(columns), results)
     write_figures(table, json_path, markdown_path)
     return table
@@ -201,10 +195,12 @@ def open_column(name: str) -> Family:
     return load_family(name, {})
 
 
-def _evaluate_model(config: RunConfig, model: str, families: Sequence[Family]) -> tuple[EvalResult, ...]:
-    policy = _open_model(model, config.policy)
-    engine = open_engine(config.engine, policy.model, eos_id=policy.eos_id)
-    return tuple(evaluate(engine, family, policy, config) for family in families)
+def _evaluate_model(
+    config: PolicyConfig, model: str, pairs: Sequence[tuple[Family, RunConfig]]
+) -> tuple[EvalResult, ...]:
+    policy = _open_model(model, config)
+    engine = open_engine(pairs[0][1].engine, policy.model, eos_id=policy.eos_id)
+    return tuple(evaluate(engine, family, policy, config) for family, config in pairs)
 
 
 def _open_model(model: str, config: PolicyConfig) -> Policy:

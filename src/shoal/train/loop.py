@@ -26,9 +26,9 @@ from shoal.learner.sharded import build_whole
 from shoal.policy.lora import copy_merged
 from shoal.policy.model import cast_weights, find_policy
 from shoal.rollout import Group
-from shoal.tasks.open import check_tasks, open_tasks, pin_tasks
+from shoal.tasks.open import check_tasks, draw_tasks, open_tasks, pin_tasks
 from shoal.tasks.stats import STATS_NAME, Curriculum, TaskStats
-from shoal.train.eval import draw_tasks, evaluate
+from shoal.train.eval import evaluate
 from shoal.train.report import describe_gain, write_report
 from shoal.train.resume import open_state
 from shoal.train.rollout_files import write_groups
@@ -66,9 +66,8 @@ def settle_config(config: RunConfig) -> RunConfig:
     """The settings as the run will store them. Rejects what can be rejected before any work."""
     if config.policy.dtype != "float32":
         raise ConfigError(f"policy.dtype: training needs float32; {config.policy.dtype} would round small updates away")
-    config = pin_tasks(config)
-    family = check_tasks(config)
-    tasks = draw_tasks(family, config)
+    config = check_tasks(pin_tasks(config))
+    tasks = draw_tasks(open_tasks(config), config)
     if not config.policy.path:
         longest, context = max(len(task.prompt) for task in tasks), config.policy.tiny.context
         if longest + config.engine.max_tokens > context:
@@ -106,13 +105,13 @@ class TrainingLoop:
     def run(self) -> None:
         """Evaluate v0, train to the last step, evaluate and report."""
         config, console = self._config, self._console
-        self._run.link()
         self._run.truncate_after(self.step if self._checkpoint is not None else -1)
         logger.info(f"{self._state.policy.describe_size()}, run directory {self._run.path}")
         console.start(config.steps, self.step)
         if self._checkpoint is None:
             self._evaluate()
             self._save()
+        self._run.link()
         while self.step < config.steps:
             self._train_step()
             last = self.step == config.steps
@@ -122,6 +121,7 @@ class TrainingLoop:
                 self._save()
         self._state.finish()
         logger.info(describe_gain(self._run.path))
+        logger.info(f"model: {find_newest(self._run.checkpoints_path)}/policy")
         logger.info(f"report: {write_report(self._run.path)}")
 
     def _train_step(self) -> None:

@@ -29,6 +29,7 @@ from shoal.util.files import (
     LOCK_NAME,
     append_line,
     check_latest,
+    is_same_file,
     link_latest,
     open_lock,
     read_accounts,
@@ -58,6 +59,7 @@ another length has other beacons.
 """
 
 _WAY_OUT = "use --fresh to move it aside, or another name or seed"
+_FILES, _FOLDERS = ("metrics.jsonl", "log.txt"), ("checkpoints", "rollouts")
 _ROLLOUTS_NAME = re.compile(r"step-(\d+)\.parquet")
 
 
@@ -76,7 +78,7 @@ def find_conflict(path: Path, config: RunConfig) -> str | None:
     try:
         stored = load_config(stored_path)
     except ConfigError as error:
-        return f"{path}: has a configuration that this version cannot read ({error}); {_WAY_OUT}"
+        return f"{path}: has a configuration that this version cannot read ({' '.join(str(error).split())}); {_WAY_OUT}"
     old, new = flatten_config(stored), flatten_config(config)
     free = set(RESUMABLE) - ({"steps"} if config.beacon else set())
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key not in free)
@@ -135,6 +137,7 @@ class RunDir:
                     raise ConfigError(conflict)
                 _fill_dir(path, config)
             except BaseException:
+                _remove_unused(path)
                 os.close(lock)
                 raise
         return cls(path, lock, clock)
@@ -172,8 +175,9 @@ class RunDir:
                 file.unlink()
 
     def close(self) -> None:
-        """Let other processes open the directory. Closing twice is harmless."""
+        """Let other processes open the directory; one without results is removed. Closing twice is harmless."""
         if self._lock >= 0:
+            _remove_unused(self.path)
             os.close(self._lock)
             self._lock = -1
 
@@ -226,14 +230,36 @@ def _fill_dir(path: Path, config: RunConfig) -> None:
     # Written first: a directory with metrics but without it is not a run of ours.
     if not config_path.exists() or config_path.read_bytes() != text:
         write_atomic(config_path, text)
-    for name in ("checkpoints", "rollouts"):
+    for name in _FOLDERS:
         (path / name).mkdir(exist_ok=True)
         sweep_leftovers(path / name)
     sweep_leftovers(path)
-    for name in ("metrics.jsonl", "log.txt"):
+    for name in _FILES:
         (path / name).touch()
         repair_jsonl(path / name)
     check_latest(path)
+
+
+def _remove_unused(path: Path) -> None:
+    """Remove a directory in which nothing but the files of `_fill_dir` is, without results. The caller holds its lock.
+
+    The lock file goes last: without it, another process could begin to use the directory. What cannot be removed stays.
+    """
+    with contextlib.suppress(OSError):
+        _remove_empty(path)
+
+
+def _remove_empty(path: Path) -> None:
+    entries = {entry.name for entry in path.iterdir()}
+    if is_started(path) or not entries <= {"config.toml", *_FILES, *_FOLDERS, LOCK_NAME}:
+        return
+    if any((path / name).exists() and any((path / name).iterdir()) for name in _FOLDERS):
+        return
+    for name in sorted(entries & set(_FOLDERS)):
+        (path / name).rmdir()
+    for name in (*sorted(entries - {*_FOLDERS, LOCK_NAME}), LOCK_NAME):
+        (path / name).unlink(missing_ok=True)
+    path.rmdir()
 
 
 def _start_afresh(path: Path, lock: int) -> int:
@@ -262,6 +288,8 @@ def lock_dir(path: Path, otherwise: str = "choose another name or seed") -> int:
             path.mkdir(parents=True, exist_ok=True)
             lock = open_lock(path / LOCK_NAME)
         except OSError as error:
+            if isinstance(error, PermissionError) and not path.exists():
+                raise ConfigError(f"cannot create {path}/: {error.strerror}") from None
             if is_refused(error):
                 raise  # a disk error, which `guard_disk` reports
             raise ConfigError(f"{path}: cannot be used as a folder ({error.strerror})") from None
@@ -269,9 +297,9 @@ def lock_dir(path: Path, otherwise: str = "choose another name or seed") -> int:
             owner = read_accounts(lock)
             os.close(lock)
             raise ConfigError(f"{path}: in use by process {owner}; wait for it or {otherwise}")
-        # Another process may have moved the directory aside (--fresh) between open and flock; this lock is then on the
-        # wrong one.
-        if _is_same_file(lock, path / LOCK_NAME):
+        # Another process may have moved (--fresh) or removed the directory between open and flock; this lock is then on
+        # the wrong one.
+        if is_same_file(lock, path / LOCK_NAME):
             with spare_words():  # the lock holds even if the process id cannot be written
                 write_owner(lock)
             return lock
@@ -286,10 +314,3 @@ def hold_dir(path: Path, otherwise: str) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False

@@ -19,7 +19,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -46,11 +46,12 @@ from shoal.policy.weights import hash_weights
 from shoal.rollout import Finish, Rollout
 from shoal.seeds import derive_seed
 from shoal.tasks.base import Family, Task
-from shoal.tasks.open import open_tasks, read_set
-from shoal.tasks.split import heldout_tasks, train_task
+from shoal.tasks.open import SFT_SEED, draw_demonstrated, open_tasks, read_set
+from shoal.tasks.split import train_task
 from shoal.util.disk import guard_disk
 from shoal.util.files import (
     hash_dir,
+    is_same_file,
     open_lock,
     read_accounts,
     remove_dir,
@@ -70,8 +71,6 @@ _POLICY_KEYS = ("policy.path", "policy.tiny", "policy.dtype", "policy.device")
 _KEYS = ("seed", "threads", *_POLICY_KEYS, "tasks", "length.mode", "length.targets", "length.template", "sft")
 """Settings that decide the weights; `threads` is one, because it changes the order of summation and so the bits.
 `policy.lora` is none: adapters are trained after SFT, which trains all weights."""
-_SEED = "warmup"
-"""Name of the seeds. Changing breaks: the bits of every fine-tuned v0."""
 _DONE = "sft.json"
 _REPORT_S = 3.0
 _PATIENCE_S, _POLL_S = 86_400.0, 0.2
@@ -123,7 +122,8 @@ def _name_folder(config: RunConfig) -> str:
     """Hash of what decides the weights: the settings, and the files they name, by content."""
     if config.tasks.set:
         found = config.tasks.hash or read_set(config.tasks).hash
-        tasks = config.tasks.model_copy(update={"set": [found], "hash": found})
+        # SFT has no rewards, so a run with another reward function shares it.
+        tasks = config.tasks.model_copy(update={"set": [found], "hash": found, "reward": "", "code_hash": ""})
         config = config.model_copy(update={"tasks": tasks})
     name = config_hash(config, *_KEYS)
     if config.policy.path and Path(config.policy.path).is_dir():
@@ -196,7 +196,7 @@ class _FineTuning:
 
     def _train_step(self) -> None:
         settings = self._config.sft
-        seeds = [derive_seed(_SEED, self._config.seed, self._step, index) for index in range(settings.batch)]
+        seeds = [derive_seed(SFT_SEED, self._config.seed, self._step, index) for index in range(settings.batch)]
         samples = [self._demonstrate(train_task(self._family, seed), index) for index, seed in enumerate(seeds)]
         total = sum(sample.rollout.num_tokens for sample in samples)
         self._optimizer.zero_grad(set_to_none=True)
@@ -216,7 +216,7 @@ class _FineTuning:
         self._step += 1
 
     def _pack_heldout(self) -> list[Pack]:
-        tasks = heldout_tasks(self._family, self._config.sft.heldout, derive_seed(_SEED, self._config.seed))
+        tasks = draw_demonstrated(self._family, self._config)
         return self._build_packs([self._demonstrate(task, index) for index, task in enumerate(tasks)])
 
     def _build_packs(self, samples: Sequence[Sample]) -> list[Pack]:
@@ -273,14 +273,24 @@ def _is_cached(result: Path) -> bool:
 
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = open_lock(folder / ".lock")
-    try:
+    """Hold the folder's lock; a folder in which nothing came to be is removed."""
+    lock_path = folder / ".lock"
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open_lock(lock_path)
         _wait_for_lock(lock, folder)
+        if is_same_file(lock, lock_path):  # else the process that held it has removed the folder
+            break
+        os.close(lock)
+    try:
         write_owner(lock)
         sweep_leftovers(folder)
         yield
     finally:
+        with suppress(OSError):  # it only tidies up
+            if [entry.name for entry in folder.iterdir()] == [lock_path.name]:
+                lock_path.unlink()
+                folder.rmdir()
         os.close(lock)
 
 

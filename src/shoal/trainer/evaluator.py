@@ -92,6 +92,8 @@ async def run_evaluator(config: RunConfig, run: Path, *, report: Report = lambda
                 report(*done)
         if evaluator.is_done:
             logger.info("finished: every version that was due is evaluated")
+        else:
+            logger.info("stopped; the same command resumes")
     return 0
 
 

@@ -113,6 +113,8 @@ class Trainer:
             await self._run_thread(self._save)
         self._saved = self.step
         newest = self._publisher.newest
+        if self.step < newest:
+            logger.info(f"v{newest} was published: the steps after {self.step} are repeated from the ledger")
         if self.step >= newest:
             await self._run_thread(self._versions.write, self.step, self._state)
         for version in range(max(0, min(newest + 1, self.step)), self.step + 1):

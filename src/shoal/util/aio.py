@@ -197,7 +197,7 @@ def catch_signals(
     stopping: asyncio.Event,
     *,
     exit_now: Callable[[], None] = lambda: os._exit(EXIT_INTERRUPTED),
-    text: str = "stopping; press again to stop immediately",
+    text: str = "stopping; press Ctrl-C again to stop immediately",
 ) -> Iterator[None]:
     """In this context, the first SIGINT or SIGTERM sets `stopping`, the second calls `exit_now`. Main thread only."""
 
@@ -222,6 +222,16 @@ def run_until_cancelled(work: Coroutine[None, None, T]) -> T:
             return await work
 
     return asyncio.run(run())
+
+
+@contextmanager
+def interrupt_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises `KeyboardInterrupt` in the block, like Ctrl-C: for blocking code in the main thread."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager

@@ -216,6 +216,14 @@ def try_lock(descriptor: int, *, is_shared: bool = False) -> bool:
     return True
 
 
+def is_same_file(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one at a path: another process may have moved or removed it."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def write_owner(descriptor: int, role: str = "") -> None:
     """Write this process and its role into a lock file that it holds."""
     os.ftruncate(descriptor, 0)

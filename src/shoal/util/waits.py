@@ -6,7 +6,8 @@
 Invariants:
 - a role awaits nothing outside its process except through `with_timeout` or `retry_forever`: every wait has a deadline;
 - current waits can be read at any time, with the last failure if there was one;
-- a cause of failure is one warning until what reported it succeeds again, however many calls it fails;
+- a cause of failure is one warning, and one more each minute, until what reported it succeeds again, however many
+  calls it fails;
 - each reported wait is a span of kind `wait`.
 
 Waits of the run itself (a step for its groups, the queue for validators) are not recorded here: `status` reads them
@@ -36,6 +37,8 @@ MAX_WAITS = 4096
 MAX_CAUSES = 64
 """causes of failures remembered at once, to report each one only once"""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+REMIND_S = 60.0
+"""time between two warnings about a cause that lasts"""
 
 
 class WaitError(Exception):
@@ -64,6 +67,16 @@ class Wait:
     def is_overdue(self, now_ms: int) -> bool:
         """Whether it exceeded its deadline."""
         return bool(self.deadline_ms) and now_ms > self.deadline_ms
+
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    """A cause of failures that was logged as a warning."""
+
+    reporter: str
+    """name of the wait that logged it first"""
+    since_ms: int
+    logged_ms: int
 
 
 class WaitTable:
@@ -122,8 +135,8 @@ class RoleWaits:
         self._role, self._sleep, self._backoff = role, sleep, backoff
         self._spans = spans or SpanLog(None, role)
         self._reported, self._unreported = WaitTable(clock), WaitTable(clock)
-        self._warned: dict[str, str] = {}
-        """causes that were logged as warnings, and the name of the wait that did"""
+        self._clock = clock
+        self._warned: dict[str, _Cause] = {}
 
     async def with_timeout(
         self,
@@ -173,17 +186,24 @@ class RoleWaits:
         raise AssertionError("retries end with a result")
 
     def report_failure(self, name: str, error: Exception, text: str) -> None:
-        """Log a failed attempt; as a warning only if nobody else reports the same cause already."""
-        cause = str(error)
-        logger.log(logging.DEBUG if cause in self._warned else logging.WARNING, text)
-        if len(self._warned) < MAX_CAUSES:
-            self._warned.setdefault(cause, name)
+        """Log a failed attempt; as a warning only if none about the same cause was logged in the last minute."""
+        now_ms, known = self._clock(), self._warned.get(str(error))
+        if known is not None and now_ms - known.logged_ms < 1000 * REMIND_S:
+            logger.debug(text)
+            return
+        if known is None:
+            logger.warning(text)
+            known = _Cause(name, now_ms, now_ms)
+        else:
+            logger.warning(f"{text}, for {(now_ms - known.since_ms) // 1000} s now")
+        if str(error) in self._warned or len(self._warned) < MAX_CAUSES:
+            self._warned[str(error)] = replace(known, logged_ms=now_ms)
 
     def note_success(self, name: str) -> None:
         """An attempt succeeded: the causes that it reported are over."""
-        over = [cause for cause, reporter in self._warned.items() if reporter == name]
-        for cause in over:
-            del self._warned[cause]
+        over = [text for text, cause in self._warned.items() if cause.reporter == name]
+        for text in over:
+            del self._warned[text]
         if over:
             logger.info(f"{name}: succeeded again")
 

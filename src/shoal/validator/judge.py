@@ -7,15 +7,18 @@
                  it claims a reward that no verifier gives        -> rejected_hard, which takes two validators
                  it is a copy                                     -> the proof decides: rejected_hard or rejected_soft
     proof        it was not sampled with the weights it states    -> rejected_hard, which takes two validators
-    doubt        no weights, no working parser, a reward that our
-                 verifier cannot decide with certainty            -> inconclusive: unpaid, without blame
+    doubt        no weights, no working parser; or a reward that
+                 our verifier cannot decide with certainty, of
+                 work that passes everything else                 -> inconclusive: unpaid, without blame
 
 Invariants:
 - nothing in a file raises: an unreadable file is a finding;
 - an assessment is a function of job, file, weights and calibration: validators with the same inputs find the same
   numbers, whatever else they judge concurrently. Only the CPU time that it took is measured;
 - the file of an owner without a record (`Job.bounded`) is read with little more CPU time than an honest one needs, and
-  its first violation decides: the rewards of the rest are not computed.
+  its first violation decides: the rewards of the rest are not computed;
+- a doubt hides nothing: work is inconclusive only if its tokens were sampled. Otherwise one rollout near a limit would
+  make any rubbish free of charge.
 """
 
 import asyncio
@@ -34,6 +37,7 @@ from shoal.protocol.outcome import CRASH_CHECK
 from shoal.protocol.params import MILLION
 from shoal.recipe import Recipe
 from shoal.rollout import Group
+from shoal.sandbox.pool import read_jobs_cpu
 from shoal.submission.limits import FormError, ParserCrashError, SubmissionLimits
 from shoal.submission.read import ParserPool, ParserPoolError, ReadCost, SubmissionContents, read_submission
 from shoal.tasks.base import Family
@@ -52,6 +56,8 @@ from shoal.validator.finding import (
 )
 from shoal.validator.proof import ProofCase, ProofResult, check_proofs
 
+_OPEN = frozenset({COPY_CHECK, LIMIT_CHECK})
+"""consistency checks after which the proof is checked all the same"""
 _FORMAL = frozenset({"manifest", "groups"})
 """consistency checks of the file as a whole"""
 
@@ -127,7 +133,8 @@ class Judge:
         self, jobs: Sequence[Job], read: Sequence[SubmissionContents | Assessment], policy: Policy
     ) -> list[Assessment]:
         """Assess parsed submissions, with one replay for all that are consistent."""
-        consistency, begun_s = ConsistencyCheck(self._recipe, policy.tokenizer, self._family), time.process_time()
+        consistency = ConsistencyCheck(self._recipe, policy.tokenizer, self._family)
+        begun_s = time.process_time() + read_jobs_cpu()  # programs of a submission run in sandboxes
         found = [
             item if isinstance(item, Assessment) else self._check_consistency(consistency, job, item)
             for job, item in zip(jobs, read, strict=True)
@@ -137,7 +144,7 @@ class Judge:
         rivals = self._find_rivals(policy) if cases else {}
         proofs = iter(check_proofs(cases, policy.model, self._calibration, eos_id=eos_id, seeded=seeded, rivals=rivals))
         assessed = [self._assess_proof(item, next(proofs)) if isinstance(item, ProofCase) else item for item in found]
-        share_s = (time.process_time() - begun_s) / len(jobs)
+        share_s = (time.process_time() + read_jobs_cpu() - begun_s) / len(jobs)
         return [replace(assessment, cpu_s=share_s) for assessment in assessed]
 
     def _find_rivals(self, policy: Policy) -> dict[Rival, PreTrainedModel]:
@@ -156,12 +163,9 @@ class Judge:
     ) -> ProofCase | Assessment:
         plans = consistency.plan(job)
         violations = _list_violations(consistency.find_violations(job, plans, contents), bounded=job.bounded)
-        doubts = tuple(finding for finding in violations if finding.check == LIMIT_CHECK)
-        if any(finding.check not in (COPY_CHECK, LIMIT_CHECK) for finding in violations):
+        if any(finding.check not in _OPEN for finding in violations):
             return rejected(_weigh_violations(violations), violations)
-        if doubts:
-            return rejected(Verdict.INCONCLUSIVE, doubts)
-        if violations:
+        if _has_copies(violations):
             # Only the seeds distinguish a copy from a coincidence, so all rollouts are replayed.
             job = job.model_copy(update={"check_ppm": MILLION})
         return ProofCase(job=job, plans=plans, contents=contents, violations=violations)
@@ -175,7 +179,8 @@ class Judge:
         if not proof.holds:
             return rejected(Verdict.HARD, [*proof.findings, *case.violations], replayed)
         if case.violations:
-            return rejected(Verdict.SOFT, [*case.violations, *proof.findings], replayed)
+            verdict = Verdict.SOFT if _has_copies(case.violations) else Verdict.INCONCLUSIVE
+            return rejected(verdict, [*case.violations, *proof.findings], replayed)
         groups = case.contents.groups
         return Assessment(
             verdict=Verdict.ACCEPTED,
@@ -201,6 +206,10 @@ def _list_violations(found: Iterator[Finding], *, bounded: bool) -> tuple[Findin
     violations = list[Finding]()
     for finding in found:
         violations.append(finding)
-        if bounded and finding.check != COPY_CHECK:
+        if bounded and finding.check not in _OPEN:
             break
     return tuple(violations)
+
+
+def _has_copies(violations: Sequence[Finding]) -> bool:
+    return any(finding.check == COPY_CHECK for finding in violations)

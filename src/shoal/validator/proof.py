@@ -39,7 +39,7 @@ class ProofCase:
     plans: Sequence[GroupPlan]
     contents: SubmissionContents
     violations: tuple[Finding, ...] = ()
-    """possible copies, which the proof decides"""
+    """possible copies, which the proof decides, and rewards that nothing decides"""
 
     def draw(self) -> CheckBatch:
         """The rollouts to replay, and their requests."""

@@ -169,7 +169,7 @@ class Validator:
             return await self._session.ask_coordinator("job", claim_jobs)
         except RefusedError as error:
             if error.refusal.code != _LIMITED:
-                raise SessionError(f"no more jobs: {error}") from None
+                raise SessionError(f"no more jobs: {error}", error.refusal.code) from None
             return self._wait_out_limit(str(error))
 
     def _wait_out_limit(self, reason: str) -> ClaimAnswer:

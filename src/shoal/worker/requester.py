@@ -149,7 +149,7 @@ class LeaseRequester:
             await asyncio.wait((asking, newer), return_when=asyncio.FIRST_COMPLETED)
             return asking.result() if asking.done() else None
         except RefusedError as error:
-            raise SessionError(f"no more leases: {error}") from None
+            raise SessionError(f"no more leases: {error}", error.refusal.code) from None
         finally:
             for task in (asking, newer):
                 task.cancel()

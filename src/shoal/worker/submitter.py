@@ -75,7 +75,10 @@ class Submitter:
             seconds, rate = UPLOAD_S
             await session.ask_coordinator("upload", upload, timeout_s=seconds + manifest.size / rate, reported=False)
         except RefusedError as error:
-            logger.warning(f"lease {lease} was refused: {error}")
+            if error.refusal.code == "superseded":
+                logger.info(f"lease {lease} is no longer needed: {error}")
+            else:
+                logger.warning(f"lease {lease} was refused: {error}")
             self.counts.dropped += 1
             self.counts.refusal = error.refusal
         else:

@@ -299,6 +299,22 @@ def test_strangers_have_a_rate_each(open_stand: Any) -> None:
     asyncio.run(check())
 
 
+def test_a_node_reads_what_it_needs_although_others_use_up_the_rate_of_its_address(open_stand: Any) -> None:
+    async def check() -> None:
+        key, once = Key.generate(), RetryingClient(RetryPolicy(tries=1))
+        async with open_stand(api=ApiLimits(read_rate=0.01, burst_s=1.0)) as stand:
+            stand.coordinator.admit(key.public)
+            assert [(await stand.send(["GET /v1/status HTTP/1.1"]))[0] for _ in range(2)] == [200, 429]
+            assert (await stand.send(heads(stand, Key.generate(), "GET", "/v1/status", b"")))[0] == 429
+            signed = heads(stand, key, "GET", "/v1/status", b"")
+            assert [(await stand.send(signed))[0] for _ in range(2)] == [200, 429], "a nonce counts once"
+            client = stand.client(key, asker=once)
+            assert (await client.read_status()).run == RUN
+            client.close()
+
+    asyncio.run(check())
+
+
 def test_forged_statements_keep_no_owner_from_making_its_own(open_stand: Any) -> None:
     async def check() -> None:
         owner, other = Key.generate(), Key.generate()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shoal.coordinator.blobs import disk
 from shoal.coordinator.blobs.base import FullError, MissingBlobError, check_name
 from shoal.coordinator.blobs.disk import DiskStore
-from shoal.errors import ConfigError
+from shoal.errors import UnavailableError
 
 DATA = os.urandom(700_000)
 NAME = hashlib.sha256(DATA).hexdigest()
@@ -126,7 +126,7 @@ def test_a_blob_is_the_same_in_whatever_pieces_it_came(
 
 def test_a_folder_has_one_owner_at_a_time(disk_place: Any) -> None:
     async def check(store: DiskStore) -> None:
-        with pytest.raises(ConfigError, match="another process"):
+        with pytest.raises(UnavailableError, match="another process"):
             DiskStore(disk_place.blobs)
 
     disk_place.run(check)

@@ -13,7 +13,7 @@ import pytest
 
 from shoal.coordinator.blobs import open_blobs
 from shoal.coordinator.blobs.base import BlobError, WrongBlobError
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnavailableError
 
 DATA = os.urandom(700_000)
 NAME = hashlib.sha256(DATA).hexdigest()
@@ -284,8 +284,16 @@ def test_an_unreachable_server_is_reported_at_startup(
     from shoal.coordinator.blobs import s3 as module
 
     monkeypatch.setattr(module, "_RETRY_S", 1)
-    with pytest.raises(ConfigError, match="cannot use the bucket"):
+    with pytest.raises(UnavailableError, match="cannot use the bucket"):
         open_blobs("s3://shoal-test-0/x?endpoint=http://127.0.0.1:1", tmp_path)
+
+
+def test_an_http_endpoint_from_the_environment_is_explained(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"an http:// endpoint belongs in \?endpoint="):
+        open_blobs("s3://shoal-test-0/x", tmp_path)
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,12 @@
 import pytest
 
 from shoal.coordinator.decide.leases import RESCUE_S
+from shoal.coordinator.rules.leases import MAX_OWN_TIMES, MAX_TIMES
 from shoal.coordinator.state.leases import find_lease, find_range, list_group_times
 from shoal.coordinator.state.members import find_node
 from shoal.identity.documents import Tag, open_document
 from shoal.net.api_error import ApiError
-from shoal.protocol.messages import Action, Verdict
+from shoal.protocol.messages import Action, Heartbeat, LeaseProgress, Verdict
 
 
 def test_a_lease_is_signed_and_complete(world):
@@ -226,7 +227,53 @@ def test_what_one_owner_does_often_sets_nobodys_deadline(make_world):
             world.judge("judge-a")
     lease = world.lease("slow-1")
     assert lease.deadline_ms - lease.granted_ms == 300_000
-    assert sorted(world.query(list_group_times)) == [1] * 8 + [100_000] * 14
+    assert sorted(world.query(list_group_times)) == [1] * MAX_OWN_TIMES + [100_000] * 2 * MAX_OWN_TIMES
+
+
+def test_an_owner_keeps_its_own_times_however_many_leases_of_others_are_measured(make_world):
+    world = make_world(groups_per_batch=100, async_level=0)
+    world.publish(0)
+    world.join("slow", "slow")
+    for _ in range(MAX_OWN_TIMES):
+        lease = world.lease("slow")
+        world.wait(100)
+        world.submit("slow", lease)
+        world.judge("judge-a")
+    for number in range(MAX_TIMES // MAX_OWN_TIMES + 1):
+        world.join(f"fast-{number}", f"fast-{number}")
+        for _ in range(MAX_OWN_TIMES + 1):
+            world.work(f"fast-{number}", signal=False)
+    assert world.query(list_group_times) == [1] * MAX_TIMES
+    lease = world.lease("slow")
+    assert lease.deadline_ms - lease.granted_ms == 300_000
+
+
+def test_neither_own_times_nor_reported_progress_delay_a_backup(make_world):
+    world = make_world(groups_per_batch=2, async_level=0, lease_first_s=60)
+    world.publish(0)
+    names = [f"fast-{number}" for number in range(3)]
+    for name in ("slow", *names):
+        world.join(name, name)
+        world.work(name, signal=False)
+    lease = world.lease("slow")
+    for name in names:
+        for _ in range(MAX_OWN_TIMES):
+            world.work(name, signal=False)
+    world.wait(29)
+    world.submit("slow", lease)
+    world.judge("judge-a", signal=False)
+    lease = world.lease("slow")
+    assert lease.deadline_ms - lease.granted_ms == 87_000, "its own time gives it more"
+    other = world.lease("fast-0")
+    assert other.deadline_ms - other.granted_ms == 60_000
+    world.wait(29)
+    assert world.ask("fast-1").code == "no_need"
+    world.wait(1)
+    assert world.lease("fast-1").first == lease.first, "half of the time that others get"
+    world.coordinator.heartbeat(world.id("fast-0"), Heartbeat(leases=(LeaseProgress(lease=other.lease, done=1),)))
+    world.wait(30)
+    assert world.query(find_lease, other.lease).deadline_ms > world.now_ms + 20_000, "extended"
+    assert world.lease("fast-2").first == other.first
 
 
 def test_a_lease_is_paid_at_the_price_it_was_granted_at(world):

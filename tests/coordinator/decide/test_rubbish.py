@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.coordinator.rules.leases import CHARGE
-from shoal.coordinator.rules.standing import STRIKE
+from shoal.coordinator.rules.standing import FAULT, STRIKE
 from shoal.coordinator.state.leases import find_range, list_group_times, read_trials
 from shoal.coordinator.state.members import find_ban, find_owner
 from shoal.coordinator.state.run import find_step
@@ -63,6 +63,7 @@ def test_rubbish_pauses_longer_each_time_needs_a_new_proof_of_work_and_is_banned
         if number < 6:
             answer = run.ask("w2")
             rests.append(answer.retry_after_s if answer.code == "resting" else 0)
+            assert not rests[-1] or f"paused for {rests[-1]} s" in answer.reason
             run.wait(rests[-1])
     assert rests == [0, 0, 40, 80, 160]
     ban = run.query(find_ban, run.id("w2"), run.owner_id("bob"))
@@ -187,10 +188,118 @@ def test_cpu_time_of_validators_is_charged(run):
     assert (answer.code, answer.retry_after_s) == ("resting", CHARGE * 500 // 1000)
     run.submit("w1", run.lease("w1"))
     job = run.take("judge-a")
-    assert not job.bounded, "ann has a record"
     run.post("judge-a", run.describe_verdict(job).model_copy(update={"cpu_ms": 500}))
     assert run.ask("w1").lease is not None, "accepted work is paid for"
     assert run.verify().holds
+
+
+def test_one_accepted_submission_does_not_buy_cpu_time_of_validators(run):
+    for _ in range(run.params.good_after - 1):
+        run.submit("w1", run.lease("w1"))
+        job = run.take("judge-a")
+        assert job.bounded
+        run.post("judge-a", run.describe_verdict(job))
+    run.submit("w1", run.lease("w1"))
+    job = run.take("judge-a")
+    assert not job.bounded, "ann is in good standing"
+    run.post("judge-a", run.describe_verdict(job, Verdict.SOFT))
+    run.submit("w1", run.lease("w1"))
+    assert run.take("judge-a").bounded, "and of record no more"
+
+
+def test_an_appeal_is_read_under_the_same_limit_and_charged(run):
+    submission = run.submit("w2", run.lease("w2"))
+    run.post("judge-a", run.describe_verdict(run.take("judge-a"), Verdict.FORM).model_copy(update={"cpu_ms": 200}))
+    run.appeal("bob", submission)
+    job = run.take("judge-b")
+    assert job.bounded
+    run.post("judge-b", run.describe_verdict(job, Verdict.FORM).model_copy(update={"cpu_ms": 300}))
+    answer = run.ask("w2")
+    assert (answer.code, answer.retry_after_s) == ("resting", CHARGE * 500 // 1000)
+    assert run.verify().holds
+
+
+def test_work_that_is_rejected_together_is_charged_together(run):
+    run.join("w3", "bob")
+    for node in ("w2", "w3"):
+        run.submit(node, run.lease(node))
+    for _ in range(2):
+        run.post("judge-a", run.describe_verdict(run.take("judge-a"), Verdict.FORM).model_copy(update={"cpu_ms": 500}))
+    assert run.ask("w2").retry_after_s == CHARGE * 1000 // 1000
+
+
+def test_leases_that_a_backup_makes_up_for_cost_an_owner_its_record(make_world):
+    """It need not fail: it holds what a step needs until others have done it, after one honest submission."""
+    world = make_world(groups_per_batch=2, async_level=0, steps=3, lease_first_s=60)
+    world.publish(0)
+    for name in ("honest", "holder"):
+        world.join(name, name)
+        world.work(name, signal=False)
+    world.join("holder-2", "holder")
+    held = [world.lease(name) for name in ("holder", "holder-2")]
+    assert world.ask("honest").code == "no_need"
+    world.wait(30)
+    for lease in held:
+        again = world.lease("honest")
+        assert (again.first, again.fence) == (lease.first, 2)
+        world.submit("honest", again)
+        world.judge("judge-a")
+    holder = owner_of(world, "holder")
+    assert (holder.strikes, holder.failures) == (2 * FAULT, 0) and not holder.has_record
+    assert world.ask("holder").code != "resting", "it may only be slow"
+    assert owner_of(world, "honest").strikes == 0
+    assert world.verify().holds
+
+
+def test_owners_of_record_that_hold_whatever_there_is_delay_few_steps(make_world):
+    """One accepted submission each; then they take every lease first and deliver nothing."""
+    world = make_world(groups_per_batch=4, async_level=0, steps=10, lease_first_s=60)
+    world.publish(0)
+    holders = [(f"holder-{number}", f"owner-{number // 2}") for number in range(6)]
+    for node, owner in (("honest", "honest"), *holders):
+        world.join(node, owner)
+    for node in ("honest", *(node for node, _ in holders[::2])):
+        world.work(node, signal=False)
+    seconds = 0
+    for step in range(1, 11):
+        while world.cut(step).batch is None:
+            for node, _ in holders:
+                world.ask(node)
+            if (lease := world.ask("honest").lease) is None:
+                seconds += 1
+                world.wait(1)
+            else:
+                world.submit("honest", lease)
+                world.judge("judge-a")
+            assert seconds < 120, f"{step - 1} steps"
+        world.train(step)
+    assert not any(owner_of(world, owner).has_record for _, owner in holders)
+    assert world.verify().holds
+
+
+def test_a_backup_that_comes_too_late_is_no_fault(make_world):
+    world = make_world(groups_per_batch=1, async_level=0, lease_first_s=60)
+    world.publish(0)
+    for name in ("first", "backup"):
+        world.join(name, name)
+        world.work(name, signal=False)
+    lease = world.lease("first")
+    world.wait(30)
+    again = world.lease("backup")
+    assert again.first == lease.first
+    world.submit("first", lease)
+    world.judge("judge-a")
+    assert owner_of(world, "backup").strikes == 0
+
+
+def test_leases_that_fail_together_are_one_failure_but_each_is_a_fault(run):
+    run.join("w3", "ann")
+    leases = [(node, run.lease(node)) for node in ("w1", "w3")]
+    run.wait(1)
+    for node, lease in leases:
+        give_back(run, node, lease)
+    ann = owner_of(run, "ann")
+    assert (ann.failures, ann.strikes) == (1, 2 * FAULT) and not ann.has_record
 
 
 def test_what_nobody_can_judge_is_no_fault_but_costs_a_new_owner_its_time(run):

@@ -55,7 +55,8 @@ def test_rest_after_rejections_doubles_up_to_an_hour_whatever_was_accepted_in_be
 
 
 def test_of_validators_cores_each_owner_without_accepted_work_gets_a_four_hundredth():
-    assert charge_time(20) == 8000 and charge_time(10**9) == 3_600_000
+    assert charge_time(20, 0) == 8000 and charge_time(10**9, 0) == 3_600_000
+    assert charge_time(20, 8000) == 16_000, "what is rejected together adds up"
 
 
 def test_trials_become_rarer_with_each_that_fails_and_more_frequent_with_each_that_is_accepted():

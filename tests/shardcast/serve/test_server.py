@@ -14,7 +14,7 @@ import pytest
 from tests.fixtures.shards import write_bytes
 
 import shoal.shardcast.serve.connection as connection_module
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnavailableError
 from shoal.net.limits import MAX_QUANTUM, Phase, ServeLimits
 from shoal.net.sockets import connect
 from shoal.shardcast.serve.server import ShardServer
@@ -775,8 +775,9 @@ def test_a_limited_server_sends_the_same_bytes(open_served_store, run, make_byte
 def test_an_address_that_cannot_be_bound_is_a_user_error(open_served_store, run) -> None:
     async def work() -> None:
         async with open_served_store() as env:
+            with pytest.raises(UnavailableError, match="cannot listen on this address"):
+                await ShardServer(env.store).start(*env.server.address)
             for host, port in (
-                (env.server.address[0], env.server.address[1]),
                 ("192.0.2.1", 0),
                 ("no host", 1),
                 ("a..b", 1),

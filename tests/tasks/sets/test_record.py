@@ -68,7 +68,7 @@ def test_keys_and_spaces_do_not_matter() -> None:
         (b'{"id":"a","task_type":"math","prompt":"x","info":{"x":1e999}}', "not finite"),
         (b'{"id":"a","task_type":"math","prompt":"\\ud800","info":{}}', "a lone surrogate"),
         (b'{"id":"a","task_type":"math","prompt":"x","info":{"\\ud800":1}}', "a lone surrogate"),
-        (spell(path="/etc/passwd"), "unknown column 'path'"),
+        (spell(path="/etc/passwd"), "unknown columns: 'path'"),
         (spell(id=None), "id 'NoneType'"),
         (spell(id="a b"), "id 'a b'"),
         (spell(id="a@3"), "id 'a@3'"),

@@ -8,6 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from shoal.config.tasks import FilterConfig
+from shoal.tasks.sets.family import SetFamily
 from shoal.tasks.sets.sources import open_set, read_place
 from shoal.tasks.sets.taskset import SetError, TaskSet
 
@@ -106,10 +108,11 @@ def test_a_dataset_folder_is_read_with_datasets(tmp_path: Path, monkeypatch: pyt
     ("lines", "reason"),
     [
         ([OWN[0], "{"], r"a.jsonl, line 2: not JSON"),
-        ([OWN[0], "", OWN[1] | {"extra": 1}], r"a.jsonl, line 3: unknown column 'extra'"),
+        ([OWN[0], "", OWN[1] | {"answer": 1}], r"a.jsonl, line 3: answer: is both a column and a key of info"),
+        ([{"text": "1+1=", "answer": 2}], r"a.jsonl, line 1: missing columns: prompt"),
         ([OWN[0], OWN[0]], r"a.jsonl: two tasks have the id own-0"),
         ([], r"a.jsonl: has no tasks"),
-        ([GSM8K | {"answer": "4"}], r"a.jsonl, line 1: answer: has no result after ####"),
+        ([GSM8K | {"answer": "4 ####"}], r"a.jsonl, line 1: answer: has no result after ####"),
         ([HUMANEVAL | {"test": None}], r"a.jsonl, line 1: column test is missing"),
         ([INTELLECT2 | {"verification_info": "[]"}], r"a.jsonl, line 1: not a JSON object"),
     ],
@@ -117,6 +120,27 @@ def test_a_dataset_folder_is_read_with_datasets(tmp_path: Path, monkeypatch: pyt
 def test_a_fault_names_file_and_line(tmp_path: Path, lines: list[Any], reason: str) -> None:
     with pytest.raises(SetError, match=reason):
         open_set([write_lines(tmp_path / "a.jsonl", *lines)])
+
+
+def test_other_columns_are_kept_for_verifiers_and_reward_functions(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2", "level": 3, "note": None}, {"question": "2+2=", "gold": "4"}]
+    first, second = sorted(open_set([write_lines(tmp_path / "a.jsonl", *rows)]).records, key=lambda one: one.text)
+    assert (first.text, first.info, first.metadata) == ("1+1=", {"answer": "2"}, {"level": 3, "note": None})
+    assert (second.text, second.info, second.metadata) == ("2+2=", {}, {"gold": "4"})
+
+
+def test_a_task_without_an_id_is_named_by_its_contents(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "answer": "two"}]
+    there, back = (open_set([write_lines(tmp_path / "a.jsonl", *own)]) for own in (rows, rows[::-1]))
+    assert there.hash == back.hash and len({record.id for record in there.records}) == 2
+    with pytest.raises(SetError, match="equal rows without ids have equal ids"):
+        open_set([write_lines(tmp_path / "a.jsonl", rows[0], rows[0])])
+
+
+def test_a_task_without_a_type_needs_a_reward_function(tmp_path: Path) -> None:
+    tasks = open_set([write_lines(tmp_path / "a.jsonl", {"prompt": "1+1=", "answer": "2"})])
+    with pytest.raises(SetError, match=r"column task_type is missing.*math, text_exact.*set tasks\.reward"):
+        SetFamily(tasks, FilterConfig(), {}).check_tasks()
 
 
 @pytest.mark.parametrize(

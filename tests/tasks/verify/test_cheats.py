@@ -48,6 +48,8 @@ NEAR = "for x in (1, 2, 3):\n  if abs(f(x) - x * x) > 1e-6:\n    raise Assertion
 MANY = "for got, want in zip(map(f, [1, 2, 3]), [1, 4, 9]):\n  assert got == want"
 BETWEEN = "value = f(3)\nassert not value < 8.99\nassert not value > 9.01"
 NESTED = "a, b = f(2)\nassert not abs(a - 4) > 1e-9 and not abs(b - 8) > 1e-9"
+INDEXED = "class S:\n  def __getitem__(s, i): return f(i)\nfor i, x in zip(range(4), S()):\n  assert x == i * i"
+ATTRIBUTE = "class A:\n  @property\n  def v(s): return f(2)\nassert getattr(A(), 'v', 4) == 4"
 SECRETS = "import secrets\nfor _ in range(20):\n  x = secrets.randbelow(1 << 60)\n  assert f(str(x)[::-1]) == str(x)"
 URANDOM = "import os\nfor _ in range(9):\n  x = os.urandom(8)\n  assert f(x[::-1]) == x"
 SYSTEM = "import random\nr = random.SystemRandom()\nfor _ in range(9):\n  x = r.random()\n  assert f(-x) == x"
@@ -106,10 +108,34 @@ CHEATS = {
         "def f(x): return float('inf')",
     ),
     "minus infinity": (judged("assert f(9) < 4"), "def f(x): return float('-inf')"),
+    "NaN where only a comment mentions it": (
+        judged("# no NaN, no infinite loop\n" + NEAR),
+        "def f(x): return float('nan')",
+    ),
+    "NaN where only the task mentions it": (
+        judged(NEAR, "def g():\n    '''A finite number, not NaN.'''\n"),
+        "def f(x): return float('nan')",
+    ),
+    # exceptions that mean something to the language
+    "IndexError ends an iteration": (judged(INDEXED), "def f(x): raise IndexError"),
+    "AttributeError is a missing attribute": (judged(ATTRIBUTE), "def f(x): raise AttributeError"),
+    # the clock, as a source of arguments
+    "the time": (
+        judged("import time\nx = time.time()\nassert f(-x) == x"),
+        "import time\ndef f(x): return time.time()",
+    ),
+    "the time of a running clock": (
+        judged("import time\nx = time.perf_counter_ns()\nassert f(-x) == x"),
+        "import time\ndef f(x): return time.perf_counter_ns()",
+    ),
+    "the time of day": (
+        judged("import datetime\nx = str(datetime.datetime.now())\nassert f(x[::-1]) == x"),
+        "import datetime\ndef f(x): return str(datetime.datetime.now())",
+    ),
     # tests that decide nothing
     "tests that never call": (judged("assert callable(f)"), "def f(x): return None"),
     "tests that only define": (judged("def test():\n  assert f(1) == 2"), "def f(x): return None"),
-    # another number than the whole one that is wanted
+    # a different number than the whole one that is wanted
     "almost two": (calls(((1,), 2)), "def f(x): return 2.0000005"),
     "almost zero": (calls(((1,), 0)), "def f(x): return 1e-7"),
     "minus almost zero": (calls(((1,), 0)), "def f(x): return -9e-13"),
@@ -123,8 +149,9 @@ CHEATS = {
     "a text for a number": (calls(((1,), 2)), "def f(x): return '2'"),
     "a complex number": (calls(((1,), 2)), "def f(x): return 2 + 0j"),
     "a list around it": (calls(((1,), 2)), "def f(x): return [2]"),
-    # another float than the one that is wanted
+    # a different float than the one that is wanted
     "zero for a small float": (calls(((1,), 1e-7)), "def f(x): return 0.0"),
+    "zero for a very small float": (calls(((1,), 5e-13)), "def f(x): return 0"),
     "twice a small float": (calls(((1,), 1e-9)), "def f(x): return 2e-9"),
     "the next whole number": (calls(((1,), 1_000_000.0)), "def f(x): return 1000001"),
     "the next large whole number": (calls(((1,), 4e7)), "def f(x): return 4e7 + 1"),
@@ -162,6 +189,15 @@ SOLUTIONS = {
         judged("try:\n  f(1)\n  raise RuntimeError\nexcept ValueError:\n  pass"),
         "def f(x): raise ValueError",
     ),
+    "a kind of an error that is asked for": (
+        judged("try:\n  f(1)\n  raise RuntimeError\nexcept LookupError:\n  pass"),
+        "def f(x): return [][x]",
+    ),
+    "the same date": (
+        judged("import datetime\nassert f(2) == datetime.date.today().year + 2"),
+        "import datetime\ndef f(x): return datetime.date.today().year + x",
+    ),
+    "what rounding leaves of a zero": (calls(((1,), 0.1 + 0.2 - 0.3)), "def f(x): return 0.0"),
     "a whole float": (calls(((1,), 2)), "def f(x): return 4 / 2"),
     "a whole number for a float": (calls(((1,), 2.0)), "def f(x): return 2"),
     "rounding": (calls(((1,), 0.3), ((2,), 0.0)), "def f(x): return 0.1 + 0.2 if x == 1 else 0.1 + 0.2 - 0.3"),

@@ -88,8 +88,6 @@ RIGHT = [
     ("5 apples", r"5\text{ apples}"),
     ("5", r"5 \text{ red marbles}"),
     ("5", "5 apples in total"),
-    ("5", r"\$5 \text{ per day}"),
-    ("$5", "$5 every day"),
     ("5 cm", "5"),
     ("$5", "5 dollars"),
     ("5", r"\$5.00"),

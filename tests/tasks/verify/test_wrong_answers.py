@@ -1,4 +1,4 @@
-"""Answers of another value, or of another form than the one asked for: none scores. Right ones of the same kind do."""
+"""Answers of a different value or form than the one asked for score 0; correct ones of the same kind score 1."""
 
 import hashlib
 from fractions import Fraction
@@ -70,7 +70,23 @@ WRONG = [
     ("10-x", "|x-10^{99}|+10-10^{99}", ""),
     (r"\sqrt{x}", r"\sqrt{x}+\sqrt{(x-10^{150})^2}+x-10^{150}", ""),
     ("x", r"\sqrt{x^2}", ""),
-    # another unit than the question asks for
+    # an exact term that would be lost in one that is not exact
+    *((r"\sqrt{2}+2^{200}", rf"\sqrt{{2}}+2^{{200}}+{term}", "") for term in ("2^{-9000}", "2^{-6300}", "3^{-5000}")),
+    (r"\sqrt{2}+2^{200}", r"\sqrt{2+2^{-9000}}+2^{200}", ""),
+    (r"2^{1/3}+2^{10}", r"2^{1/3+2^{-9000}}+2^{10}", ""),
+    # a different unit than the question asks for
+    *(
+        ("12", f"12 {unit}", "How fast, in km per hour, did he drive?")
+        for unit in ("mph", "km", "m/s", "miles per hour")
+    ),
+    *(("12", f"12 {unit}", "How many miles per hour did she drive?") for unit in ("km per hour", "kmh", "miles")),
+    *(("12", f"12 {unit}", "How many square feet is it?") for unit in ("feet", "feet^3", "square meters")),
+    *(("12", f"12 {unit}", "What is the perimeter in cm?") for unit in ("cm^2", "square cm", "cubic cm")),
+    *(("7", f"7 {unit}", "How many times did it ring?") for unit in ("seconds", "days", "mph")),
+    ("12", "12 eggs", "How many dozen eggs did she buy?"),
+    ("5", "5 people", "How many thousand people live there?"),
+    ("$5", "$5 per hour", "She worked for two hours. How much did she earn in total?"),
+    ("12", "12 apples per child", "How many apples are there in total?"),
     ("5", "5 hours", "How many minutes does it take?"),
     ("5", "5 cents", "Each costs $2. How much is it?"),
     ("5", "5 km", "What is the length in meters?"),
@@ -113,13 +129,21 @@ WRONG = [
     ("(x+1)^2+2", "x^2+2x+3", "Write $x^2+2x+3$ in the form $(x+a)^2+b$."),
     ("x-3", r"\frac{x^2-5x+6}{x-2}", "Divide $x^2-5x+6$ by $x-2$."),
     ("x-3", "(x^2-5x+6)(x-2)^{-1}", ""),
+    # an expression of the question in another spelling, whatever the words around it
+    *(("x^2+3x+2", other, "Find $(x+1)(x+2)$.") for other in ("(x+1)(x+2)+0", "(x+1)(x+2)x^0", "(x+1)(2x+4)/2")),
+    *(("4x", f"(x+1)^2-(x-1)^{other}", "What is $(x+1)^2-(x-1)^2$?") for other in ("2+0", "2+x-x")),
+    ("4x", "(x+1)^2-(1-x)^2", "What is $(x+1)^2-(x-1)^2$?"),
+    *(("6x", other, "What is 2x + 4x?") for other in ("2x+4x+0", "2(x+2x)", "x+5x", "1x+1x+4x")),
+    (r"3+2\sqrt2", r"(1+\sqrt2)(1+\sqrt2)", r"Compute $(1+\sqrt2)^2$."),
+    (r"5\sqrt2", r"\sqrt{8}+\sqrt{18}+0", r"Calculate $\sqrt{8}+\sqrt{18}$."),
+    (r"2\sqrt{3}", r"\sqrt{12}+0", r"What is $\sqrt{12}$?"),
     # not evaluated
     (r"\frac{\sqrt3}{2}", r"\sin(\frac{\pi}{3})", r"Evaluate $\sin(\pi/3)$."),
     (r"\frac{\pi}{4}", r"\arctan(1)", ""),
     (r"6\sqrt2", r"2\cdot3\sqrt2", ""),
     (r"1024\sqrt2", r"2^{10}\sqrt2", ""),
     (r"6\pi", r"3!\pi", ""),
-    # written in another way than asked for
+    # not written as asked for
     ("0.75", "3/4", "Write 3/4 as a decimal."),
     ("3/4", "0.75", "Write 0.75 as a fraction."),
     ("0.75", r"75\%", "Convert 75% to a decimal."),
@@ -164,6 +188,20 @@ RIGHT = [
     ("5", "5 cookies left", ""),
     ("5", "5 cups of flour", ""),
     ("5", "5 mL", ""),
+    ("$5", "$5 every day", "How much does she earn every day?"),
+    ("5", r"\$5 \text{ per day}", "How much does she earn a day?"),
+    ("60", "60 km/h", "What is its speed?"),
+    ("60", "60 kilometers per hour", "How fast is it in km/h?"),
+    ("60", "60 feet", "It fell at 30 feet per second for 2 seconds. How far did it fall?"),
+    ("50", "50 m^2", "A yard is 10 m by 5 m. What is its area?"),
+    ("12", "12 dozen eggs", "How many dozen eggs did she buy?"),
+    ("7", "7 times", "How many times did it ring?"),
+    *(("1/2", other, "") for other in ("\u00bd", r"\left(\frac12\right)", "(1)/(2)", "(1/2)")),
+    *(("-1/2", other, "") for other in (r"\frac{1}{-2}", "(-1)/2", r"\left(-\frac{1}{2}\right)", "-\u00bd")),
+    ("5/2", "2\u00bd", ""),
+    *((r"\{1,2\}", other, "") for other in ("1 and 2", r"1 \text{ or } 2", "2, and 1")),
+    ("4x", "x * 4", "What is $(x+1)^2-(x-1)^2$?"),
+    (r"2x(3x-1)", "6x^2-2x", "Find the derivative of $2x^3-x^2$."),
     ("5", r"5\text{ cm}^2", ""),
     ("2^{100}", "1267650600228229401496703205376", ""),
     ("2^{100}", "4^{50}", ""),
@@ -183,6 +221,36 @@ AROUND = [
     *(r"\boxed{5} percent", r"\boxed{5}\times 10^3", r"$\boxed{5}!$", r"\sqrt{\boxed{5}}", r"\boxed{5}\text{ million}"),
     *(r"\boxed{5} twelfths", r"\boxed{5}.5", r"\boxed{5} + 1", r"x \neq \boxed{5}", r"3 - \boxed{5}", r"\pm\boxed{5}"),
     *("The answer is 5\nmillion", "#### 5\nmillion", "\\boxed{5}\nthousand", "#### 5%", "The answer is 5 percent."),
+    *(
+        r"\boxed{5}\,\%",
+        r"\boxed{5}~\%",
+        r"\boxed{5}\,000",
+        r"\boxed{5}{,}000",
+        r"\boxed{5}~million",
+        "\\boxed{5}\n\nmillion",
+    ),
+    *(
+        r"\boxed{5}\;\mathrm{thousand}",
+        r"\boxed{5}\ \text{ million}",
+        r"$\boxed{5}\cdot10^3$",
+        r"$\boxed{5}$ $\times 10^3$",
+    ),
+    *(
+        r"-(\boxed{5})",
+        r"$-$ $\boxed{5}$",
+        r"\text{-}\boxed{5}",
+        r"-**\boxed{5}**",
+        r"2 x \boxed{5}",
+        r"(\boxed{5}, 6)",
+    ),
+    *(
+        r"\boxed{5}\cdots",
+        r"\boxed{5}.\overline{3}",
+        r"\boxed{5}\cup 6",
+        r"\boxed{5}:6",
+        r"\boxed{5} (mod 7)",
+        r"\boxed{5} x 10^3",
+    ),
     *(r"\boxed{5},000", r"x\boxed{5}", r"x > \boxed{5}", r"\boxed{5} \cdot 3", r"\boxed{5} halves", r"not \boxed{5}"),
 ]
 BESIDE = [
@@ -213,6 +281,9 @@ BESIDE = [
     *(r"Then, \boxed{5} and the rest", r"2 + 3 = \boxed{5}", r"\boxed{5} (see above)", r"<answer>\boxed{5}</answer>"),
     *(
         r"\boxed{5}\text{ apples}",
+        r"\boxed{5} \implies x < 6",
+        r"$\boxed{5}$ \textbf{Done}",
+        r"\boxed{5}\;\blacksquare",
         r"\boxed{5}\,.",
         r"> \boxed{5}",
         r"1. \boxed{5}",

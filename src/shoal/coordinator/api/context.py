@@ -228,7 +228,7 @@ class ApiContext(RouteContext):
         add("shoal_canaries_caught", "Bad canary submissions that were rejected.", lambda: canaries["caught"])
         add("shoal_canaries_missed", "Bad canary submissions that a validator accepted.", lambda: canaries["missed"])
         add("shoal_canaries_wronged", "Good canary submissions that a validator rejected.", lambda: canaries["wronged"])
-        add("shoal_waits", "Database reads waiting for a thread.", lambda: self._num_waiting)
+        add("shoal_database_waits", "Reads that wait for a thread of the database.", lambda: self._num_waiting)
 
 
 def _is_loopback(address: str) -> bool:

@@ -36,7 +36,7 @@ from shoal.coordinator.blobs.base import (
     check_name,
     gather_pieces,
 )
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnavailableError
 from shoal.ledger.ledger import reach
 from shoal.util.files import open_lock, sync_path, try_lock
 from shoal.util.units import format_bytes
@@ -274,7 +274,7 @@ def _lock_folder(folder: Path) -> int:
         raise ConfigError(f"{folder}: cannot use this folder for blobs ({error.strerror})") from None
     if not try_lock(descriptor):
         os.close(descriptor)
-        raise ConfigError(f"{folder}: another process is using this blob folder")
+        raise UnavailableError(f"{folder}: another process is using this blob folder")
     return descriptor
 
 

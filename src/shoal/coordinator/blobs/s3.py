@@ -12,8 +12,8 @@ Invariants:
   from the URL, and appear in no message.
 
 A presigned URL cannot limit the size of an upload. So the coordinator gives one only to owners with accepted work, an
-upload of another size than announced is deleted within `SWEEP_EVERY_S`, and the others with their submission or after a
-day. A life-cycle rule of the bucket for incomplete multipart uploads does the rest.
+upload whose size differs from the announced one is deleted within `SWEEP_EVERY_S`, and the others with their submission
+or after a day. A life-cycle rule of the bucket for incomplete multipart uploads does the rest.
 
 A bucket is given by its URL, `s3://BUCKET/PREFIX?endpoint=URL&region=NAME`, and is tested before it is used.
 
@@ -39,7 +39,7 @@ from obstore.store import S3Store
 
 from shoal.coordinator.blobs import base
 from shoal.coordinator.blobs.disk import DiskLimits
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnavailableError
 from shoal.protocol.descriptor import blob_path, incoming_path
 from shoal.util.units import format_bytes
 
@@ -50,7 +50,10 @@ _OPTIONS = {"endpoint", "region"}
 
 
 def open_bucket(url: str) -> S3Store:
-    """Open the bucket of a URL; `ConfigError` if writing, reading and deleting do not work now."""
+    """Open the bucket of a URL and test writing, reading and deleting.
+
+    `ConfigError` if the URL or the credentials are wrong, `UnavailableError` if nothing answers.
+    """
     store = _find_bucket(url)
     _try_bucket(url, store)
     return store
@@ -97,8 +100,10 @@ def _try_bucket(url: str, store: S3Store) -> None:
         text = "credentials are missing or wrong, or do not permit writing, reading and deleting"
         raise ConfigError(f"{url}: {text} ({_phrase(error)})") from None
     except FAULTS as error:
-        raise ConfigError(
-            f"{url}: cannot use the bucket; check that it exists and that credentials are set ({_phrase(error)})"
+        if "builder error" in (reason := _phrase(error)):
+            raise ConfigError(f"{url}: {reason}; an http:// endpoint belongs in ?endpoint=") from None
+        raise UnavailableError(
+            f"{url}: cannot use the bucket; check that it exists and that credentials are set ({reason})"
         ) from None
     if found != data:
         raise ConfigError(f"{url}: the bucket returned different bytes than were written")
@@ -192,7 +197,7 @@ class S3Blobs:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def sweep(self, older: timedelta = SWEEP_AGE) -> int:
-        """Delete direct uploads that were never claimed or have another size than announced; return their number."""
+        """Delete direct uploads that were never claimed or differ from the announced size; return their number."""
         limit, num_removed = datetime.now(UTC) - older, 0
         for prefix in ("incoming/", "checking/"):
             async for page in obstore.list(self._store, prefix):

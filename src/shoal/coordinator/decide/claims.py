@@ -31,7 +31,7 @@ def plan_claim(decision: Decision, job: queue.JobRow, validator: str) -> Validat
     """The claim of a job as it would be made now, with everything that it fixes about the job."""
     submission = _find_submission(decision, job.submission)
     owner = require_row(find_owner(decision.connection, submission.owner), "every submission has an owner")
-    bounded = not job.appeal and not owner.has_record
+    is_known = owner.has_record and owner.standing in (Standing.GOOD, Standing.TRUSTED)
     in_full = job.round > 1 or job.appeal or is_watched(decision.connection, owner.owner)
     standing = Standing.PROBATION if in_full else Standing(owner.standing)
     share = decision.params.check_share(standing, submission.count * decision.params.group_size)
@@ -41,7 +41,7 @@ def plan_claim(decision: Decision, job: queue.JobRow, validator: str) -> Validat
     # Rollouts also in earlier accepted work. Submissions that only announced them, or were rejected, do not count.
     rows = list_duplicates(decision.connection, job.submission)
     return ValidationClaim(
-        bounded=1 if bounded else 0,
+        bounded=0 if is_known else 1,
         check_ppm=share,
         deadline_ms=decision.now_ms + 1000 * decision.params.claim_s,
         duplicates=tuple(row.place for row in rows if row.rival_state == SubmissionState.ACCEPTED),

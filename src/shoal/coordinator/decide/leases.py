@@ -194,10 +194,11 @@ def _check_lease_limit(decision: Decision, caller: CallerRows) -> LeaseAnswer | 
     rest_ms = owner.failed_ms - decision.now_ms
     rest_ms += rules.rest_time(params, owner.failures, owner.strikes, owner.charge_ms)
     if owner.failed_ms and rest_ms > 0:
-        reason = "leases of this owner failed or its work was rejected; it must wait before the next lease"
-        return _refuse_lease("resting", reason, retry_s=math.ceil(rest_ms / 1000))
+        rest_s = math.ceil(rest_ms / 1000)
+        reason = f"this owner is paused for {rest_s} s, because its leases failed or its work was rejected"
+        return _refuse_lease("resting", reason, retry_s=rest_s)
     if owes_work(params, owner):
-        reason = "too much work of this owner was rejected, or its leases failed; join again with a new proof of work"
+        reason = "a new proof of work is due, because too much work of this owner was rejected or its leases failed"
         return _refuse_lease("work", reason)
     held = leases.count_held(decision.connection, node.node, owner.owner)
     if held.node >= min(node.width, node.max_leases):
@@ -331,17 +332,17 @@ def _explain_none(
 
 def _is_slow(decision: Decision, lease: leases.LeaseRow) -> bool:
     groups = require_row(leases.find_range(decision.connection, lease.step, lease.first), "every lease has a range")
-    return rules.is_backup_due(
-        decision.params, decision.now_ms - groups.granted_ms, lease.deadline_ms - lease.granted_ms
-    )
+    # Neither the holder's own times nor its reports of progress delay others.
+    time_ms = rules.lease_time(decision.params, leases.list_group_times(decision.connection), lease.count)
+    return rules.is_backup_due(decision.params, decision.now_ms - groups.granted_ms, time_ms)
 
 
 def _describe_lease(
     decision: Decision, caller: CallerRows, request_key: str, choice: RangeChoice, version: int
 ) -> LeaseGrant:
-    params, times = decision.params, leases.list_durations(decision.connection)
-    own_ms = [group_ms for owner, group_ms in times if owner == caller.owner.owner]
-    time_ms = rules.lease_time(params, [group_ms for _, group_ms in times], choice.count, own_ms)
+    params, group_ms = decision.params, leases.list_group_times(decision.connection)
+    own_ms = leases.list_own_times(decision.connection, caller.owner.owner)
+    time_ms = rules.lease_time(params, group_ms, choice.count, own_ms)
     return build_from(
         LeaseGrant,
         choice,
@@ -377,14 +378,25 @@ def _refuse_lease(code: str, reason: str, retry_s: int = _RETRY_S) -> LeaseAnswe
 
 
 def end_lease(
-    decision: Decision, lease: leases.LeaseRow, state: str, because: str, *, blame: bool = False, keep: bool = False
+    decision: Decision,
+    lease: leases.LeaseRow,
+    state: str,
+    because: str,
+    *,
+    blame: bool = False,
+    keep: bool = False,
+    is_replaced: bool = False,
 ) -> None:
-    """End a lease: `blame` halves the node's lease limit, `keep` offers the groups to the same owner first."""
+    """End a lease: `blame` halves the node's lease limit, `keep` offers the groups to the same owner first.
+
+    `is_replaced`: its backup delivered. That is a fault of an owner of record too, or it could hold up every step by
+    leases that it never delivers. It is no failure: the owner need not pause."""
     node, owner = find_node(decision.connection, lease.node), find_owner(decision.connection, lease.owner)
     assert node is not None and owner is not None, "every lease has a node, and every node an owner"
     limit = rules.halve_limit(node.lease_limit) if blame else node.lease_limit
-    # Leases that were held concurrently and failed together count as one failure.
+    # Leases that were held concurrently and failed together count as one failure, but each is a fault.
     is_failure = blame and lease.granted_ms > owner.failed_ms
+    is_fault = blame or (is_replaced and not lease.trial)
     body = build_from(
         LeaseEnd,
         lease,
@@ -394,7 +406,7 @@ def end_lease(
         reserved=lease.owner if keep and lease.fence < _MAX_RESERVED else "",
         spacing_ms=next_spacing(decision, lease, failed=True if blame or _is_trial_slow(decision, lease) else None),
         state=state,
-        strikes=count_fault(owner.strikes) if is_failure else owner.strikes,
+        strikes=count_fault(owner.strikes) if is_fault else owner.strikes,
         width=limit.width,
     )
     decision.append(lease.lease, body)
@@ -413,9 +425,14 @@ def next_spacing(decision: Decision, lease: leases.LeaseRow, *, failed: bool | N
 
 
 def drop_upload(
-    decision: Decision, submission: SubmissionRow, because: SubmissionState, *, blame: bool = False
+    decision: Decision,
+    submission: SubmissionRow,
+    because: SubmissionState,
+    *,
+    blame: bool = False,
+    is_replaced: bool = False,
 ) -> None:
     """Stop waiting for the file of a submission."""
     lease = leases.find_lease(decision.connection, submission.lease)
     assert lease is not None, "a submission that waits for its file has a lease"
-    end_lease(decision, lease, "unsent", because.value, blame=blame, keep=blame)
+    end_lease(decision, lease, "unsent", because.value, blame=blame, keep=blame, is_replaced=is_replaced)

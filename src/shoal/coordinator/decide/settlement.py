@@ -79,6 +79,8 @@ def settle_appeal(decision: Decision, submission: SubmissionRow, finding: Settle
     body = empty_outcome(decision, submission, state, finding.because)
     owner = require_row(find_owner(decision.connection, submission.owner), "every submission has an owner")
     body = body.replace(appeal=1, fills=0, round=finding.round)
+    if not reverses:
+        body = body.replace(charge_ms=_add_charge(owner, finding))
     payments: list[Payment] = []
     if reverses and find_ban(decision.connection, submission.node, submission.owner) is not None:
         because = f"{finding.because}; its owner is banned for another reason, so only the fee is given back"
@@ -192,12 +194,16 @@ def _count_record(
         spacing_ms = next_spacing(decision, lease, failed=False)
         return {"charge_ms": 0, "failures": 0, "spacing_ms": spacing_ms, "strikes": strikes}
     is_charged = state in REJECTED or not owner.has_record
-    charge_ms = charge_time(sum(vote.cpu_ms for vote in finding.votes)) if is_charged else 0
+    charge_ms = _add_charge(owner, finding) if is_charged else owner.charge_ms
     # Work of leases that were held concurrently and failed together counts as one failure.
     failures = owner.failures + int(state in REJECTED and lease.granted_ms > owner.failed_ms)
     spacing_ms = next_spacing(decision, lease, failed=True)
-    charge_ms = max(charge_ms, owner.charge_ms)
     return {"charge_ms": charge_ms, "failures": failures, "spacing_ms": spacing_ms, "strikes": strikes}
+
+
+def _add_charge(owner: OwnerRow, finding: Settlement) -> int:
+    """What an owner is charged in all since its work was last accepted, with what this outcome cost validators."""
+    return charge_time(sum(vote.cpu_ms for vote in finding.votes), owner.charge_ms)
 
 
 def _list_holds(payments: Sequence[Payment], owner: OwnerRow) -> tuple[PayHold, ...]:

@@ -114,7 +114,7 @@ def _check_lease(decision: Decision, lease: LeaseRow, fence: int) -> None:
     if fence != lease.fence:
         raise ApiError(409, "fence", "wrong fence for this lease")
     if groups.state in ("delivered", "accepted") or step.state != "open":
-        raise ApiError(409, "superseded", "another node delivered these groups first; this has no penalty")
+        raise ApiError(409, "superseded", "another node delivered these groups first")
     if lease.state == "active":
         return
     if lease.state != "expired":
@@ -148,11 +148,17 @@ def _check_manifest(decision: Decision, lease: LeaseRow, manifest: Manifest) -> 
 
 
 def _end_rivals(decision: Decision, delivered: submissions.SubmissionRow) -> None:
-    """End the leases and uploads of other holders of the same groups."""
+    """End the leases and uploads of other holders of the same groups; earlier ones were replaced by their backup."""
+    fence = _find_fence(decision, delivered)
     for lease in list_on_range(decision.connection, delivered.step, delivered.first):
-        end_lease(decision, lease, "cancelled", "another worker delivered these groups")
+        is_replaced = lease.fence < fence
+        end_lease(decision, lease, "cancelled", "another worker delivered these groups", is_replaced=is_replaced)
     for rival in submissions.list_rivals(decision.connection, delivered.step, delivered.first):
-        drop_upload(decision, rival, SubmissionState.SUPERSEDED)
+        drop_upload(decision, rival, SubmissionState.SUPERSEDED, is_replaced=_find_fence(decision, rival) < fence)
+
+
+def _find_fence(decision: Decision, row: submissions.SubmissionRow) -> int:
+    return require_row(find_lease(decision.connection, row.lease), "every submission has a lease").fence
 
 
 def _answer_commit(decision: Decision, row: submissions.SubmissionRow) -> CommitAnswer:

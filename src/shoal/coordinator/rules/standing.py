@@ -6,7 +6,8 @@ limited -> limited                 renewed by a further fault
 limited -> probation               by time; also by accepted work, except for owners that judge (a different fault)
 any -> banned                      by a ban event; banned -> probation only by an unban event
 
-Strikes. A rejection adds `STRIKE`, a lease that failed `FAULT` (up to `MAX_FAULTS`), accepted work takes one away:
+Strikes. A rejection adds `STRIKE`, a lease that failed or that its backup replaced `FAULT` (up to `MAX_FAULTS`),
+accepted work takes one away:
 
     strikes < STRIKE, and work was accepted     an owner of record: it is served first
     strikes >= STRIKE x limit_after             limited; leases only after a new proof of work
@@ -66,7 +67,7 @@ def count_strikes(strikes: int, outcome: SubmissionState) -> int:
 
 
 def count_fault(strikes: int) -> int:
-    """Strikes after a lease that failed."""
+    """Strikes after a lease that failed, or that its backup replaced."""
     return max(strikes, min(strikes + FAULT, MAX_FAULTS))
 
 

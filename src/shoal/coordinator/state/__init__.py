@@ -103,6 +103,6 @@ HANDLERS: dict[str, tuple[Handler, ...]] = {
 
 _MODULES = (run, members, leases, submissions, storage, queue, validators, drift, suspicion, credit, canaries)
 TABLES = tuple(value for module in _MODULES for value in vars(module).values() if isinstance(value, Table))
-VERSION = 7
+VERSION = 8
 """Increase it when a table or a handler changes: `ledger.schema` then rebuilds the tables at start."""
 PROJECTIONS = (Projection("state", TABLES, HANDLERS, VERSION),)

@@ -240,12 +240,11 @@ class TrialRow(NamedTuple):
 
 
 TRIAL = db.define_table("trial", TrialRow, key="key")
-DURATION = db.define_table("lease_duration", {"seq": int, "owner": str, "group_ms": int}, key="seq")
+DURATION = db.define_table("lease_duration", {"seq": int, "owner": str, "group_ms": int}, key="seq", index="owner")
 _NO_TRIAL = TrialRow(0, 0, 0, 0)
 _DROP_DURATIONS = db.Sql(
-    "DELETE FROM lease_duration WHERE seq NOT IN (SELECT seq FROM lease_duration ORDER BY seq DESC LIMIT :most) "
-    "OR (owner = :owner AND seq NOT IN (SELECT seq FROM lease_duration WHERE owner = :owner ORDER BY seq DESC "
-    "LIMIT :most_own))"
+    "DELETE FROM lease_duration WHERE owner = :owner AND seq NOT IN "
+    "(SELECT seq FROM lease_duration WHERE owner = :owner ORDER BY seq DESC LIMIT :most)"
 )
 
 
@@ -253,15 +252,15 @@ def read_trials(connection: Connection) -> TrialRow:
     return db.find_row(connection, TrialRow, key=0) or _NO_TRIAL
 
 
-def list_durations(connection: Connection) -> list[tuple[str, int]]:
-    """Owner and milliseconds per group of the newest measured leases, at most a few per owner."""
-    rows = db.fetch_rows(connection, "SELECT owner, group_ms FROM lease_duration ORDER BY seq", lambda *row: row)
-    return [(str(owner), int(group_ms)) for owner, group_ms in rows]
-
-
 def list_group_times(connection: Connection) -> list[int]:
-    """Milliseconds per group of the newest measured leases."""
-    return [group_ms for _, group_ms in list_durations(connection)]
+    """Milliseconds per group of the newest measured leases, at most a few per owner."""
+    statement = "SELECT group_ms FROM lease_duration ORDER BY seq DESC LIMIT :most"
+    return db.fetch_rows(connection, statement, int, most=MAX_TIMES)
+
+
+def list_own_times(connection: Connection, owner: str) -> list[int]:
+    """The same of one owner, however many leases of others were measured since."""
+    return db.fetch_rows(connection, "SELECT group_ms FROM lease_duration WHERE owner = :owner", int, owner=owner)
 
 
 def note_grant(event: Event, connection: Connection) -> None:
@@ -285,7 +284,7 @@ def note_duration(event: Event, connection: Connection) -> None:
     body = read_body(event, events.SubmissionOutcome)
     if body.group_ms:
         db.insert_rows(connection, DURATION, {"seq": event.seq, "owner": body.owner, "group_ms": body.group_ms})
-        _DROP_DURATIONS.run(connection, {"owner": body.owner, "most": MAX_TIMES, "most_own": MAX_OWN_TIMES})
+        _DROP_DURATIONS.run(connection, {"owner": body.owner, "most": MAX_OWN_TIMES})
 
 
 def _change_trials(connection: Connection, **changes: int) -> None:

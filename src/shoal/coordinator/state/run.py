@@ -53,6 +53,11 @@ def find_command(connection: Connection, nonce: str) -> int | None:
     return db.fetch_number(connection, "SELECT seq FROM command WHERE nonce = :nonce", nonce=nonce) or None
 
 
+def last_command_time(connection: Connection) -> int:
+    """When the operator last stopped or resumed the run; a stopped run has few events after that."""
+    return db.fetch_number(connection, "SELECT time_ms FROM event WHERE kind = 'admin' ORDER BY seq DESC LIMIT 1")
+
+
 def count_away(connection: Connection, since_ms: int) -> int:
     """Milliseconds since a time in which the coordinator was down and could not be reached."""
     return db.fetch_number(connection, "SELECT sum(away_ms) FROM outage WHERE until_ms >= :since_ms", since_ms=since_ms)

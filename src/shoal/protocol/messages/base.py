@@ -77,5 +77,10 @@ class SubmissionState(StrEnum):
     VOID = "void"
     """its owner was banned before it was judged, or it belonged to a canary"""
 
+    @property
+    def phrase(self) -> str:
+        """The state as the end of a sentence."""
+        return f"was rejected ({self})" if self in REJECTED else f"is {self}"
+
 
 REJECTED = (SubmissionState.FORM, SubmissionState.SOFT, SubmissionState.HARD)

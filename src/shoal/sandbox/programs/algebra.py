@@ -3,8 +3,9 @@
 Integers and rationals are computed exactly, as fractions: sums, products, quotients, whole powers, factorials, and
 roots of perfect powers. Two exact values are equal if they are the same. Everything else is computed with `PRECISION`
 bits, and two such values are equal if they differ by less than 2^-`AGREED`, relative to their size. An answer cannot
-add a term that is too small to be seen: values below 2^-`MAX_REAL_BITS` or above 2^`MAX_REAL_BITS` that are not exact
-are refused.
+add a term that is too small to be seen: values that are not exact, and exact ones that are combined with them, are
+refused below 2^-`MAX_REAL_BITS` and above 2^`MAX_REAL_BITS`; without variables also exact ones whose numerator or
+denominator is longer than that, since two shorter fractions differ by more than 2^-`AGREED`.
 
 Expressions with variables are compared at `NUM_POINTS` points of different sizes. The points follow from both
 expressions: nobody can write an answer that equals the right one at chosen points only. A symbolic proof would add
@@ -130,6 +131,16 @@ def _approximate(value: Any) -> Any:
     return mpmath.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
+def _make_real(value: Any, max_bits: int) -> Any:
+    """A value that is combined with a real one: nothing of it may be lost by that."""
+    real = _approximate(value)
+    if isinstance(value, Fraction) and value != 0:
+        is_long = max(value.numerator.bit_length(), value.denominator.bit_length()) > max_bits
+        if is_long or not _is_usual(real):
+            raise TooLargeError
+    return real
+
+
 def _try_value(tree: Any, point: dict[str, Fraction]) -> Any:
     """The value, or None if undefined."""
     try:
@@ -141,6 +152,7 @@ def _try_value(tree: Any, point: dict[str, Fraction]) -> Any:
 def _find_value(tree: Any, point: dict[str, Fraction]) -> Any:
     """An exact fraction, or a real or complex number."""
     kind, *parts = tree
+    max_bits = MAX_BITS if point else MAX_REAL_BITS
     if kind == "number":
         return Fraction(parts[0])
     if kind == "symbol":
@@ -148,12 +160,15 @@ def _find_value(tree: Any, point: dict[str, Fraction]) -> Any:
     if kind == "constant":
         return {"pi": +mpmath.pi, "e": +mpmath.e}[parts[0]]
     if kind == "function":
-        return _apply(parts[0], _check_size(_find_value(parts[1], point)))
+        return _apply(parts[0], _check_size(_find_value(parts[1], point)), max_bits)
     values = [_check_size(_find_value(part, point)) for part in parts]
     if kind in _ARITHMETIC:
         is_exact = all(isinstance(value, Fraction) for value in values)
-        return _ARITHMETIC[kind](*(values if is_exact else map(_approximate, values)))
-    return _find_factorial(*values) if kind == "factorial" else _raise(*values)
+        return _ARITHMETIC[kind](*(values if is_exact else (_make_real(value, max_bits) for value in values)))
+    if kind == "factorial":
+        return _find_factorial(*values)
+    base, power = values
+    return _raise(base, power, max_bits)
 
 
 def _add(left: Any, right: Any) -> Any:
@@ -177,7 +192,7 @@ def _find_factorial(value: Any) -> Fraction:
     return Fraction(math.factorial(value.numerator))
 
 
-def _raise(base: Any, power: Any) -> Any:
+def _raise(base: Any, power: Any, max_bits: int) -> Any:
     if base == 0:
         if not isinstance(power, Fraction) or power <= 0:
             raise ZeroDivisionError
@@ -187,7 +202,7 @@ def _raise(base: Any, power: Any) -> Any:
             raise TooLargeError
         if power.denominator <= MAX_BITS and (root := _find_root(base, power.denominator)) is not None:
             return root**power.numerator
-    base, power = _approximate(base), _approximate(power)
+    base, power = _make_real(base, max_bits), _make_real(power, max_bits)
     if abs(power) * (abs(mpmath.log(abs(base), 2)) + 8) > MAX_REAL_BITS:
         raise TooLargeError
     return mpmath.power(base, power)
@@ -211,16 +226,16 @@ def _find_whole_root(value: int, degree: int) -> int | None:
     return root if root**degree == value else None
 
 
-def _apply(name: str, value: Any) -> Any:
+def _apply(name: str, value: Any, max_bits: int) -> Any:
     if name == "sqrt":
-        return value if value == 0 else _raise(value, Fraction(1, 2))
+        return value if value == 0 else _raise(value, Fraction(1, 2), max_bits)
     if name == "abs":
         return abs(value)
     if name == "exp":
-        return _raise(+mpmath.e, value)
+        return _raise(+mpmath.e, value, max_bits)
     if name not in ("ln", "log") and abs(value) > _MAX_ANGLE:
         raise TooLargeError
-    return _FUNCTIONS[name](_approximate(value))
+    return _FUNCTIONS[name](_make_real(value, max_bits))
 
 
 def _check_size(value: Any) -> Any:
@@ -229,9 +244,13 @@ def _check_size(value: Any) -> Any:
             raise TooLargeError
     elif abs(value) < mpmath.ldexp(1, -_ZERO):
         return Fraction(0)
-    elif not mpmath.ldexp(1, -MAX_REAL_BITS) <= abs(value) <= mpmath.ldexp(1, MAX_REAL_BITS):
+    elif not _is_usual(value):
         raise TooLargeError
     return value
+
+
+def _is_usual(value: Any) -> bool:
+    return bool(mpmath.ldexp(1, -MAX_REAL_BITS) <= abs(value) <= mpmath.ldexp(1, MAX_REAL_BITS))
 
 
 def warm_up() -> None:

@@ -15,6 +15,7 @@ could draw the random arguments of its tests itself, and know the right values w
 import builtins
 import os
 import random
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -95,9 +96,10 @@ def run_judge(channel: int, job: Any) -> None:
         send_frame(channel, {"call": {"args": encode_value(args), "kwargs": encode_value(kwargs)}})
         answer = receive_frame(channel)
         if "error" in answer:
-            raise _find_error(answer["error"])
+            raise _find_error(answer["error"], names)
         return decode_value(answer["value"])
 
+    names = frozenset(re.findall(r"[A-Za-z]+", job["tests"]))
     _hide_program(job)
     namespace = _run_source(job["prefix"] if _is_complete(job["prefix"]) else "", "tests")
     namespace |= {job["function"]: candidate, "candidate": candidate}
@@ -107,11 +109,14 @@ def run_judge(channel: int, job: Any) -> None:
     send_frame(channel, {"passed": True})
 
 
-def _find_error(name: str) -> BaseException:
-    """The exception to raise in the tests. Not one that ends a loop: `map` would stop there and skip other tests."""
+def _find_error(name: str, names: frozenset[str]) -> BaseException:
+    """The exception to raise in the tests: one that they name, or a kind of one. Others could mean something to Python
+    itself: an IndexError or StopIteration ends a loop, and the tests in it are skipped."""
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _ENDS):
-        return kind()
+        kinds = kind.__mro__[: kind.__mro__.index(Exception)]
+        if not names.isdisjoint(base.__name__ for base in kinds):
+            return kind()
     return RuntimeError(name)
 
 

@@ -32,7 +32,7 @@ _SPELLINGS = {
     "id": (rf"[!-?A-~]{{1,{MAX_ID_CHARS}}}", f"1 to {MAX_ID_CHARS} ASCII characters without spaces and @"),
     "task_type": (r"[a-z][a-z0-9_]{0,31}", "1 to 32 lower-case letters, digits or underscores"),
 }
-_KEYS = frozenset({"difficulty", "id", "info", "metadata", "prompt", "source", "task_type"})
+KEYS = frozenset({"difficulty", "id", "info", "metadata", "prompt", "source", "task_type"})
 _NEEDED = frozenset({"id", "info", "prompt", "task_type"})
 
 
@@ -113,10 +113,10 @@ def parse_row(line: bytes) -> dict[str, Any]:
 
 def build_record(row: Mapping[str, Any]) -> TaskRecord:
     """A record from a row with our own columns; difficulty, metadata and source may be missing."""
-    if unknown := sorted(set(row) - _KEYS):
-        raise RecordError(f"unknown column {_show(unknown[0])}; known are {', '.join(sorted(_KEYS))}")
+    if unknown := sorted(set(row) - KEYS):
+        raise RecordError(f"unknown columns: {', '.join(map(_show, unknown))}; known are {', '.join(sorted(KEYS))}")
     if missing := sorted(_NEEDED - set(row)):
-        raise RecordError(f"column {missing[0]} is missing")
+        raise RecordError(f"missing columns: {', '.join(missing)}")
     return TaskRecord(
         id=_check_name("id", row["id"]),
         source=_check_name("source", row.get("source") or "unknown"),

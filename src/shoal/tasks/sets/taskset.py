@@ -51,7 +51,7 @@ class TaskSet:
         ids = [record.id for record in self.records]
         twice = next((one for one, other in pairwise(ids) if one == other), None)
         if twice is not None:
-            raise SetError(f"{name}: two tasks have the id {twice}")
+            raise SetError(f"{name}: two tasks have the id {twice}; equal rows without ids have equal ids")
 
     @classmethod
     def from_bytes(cls, data: bytes, wanted: str, *, name: str = "task set") -> "TaskSet":

@@ -48,6 +48,8 @@ MARGIN = 4
 GAVE_UP = "gave up: "
 FAULT = f"{GAVE_UP}a fault of this machine: "
 NEAR_LIMIT = "near a limit: "
+NO_VERIFIER = "reward"
+"""task type of rows without one, which only the user's own reward function scores"""
 _PLACES = {
     "family": "family:FamilyVerifier",
     "gym": "family:GymVerifier",
@@ -162,6 +164,11 @@ def list_verifiers() -> tuple[str, ...]:
 
 def open_verifier(task_type: str, **options: Any) -> Verifier:
     """The verifier of a task type; ConfigError if it is unknown, or if this machine cannot run it safely."""
+    if task_type == NO_VERIFIER:
+        raise ConfigError(
+            "column task_type is missing; it names the verifier that scores completions, one of "
+            f"{', '.join(list_verifiers())}; to score them with your own function, set tasks.reward"
+        )
     if task_type not in _PLACES:
         raise ConfigError(f"task type {task_type!r}: no such verifier; allowed are {', '.join(list_verifiers())}")
     module, _, name = _PLACES[task_type].partition(":")

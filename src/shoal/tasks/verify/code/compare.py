@@ -17,8 +17,8 @@ from typing import Any
 
 TOLERANCE, WHOLE_TOLERANCE = 1e-6, 1e-9
 """relative to the right value. Changing breaks: scores; raise the verifier's version."""
-_LEAST = 1e-12
-"""what rounding leaves of a zero"""
+_OF_ZERO, _LEAST = 1e-12, 1e-15
+"""what rounding leaves of a wanted zero, and of any other number: 5.6e-17 is such a zero, 5e-13 is not"""
 _PRINTED = 1e-6
 _MAX_BITS = 1023
 
@@ -78,8 +78,9 @@ def _is_short(number: float) -> bool:
     return isinstance(number, float) or number.bit_length() <= _MAX_BITS
 
 
-def is_close(found: float, wanted: float, least: float = _LEAST) -> bool:
+def is_close(found: float, wanted: float, least: float | None = None) -> bool:
     """Whether a float is the right one; `least` is the smallest difference that counts."""
+    least = least if least is not None else _LEAST if wanted else _OF_ZERO
     if not (math.isfinite(found) and math.isfinite(wanted)):
         return found == wanted
     tolerance = WHOLE_TOLERANCE if wanted.is_integer() else TOLERANCE

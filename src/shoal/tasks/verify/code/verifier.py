@@ -6,21 +6,23 @@ Invariants:
 - the source runs in a fresh sandbox job that does not know the expected values: what it returns or prints leaves the
   job as plain data and is compared outside, so there is no verdict in the job to forge;
 - tests written as source run in a separate job, and call the candidate's job through this process. Their random
-  numbers follow from a seed of their own. They get no NaN or infinity unless they mention one, because comparisons with
-  those can pass whatever is right, and they must call the function at least once;
+  numbers and clock follow from a seed of their own. They get no NaN or infinity unless their code names one, because
+  comparisons with those can pass whatever is right, and they must call the function at least once;
 - one failure ends the attempt; hitting a limit, or a fault of this machine, gives a score that is not firm.
 """
 
 import hashlib
+import io
 import json
 import os
 import platform
 import re
 import signal
 import time
+import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from shoal.rollout import Score
@@ -54,7 +56,8 @@ _MAX_PROCESSES = 4
 _LANGUAGES = ("python", "python3", "py")
 _TEST_FAILED = "a test failed"
 _PROGRAM_SEED = "0"
-_MENTIONS_INFINITY = re.compile(r"(?<![a-z])(?:is)?(?:nan|inf|infinity|infinite|finite)(?![a-z])", re.IGNORECASE)
+_INFINITE = re.compile(r"(?:(?:is)?(?:nan|inf|finite)|infinity|['\"][-+]?(?:nan|inf|infinity)['\"])", re.IGNORECASE)
+"""a name or a text in Python by which a test asks for a value that is not finite"""
 _PASSED = Score(1.0, "all tests passed")
 _SHIFTS = 7
 """other places for objects. The order of a small set depends on addresses modulo eight blocks"""
@@ -73,7 +76,7 @@ class CodeVerifier(Verifier):
     """Unit tests of Python, in a bounded pool of sandboxes."""
 
     name = "code"
-    version = 3
+    version = 4
     expensive = True
 
     def __init__(self, *, size: int | None = None, limits: SandboxLimits = LIMITS, namespaces: bool = True) -> None:
@@ -166,12 +169,11 @@ class CodeVerifier(Verifier):
     def _run_judge(self, process: SandboxProcess, judge: SandboxProcess, tests: AssertTests, program: Given) -> Score:
         given = {"tests": tests.source, "function": tests.function, "prefix": tests.prefix}
         seed = hashlib.sha256(json.dumps([given, program["source"]]).encode()).hexdigest()
-        mentions_infinity = _MENTIONS_INFINITY.search(tests.source + tests.prefix) is not None
         with (
             process.open_job("calls", {**program, "function": tests.function}, self.limits) as job,
             judge.open_job("judge", {**given, "seed": seed, "shift": 0}, self.limits) as tests_job,
         ):
-            score, ended = _try(lambda: _serve_tests(tests_job, job, must_be_finite=not mentions_infinity))
+            score, ended = _try(lambda: _serve_tests(tests_job, job, must_be_finite=not _names_infinity(tests.source)))
             judged = self._settle(score, tests_job.finish(), ended=score.reason == _TEST_FAILED)
             return self._settle(judged, job.finish(), ended=ended)
 
@@ -184,6 +186,16 @@ class CodeVerifier(Verifier):
         is_long = report.cpu_s > self.limits.cpu_s / MARGIN
         is_wide = report.peak_bytes > self.limits.memory_bytes / _MEMORY_MARGIN
         return mark_near(score) if is_long or is_wide or "MemoryError" in score.reason else score
+
+
+@lru_cache(maxsize=64)
+def _names_infinity(source: str) -> bool:
+    """Whether the code of tests, not a comment or a sentence in it, names a value that is not finite."""
+    try:
+        tokens = [token.string for token in tokenize.generate_tokens(io.StringIO(source).readline)]
+    except (tokenize.TokenError, SyntaxError):
+        return False
+    return any(map(_INFINITE.fullmatch, tokens))
 
 
 def find_source(completion: str, prefix: str) -> str:

@@ -2,6 +2,9 @@
 
 import re
 
+from shoal.tasks.verify.math.units import spell_rates
+
+_FRACTIONS = (("\u00bd", 1, 2), ("\u2153", 1, 3), ("\u2154", 2, 3), ("\u00bc", 1, 4), ("\u00be", 3, 4))
 _SIGNS = str.maketrans(
     {
         sign: meaning
@@ -9,6 +12,7 @@ _SIGNS = str.maketrans(
             *(("\u2212\u2013", "-"), ("\u00d7\u00b7\u22c5", "*"), ("\u00f7\u2044", "/"), ("\u221a", r"\sqrt ")),
             *(("\u00b2", "^2"), ("\u00b3", "^3"), ("\u03c0", r"\pi "), ("\u221e", r"\infty "), ("\u222a", r"\cup ")),
             *(("\u00b1", r"\pm "), ("\u00b0", " degrees"), ("\u00a0\u202f\u2009", " ")),
+            *((sign, rf"\frac{{{top}}}{{{low}}}") for sign, top, low in _FRACTIONS),
             *(("\u00a3", r"\pounds "), ("\u20ac", r"\euro ")),
         )
         for sign in signs
@@ -41,7 +45,7 @@ def clean_answer(text: str) -> str:
     text = _GONE.sub("", text)
     for pattern, meaning in _SAME:
         text = pattern.sub(meaning, text)
-    text = text.strip()
+    text = spell_rates(text.strip())
     return text[:-1].rstrip() if text.endswith(".") else text
 
 

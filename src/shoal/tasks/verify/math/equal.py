@@ -16,8 +16,8 @@ from functools import lru_cache
 
 from shoal.tasks.verify.math.clean import clean_answer
 from shoal.tasks.verify.math.extract import MAX_ANSWER_CHARS
-from shoal.tasks.verify.math.form import Question, has_form, is_wanted_form
-from shoal.tasks.verify.math.number import Number, equal_numbers, read_number
+from shoal.tasks.verify.math.form import Question, has_form, has_same_form, is_wanted_form
+from shoal.tasks.verify.math.number import Number, equal_numbers, read_number, read_quotient
 from shoal.tasks.verify.math.parse import ParseError, Tree, count_nodes, is_scalar, list_symbols, parse_answer
 from shoal.tasks.verify.math.units import is_other_unit, read_unit
 
@@ -28,6 +28,7 @@ _NAMED = re.compile(
 _MEASURED = re.compile(
     r"(?P<rest>.*?\S) (?P<unit>(?:(?:square|sq|cubic) )?[A-Za-z]{2,24}(?: ?\^ ?\{?[23]\}?)?)", re.DOTALL
 )
+_AND = re.compile(r",? (?:and|or) ")
 _SPARE_NODES = 32
 Judge = Callable[[Tree, Tree], bool]
 """whether two expressions are equal"""
@@ -58,11 +59,12 @@ def read_answer(raw: str, nouns: frozenset[str] = frozenset()) -> ParsedAnswer:
         unit = read_unit(measured["unit"], "")
         if unit and (tree := _read_tree(measured["rest"])) is not None and is_scalar(tree):
             return ParsedAnswer(text, name, None, tree, unit)
-    return ParsedAnswer(text, name, number, tree)
+    return ParsedAnswer(text, name, number or (None if tree is None else read_quotient(tree)), tree)
 
 
 def _read_tree(text: str) -> Tree | None:
     try:
+        text = _AND.sub(",", text)
         if text.count("\\pm") == 1:
             return ["list", *(parse_answer(text.replace("\\pm", sign)) for sign in "+-")]
         return parse_answer(text)
@@ -92,12 +94,21 @@ def equal_answers(answer: ParsedAnswer, gold: ParsedAnswer, question: Question, 
         return _fold_text(answer.text) == _fold_text(gold.text) != ""
 
     def judge_form(left: Tree, right: Tree) -> bool:
-        return is_wanted_form(left, right, question) and (left == right or judge(left, right))
+        if left == right:
+            return True
+        is_equal = is_wanted_form(left, right, question) and judge(left, right)
+        return is_equal and (has_same_form(left, right, question) or not _is_rewriting(right, question, judge))
 
     is_same_unit = answer.unit == gold.unit or not (answer.unit and gold.unit)
     if not is_same_unit or (not gold.unit and _is_other_unit(answer.unit, question)):
         return False
     return answer.tree is not None and _equal_trees(answer.tree, gold.tree, judge_form)
+
+
+def _is_rewriting(gold: Tree, question: Question, judge: Judge) -> bool:
+    """Whether the question has an expression that equals the right one, so that an equal one need not answer it."""
+    alike = [tree for tree in question.trees if list_symbols(tree) == list_symbols(gold)]
+    return any(judge(tree, gold) for tree in alike[:MAX_PARTS])
 
 
 def _is_right_number(answer: Number, gold: Number, question: Question) -> bool:
@@ -108,7 +119,7 @@ def _is_right_number(answer: Number, gold: Number, question: Question) -> bool:
 
 
 def _is_other_unit(unit: str, question: Question) -> bool:
-    return question.is_known and is_other_unit(unit, question.units, is_counted=bool(question.nouns))
+    return question.is_known and is_other_unit(unit, question.units, is_counted=question.is_counted)
 
 
 def _equal_trees(answer: Tree, gold: Tree, judge: Judge) -> bool:

@@ -23,14 +23,14 @@ _SENTENCE_END = re.compile(r"\.(?:\s|$)")
 _AROUND_BOX = "$*. \t\r"
 _AROUND_CHARS, _SHOWN_CHARS = 100, 20
 _BEFORE = re.compile(
-    r"(?:^|\s|[=:,.;*$&\"'`>\u2192]|\\[\[(,;:!\\ ]|(?<![A-Za-z])\("
+    r"(?:^|\s|[=:,.;*$&\"'`>\u2192]|\\[\[(\\]|(?:^|[\s=:$])\("
     r"|\\(?:approx|quad|qquad|implies|Rightarrow|Longrightarrow|rightarrow|to|therefore|displaystyle|textstyle|left|boldsymbol)"
-    r"|\\(?:text|textbf|mathrm|mbox)\{[^{}]*\})\Z"
+    r"|\\(?:text|textbf|mathrm|mbox)\{[ A-Za-z][^{}]*\})\Z"
 )
 """what may stand before a box: the start, a blank, punctuation, an equals sign, a delimiter, an arrow, or words"""
 _JOINS_BEFORE = re.compile(
-    r"(?:[-+/^_<|!\u2212\u00d7]|(?<![=\-A-Za-z])>|(?<![A-Za-z*])\*|[0-9]|\\(?:pm|mp|times|cdot|div|neq|ne|lt|gt|leq?|geq?|sqrt)"
-    r"|\b(?:not|minus|negative|plus|times|twice|half|double))\s*(?:\$|\\\()?\Z",
+    r"(?:[-+/^_<|!\u2212\u00d7]|(?<![=\-A-Za-z])>|(?<![A-Za-z*])\*|[0-9](?:\s*x)?|\\(?:pm|mp|times|cdot|div|neq|ne|lt|gt|leq?|geq?|sqrt)"
+    r"|\b(?:not|minus|negative|plus|times|twice|half|double))\s*\}?\s*(?:\$|\\\(|\*\*)?\Z",
     re.IGNORECASE,
 )
 """what a box belongs to, also across a blank"""
@@ -40,18 +40,25 @@ _AFTER = re.compile(
     r"[ \t]*(?:[$*)\]]|\\[)\]])*[ \t]*(?:\\?%|\b(?:per ?cent|hundred|thousand|[a-z]*illion|dozen|hal(?:f|ves)|quarter"
     r"|thirds?\b|[a-z]+(?:four|fif|six|seven|eigh|nin|ten|leven|twelf|teen|tie|dred|sand|illion)ths?\b"
     r"|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf)ths?\b|squared|cubed|doubled|tripled|factorial|minus|plus|times"
-    r"|modulo|or less|or more)[a-z]*)",
+    r"|or less|or more)[a-z]*)",
     re.IGNORECASE,
 )
 _TOUCHES = re.compile(
-    r"[ \t]*(?:\\?%|\\(?:text|textrm|mathrm|mbox)\b|[-+*/^_!=<>|{][ \t]*[0-9\\({$A-Za-z]|!(?=[$]|\\[)\]])"
-    r"|\\(?:times|cdot|div|pm|mp|circ|frac|sqrt|over|pmod|bmod|mod|le|ge|lt|gt|neq?|approx|ldots|dots)\b)"
-    r"|[0-9A-Za-z(]|\.[0-9]|,[0-9]"
+    r"[ \t]*(?:\\?%|[-+*/^_!=<>|{:][ \t]*[0-9\\({$a-z]|!(?=[$]|\\[)\]])|[$]?[ \t]*x[ \t]*[$]?10\b|\(?mod\b|[0-9]"
+    r"|\\(?!(?:end|qed|q?quad|hfill|[hv]space|newline|tag|label|(?:black)?square|checkmark|implies|iff|therefore|because"
+    r"|(?:long)?(?:right|left)arrow|right|big[lr]?)(?![a-z]))[a-z]+)"
+    r"|\.\\(?:overline|bar|dot)|[$][ \t]*[$]?\\(?:times|cdot|div|pm|over|frac)|[a-z(]|[.,][0-9]",
+    re.IGNORECASE,
 )
+"""what belongs to a box before it: an operation, a digit, a letter, or any command except those that print no value"""
+_NARROW, _SPACES = re.compile(r"\\[,;:!]"), re.compile(r"\\ |~|\$[ \t]+\$")
+_OPENS = re.compile(r"(?<!\\)\(\Z")
+_TAG = re.compile(r"<[^<>\s]*>\Z")
 _PROSE = re.compile(r"[ \t]*(?:[-+*=<>]|\*\*)[ \t]+[A-Za-z]{2}|\*\*|\*[ \t]")
-_END = re.compile(r"\$|\\[)\]]|\n|[.,;:](?![0-9])|\\\\")
+_END = re.compile(r"\$|\\[)\]]|\n|[.,;:](?![0-9]|\\[a-z])|\\\\")
 _LINE_BREAK = re.compile(
-    r"\n[ \t]*(?=(?:\\?%|(?:percent|hundred|thousand|[a-z]{1,9}illion|dozen|halves|thirds|quarters|squared|cubed)\b))"
+    r"\n[ \t]*(?:\n[ \t]*)?"
+    r"(?=(?:\\?%|(?:percent|hundred|thousand|[a-z]{1,9}illion|dozen|halves|thirds|quarters|squared|cubed)\b))"
 )
 """a line break within an answer: 5, and million in the next line"""
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -93,14 +100,16 @@ def _find_boxes(text: str) -> Iterator[str]:
 def _read_around(text: str, start: int, inner: int, end: int) -> str:
     """The answer in a box, with what touches the box."""
     line = text.rfind("\n", 0, start) + 1
-    before, after = text[max(line, start - _AROUND_CHARS) : start], text[end + 1 : end + 1 + _AROUND_CHARS]
-    answer = text[inner:end]
-    if (_BEFORE.search(before) is None or _JOINS_BEFORE.search(before)) and not _DASH.search(before):
+    around = text[max(line, start - _AROUND_CHARS) : start], text[end + 1 : end + 1 + _AROUND_CHARS]
+    before, after = (_SPACES.sub(" ", _NARROW.sub("", part.replace("{,}", ","))) for part in around)
+    before, answer = _TAG.sub(" ", before), text[inner:end]
+    is_point = _OPENS.search(before) is not None and not after.startswith(")")
+    if (is_point or _BEFORE.search(before) is None or _JOINS_BEFORE.search(before)) and not _DASH.search(before):
         answer = before[-_SHOWN_CHARS:].strip() + " " + answer
     if match := _AFTER.match(after):
         return answer + " " + match.group().strip(" \t$*)]")
     if _TOUCHES.match(after) and not _PROSE.match(after):
-        return answer + _END.split(after, maxsplit=1)[0]
+        return answer + _END.split(after.lstrip("$"), maxsplit=1)[0]
     return answer
 
 

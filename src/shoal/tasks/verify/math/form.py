@@ -4,22 +4,25 @@
     decimal, fraction ...   the answer is written like the right one, and a fraction is reduced
     simplify, factor        the answer is the right expression up to the order of terms and factors and the way to write
     or expand               quotients and roots: an equal expression may be the question itself
-    anything else           an expression uses no kind of operation that the right one does without, and is not an
-                            expression of the question that differs from the right one
+    an expression that      the same: equal.py evaluates the expressions of a question, because there is no list of all
+    equals the right one    the ways to ask for a simpler one
+    anything else           an expression uses no kind of operation that the right one does without, and is not a part
+                            of an expression of the question
 
 So `\\sqrt{12}` is `2\\sqrt{3}`, unless that is what was to be simplified.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from shoal.tasks.verify.math.clean import clean_answer
 from shoal.tasks.verify.math.number import Number
-from shoal.tasks.verify.math.parse import FUNCTIONS, ParseError, Tree, list_symbols, parse_answer
+from shoal.tasks.verify.math.parse import FUNCTIONS, ParseError, Tree, is_scalar, list_symbols, parse_answer
 from shoal.tasks.verify.math.units import list_asked_nouns, list_asked_units
 
 Canon = tuple[Any, ...]
@@ -34,7 +37,7 @@ class Wanted(StrEnum):
     WRITTEN = "written in a given way"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Question:
     """What a question asks for."""
 
@@ -44,8 +47,18 @@ class Question:
     nouns: frozenset[str]
     units: frozenset[str]
     wanted: frozenset[Wanted]
-    expressions: frozenset[Canon]
-    """all expressions in it, and their parts"""
+    trees: tuple[Tree, ...]
+    """the expressions in it"""
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether it asks how many things there are."""
+        return any(not noun.startswith("per ") for noun in self.nouns)
+
+    @cached_property
+    def expressions(self) -> frozenset[Canon]:
+        """Its expressions and their parts."""
+        return frozenset(canon for tree in self.trees for canon in _list_parts(tree))
 
 
 _PERCENT = re.compile(
@@ -99,7 +112,7 @@ def read_question(prompt: str) -> Question:
         nouns=frozenset(list_asked_nouns(prompt)),
         units=frozenset(list_asked_units(prompt)),
         wanted=frozenset(form for form, pattern in _FORMS.items() if pattern.search(words)),
-        expressions=_find_expressions(prompt),
+        trees=_find_expressions(prompt),
     )
 
 
@@ -122,13 +135,17 @@ def _read_quotient(canon: Canon) -> Fraction | None:
 
 def is_wanted_form(answer: Tree, gold: Tree, question: Question) -> bool:
     """Whether an expression that may be equal to the right one would answer the question."""
-    opens = Wanted.FACTORED in question.wanted
-    mine, theirs = find_canon(answer, opens=opens), find_canon(gold, opens=opens)
-    if mine == theirs:
+    if has_same_form(answer, gold, question):
         return True
     if question.wanted - {Wanted.WRITTEN} or find_canon(answer) in question.expressions:
         return False
     return _list_kinds(answer) <= _list_kinds(gold)
+
+
+def has_same_form(answer: Tree, gold: Tree, question: Question) -> bool:
+    """Whether an expression is the right one up to order and spelling."""
+    opens = Wanted.FACTORED in question.wanted
+    return find_canon(answer, opens=opens) == find_canon(gold, opens=opens)
 
 
 def find_canon(tree: Tree, *, opens: bool = False) -> Canon:
@@ -232,22 +249,24 @@ def _is_number(tree: Any) -> bool:
     return tree[0] == "number" or (tree[0] == "neg" and _is_number(tree[1]))
 
 
-def _find_expressions(prompt: str) -> frozenset[Canon]:
+def _find_expressions(prompt: str) -> tuple[Tree, ...]:
     texts = [next(filter(None, match.groups())) for match in _MATHS.finditer(prompt)]
     texts += [piece for piece in _WORD.split(prompt.replace("$", " ")) if _OPERATION.search(piece)]
-    found: set[Canon] = set()
+    found: dict[Canon, Tree] = {}
     for text in texts[:_MAX_EXPRESSIONS]:
         for piece in _SPLIT.split(text)[:_MAX_EXPRESSIONS]:
             try:
-                _add_parts(parse_answer(clean_answer(piece.strip(" .,!"))), found)
+                tree = parse_answer(clean_answer(piece.strip(" .,!")))
             except ParseError:
                 continue
-    return frozenset(found)
+            for part in [tree] if is_scalar(tree) else tree[1:]:
+                if isinstance(part, list) and is_scalar(part):
+                    found.setdefault(find_canon(part), part)
+    return tuple(found.values())
 
 
-def _add_parts(tree: Tree, found: set[Canon]) -> None:
-    if tree[0] not in ("list", "set", "group", "union", "infinity"):
-        found.add(find_canon(tree))
+def _list_parts(tree: Tree) -> Iterator[Canon]:
+    yield find_canon(tree)
     for part in tree[1:]:
         if isinstance(part, list):
-            _add_parts(part, found)
+            yield from _list_parts(part)

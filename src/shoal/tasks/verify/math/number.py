@@ -5,12 +5,13 @@ Expressions that must be evaluated (6*7, sqrt 16, 144/2 for 72) are not numbers 
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from math import gcd
+from typing import Any
 
-from shoal.tasks.verify.math.units import MONEY, read_phrase, read_unit
+from shoal.tasks.verify.math.units import MONEY, lacks_scale, read_phrase, read_unit
 
 MAX_DIGITS = 128
 _PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
@@ -67,11 +68,29 @@ def read_number(text: str, asked: frozenset[str] = frozenset()) -> Number | None
     unit = read_unit(words, money)
     if unit is None and text[match.start("unit") - 1] == " ":  # 6 eggs, but not 6xyz
         unit = read_phrase(words.removeprefix("of ").removeprefix("the ") if parts["percent"] else words, money, asked)
-    if value is None or unit is None or (parts["sign"] and parts["inner"]):
+    if value is None or unit is None or lacks_scale(words, asked) or (parts["sign"] and parts["inner"]):
         return None
     sign = -1 if "-" in (parts["sign"], parts["inner"]) else 1
     form, is_reduced = _read_form(parts)
     return Number(sign * value, parts["percent"] is not None, unit, form, is_reduced)
+
+
+def read_quotient(tree: list[Any]) -> Number | None:
+    """A number that is written with brackets or an inner sign: (1/2), (-1)/2."""
+    match tree:
+        case ["number", str(digits)]:
+            return Number(Fraction(digits), percent=False, unit="", form=Form.PLAIN, is_reduced=True)
+        case ["neg", inner] if (number := read_quotient(inner)) is not None:
+            return replace(number, value=-number.value)
+        case ["div", top, low]:
+            upper, lower = read_quotient(top), read_quotient(low)
+            if upper is None or lower is None or lower.value == 0 or {upper.form, lower.form} != {Form.PLAIN}:
+                return None
+            if upper.value.denominator == lower.value.denominator == 1:
+                is_reduced = gcd(int(upper.value), int(lower.value)) == 1
+                value = upper.value / lower.value
+                return Number(value, percent=False, unit="", form=Form.FRACTION, is_reduced=is_reduced)
+    return None
 
 
 def _read_form(parts: dict[str, str | None]) -> tuple[Form, bool]:

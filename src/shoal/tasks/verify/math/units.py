@@ -5,7 +5,8 @@ because a word that is not known may change the number: 5 twelfths, 5 quadrillio
     phrase   [adjectives] noun [of noun] [per noun] [in total]      5 red marbles, 5 apples in total, $5 per day
 
 A noun is known if it is in the table, or if the question asks how many of it there are. Containers and coins are not in
-the table (5 boxes of 12 are not 5), so they are known only where they are asked for.
+the table (5 boxes of 12 are not 5), so they are known only where they are asked for. `per noun` is known where the
+question mentions it. Where it asks how many dozen or thousand of a thing there are, the answer must say so.
 """
 
 import re
@@ -20,7 +21,7 @@ _DIMENSIONS = {
     "volume": "ml milliliter millilitre; l liter litre; gallon; quart; pint; cup; tablespoon; teaspoon",
     "money": "dollar usd; cent; euro; pound~sterling",
     "angle": "degree deg; radian rad",
-    "speed": "mph mile~per~hour; kmh kph km~per~hour kilometer~per~hour",
+    "speed": "mph mile~per~hour; kmh kph km~per~hour; m~per~second",
     "": "unit; points; people person; item; times; calorie; watt; volt; amp; joule; newton; hertz; mole",
 }
 _GROUPS = [
@@ -95,21 +96,25 @@ _CHANGES = re.compile(
     r"|and|but|nor|than|modulo|mod|negative|inverse|reciprocal|factorial|root|powers?|point"
 )
 """words that are no nouns even where the question asks for them"""
-_COMPARED = ("more", "fewer")
-"""as in: how many more apples"""
+_COMPARED = ("more", "fewer", "times")
+"""as in: how many more apples, how many times"""
+_SCALES = frozenset(("dozen", "hundred", "thousand", "million", "billion", "trillion"))
 _ASKED = re.compile(r"\b(?:how many|number of|how much)((?: [a-z]+(?:-[a-z]+)*){1,5})")
+_MENTIONED_RATE = re.compile(r"\b(?:per|every|each|an?) ([a-z]+)")
+_SPEED = re.compile(r"\b([a-z]+ per [a-z]+)")
+_PER = re.compile(r"(?<=[A-Za-z]) ?/ ?(?:(h(?:ou)?r?)|(s(?:ec(?:ond)?)?))(?![A-Za-z])")
 _MENTIONED = re.compile(
     r"(?:\b|(?<=[0-9]))(?:(?<=[0-9])|(?<=[0-9][ -])|(?=[A-Za-z]{4}|day|cup|ton|oz|lb))([A-Za-z]+)\b"
 )
 """a word of four letters, or any after a number"""
-_IN_UNIT = re.compile(r"\bin ((?:square |cubic )?[a-z]+)\b")
+_IN_UNIT = re.compile(r"\bin ((?:square |cubic )?[a-z]+(?: per [a-z]+)?)\b")
 _STOP = frozenset(
     """
     did does do is are was were will would can could should shall must has have had he she it they we you i in on at to
     for from by with if when that who which there his her their its the this these those per each every all both not
     """.split()  # noqa: SIM905
 )
-_MAX_WORDS = 8
+_MAX_WORDS, _MAX_UNIT_WORDS = 8, 3
 
 
 def read_unit(text: str, money: str) -> str | None:
@@ -126,6 +131,12 @@ def read_unit(text: str, money: str) -> str | None:
     return name + (square or (caret + power.strip()))
 
 
+def lacks_scale(words: str, asked: frozenset[str]) -> bool:
+    """Whether a question asks how many dozen or thousand of a thing there are, and the answer has only the thing."""
+    scales = asked & _SCALES
+    return bool(scales and words.strip()) and words.split()[0] not in scales
+
+
 def read_phrase(text: str, money: str, asked: frozenset[str]) -> str | None:
     """What is counted, in the singular; None if a word is not known. For money only how often it is paid."""
     words = " " + " ".join(text.lower().split())
@@ -137,7 +148,7 @@ def read_phrase(text: str, money: str, asked: frozenset[str]) -> str | None:
     rate = ""
     if (match := _RATE.fullmatch(words)) is not None:
         words, rate = match["what"], _name_thing(match["rate"], asked) or ""
-        if not rate or rate == "cent":  # 5 per cent
+        if f"per {rate}" not in asked or rate == "cent":  # 5 per cent
             return None
     if money:
         return money if rate and not words else None
@@ -151,34 +162,56 @@ def is_other_unit(unit: str, asked: frozenset[str], *, is_counted: bool) -> bool
     """Whether a question has no use for a unit: it asks for another one of the same kind (5 hours where it asks for
     minutes), or mentions none of that kind. `asked`: the units that it asks for or mentions; `is_counted`: it asks how
     many things there are, otherwise the unit of a time or an angle, and dollars, may be left to the reader."""
-    kind = _KINDS.get(unit, "")
+    kind = _find_kind(unit)
     if kind == "" or unit in asked:
         return False
-    is_implied = kind == "speed" or (not is_counted and (kind in ("time", "angle") or unit == "dollar"))
-    return not is_implied or any(_KINDS.get(name) == kind for name in asked)
+    is_implied = not is_counted and (kind in ("time", "angle", "speed") or unit == "dollar")
+    return not is_implied or any(_find_kind(name) == kind for name in asked)
+
+
+def _find_kind(unit: str) -> str:
+    """What a unit measures. An area is a kind of length: a question that asks for one does not ask for the other."""
+    return _KINDS.get(unit.partition("^")[0], "")
 
 
 def list_asked_nouns(question: str) -> Iterator[str]:
-    """The words after "how many" and "number of", in the singular."""
-    for match in _ASKED.finditer(" ".join(question.lower().split())):
+    """The words after "how many" and "number of", in the singular, and the rates that it mentions."""
+    low = " ".join(question.lower().split())
+    for match in _ASKED.finditer(low):
         for place, word in enumerate(match[1].split()):
             if word in _STOP:
                 break
-            if _CHANGES.fullmatch(word) is None or (place == 0 and word in _COMPARED):
+            if _CHANGES.fullmatch(word) is None or (place == 0 and (word in _COMPARED or _singular(word) in _SCALES)):
                 yield _singular(word)
+    yield from (f"per {_singular(match[1])}" for match in _MENTIONED_RATE.finditer(spell_rates(low)))
 
 
 def list_asked_units(question: str) -> Iterator[str]:
     """The units that a question asks for; if it does not, those that it mentions."""
-    words = " ".join(question.split())
+    words = spell_rates(" ".join(question.split()))
     low = words.lower()
     phrases = [match[1].split() for match in _ASKED.finditer(low)] + [m[1].split() for m in _IN_UNIT.finditer(low)]
-    asked = {read_unit(" ".join(phrase[:size]), "") for phrase in phrases for size in (1, 2)} - {None, ""}
-    mentioned = {_name_unit(match[1]) for match in _MENTIONED.finditer(words)} - {None}
-    mentioned |= {"dollar"} if "$" in words else set()
-    kinds = {_KINDS.get(str(name), "") for name in asked}
-    yield from (str(name) for name in asked)
-    yield from (str(name) for name in mentioned if _KINDS[str(name)] not in kinds)
+    asked = set(filter(None, map(_read_first_unit, phrases)))
+    speeds = {read_unit(match[1], "") for match in _SPEED.finditer(low)}
+    units = {_name_unit(match[1]) for match in _MENTIONED.finditer(words)}
+    mentioned = set(filter(None, speeds | units)) | ({"dollar"} if "$" in words else set())
+    kinds = set(map(_find_kind, asked))
+    kinds |= {"length"} if "speed" in kinds else set()
+    yield from asked
+    for name in mentioned:
+        if _find_kind(name) not in kinds:
+            yield from (name, f"{name}^2", f"{name}^3")
+
+
+def spell_rates(text: str) -> str:
+    """A text with km/h and m/s as words."""
+    return _PER.sub(lambda match: " per hour" if match[1] else " per second", text)
+
+
+def _read_first_unit(words: list[str]) -> str | None:
+    """The longest unit that a phrase begins with."""
+    found = (read_unit(" ".join(words[:size]), "") for size in range(_MAX_UNIT_WORDS, 0, -1))
+    return next(filter(None, found), None)
 
 
 def _find_unit(name: str) -> str | None:

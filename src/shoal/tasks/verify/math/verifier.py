@@ -32,7 +32,7 @@ class MathVerifier(Verifier):
     """Equality of final answers; starts a pool of sandboxes when it first needs one."""
 
     name = "math"
-    version = 3
+    version = 4
 
     def __init__(self, *, size: int = 1, limits: SandboxLimits = LIMITS) -> None:
         self.limits = limits
