@@ -22,10 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from warm import PATIENCE_S, Warm
 
-SHORT = ("int8", "copy_all", "flipped_reward", "padding", "garbage", "cherry_leases", "two_manifests", "noise")
+SHORT = ("int8", "copy_all", "flipped_reward", "padding", "garbage", "two_manifests", "noise")
+"""None that is fruitless: those use up the time of a campaign; tests/redteam/test_scripted.py runs them."""
 LONG = (
     *("small", "stale", "greedy", "edited_tokens", "foreign_text", "constant_proof", "truncation"),
-    *("bomb_pages", "signatures"),
+    *("bomb_pages", "signatures", "cherry_leases"),
 )
 # The learning rate keeps the policy as it is. One that has learned to give a single answer writes the same tokens at
 # any temperature, and cheats submit honest work.
@@ -119,7 +120,8 @@ def wait_url(root: Path) -> str:
 
 
 def test_the_attacks_are_some_of_each_fate() -> None:
-    assert {list_attacks()[name].expect for name in SHORT} == set(Expected)
+    assert {list_attacks()[name].expect for name in SHORT} == set(Expected) - {Expected.FRUITLESS}
+    assert list_attacks()["cherry_leases"].expect == Expected.FRUITLESS
 
 
 def test_an_attack_meets_its_fate(matrix: Matrix, name: str) -> None:

@@ -159,7 +159,7 @@ def open_served_store(tmp_path: Path) -> Callable[..., "contextlib.AbstractAsync
     return open_it
 
 
-FAST = FetchDeadlines(connect_s=1, head_s=2, rest_s=1, window_s=0.5)
+FAST = FetchDeadlines(head_s=2, rest_s=1, window_s=0.5)
 """Short enough for a stall to time out within a test."""
 
 Act = Callable[[str, asyncio.StreamWriter], Awaitable[bool]]
