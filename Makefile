@@ -22,8 +22,8 @@ help:  ## show this list
 demo: $(VENV)/.dev  ## run a whole swarm, which learns, and say where the report is
 	@$(BIN)/shoal demo
 
-# Tests of whole swarms wait as much as they compute: one process more than there are cores has no core idle.
-PYTEST := $(BIN)/python -m pytest -q -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist=loadfile --no-loadscope-reorder
+# Many tests wait as much as they compute: with two processes per core, no core is idle.
+PYTEST := $(BIN)/python -m pytest -q -n $$(($$(getconf _NPROCESSORS_ONLN) * 2)) --dist=loadfile --no-loadscope-reorder
 
 test: style  ## check style and run all tests
 	@$(PYTEST)

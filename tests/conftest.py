@@ -5,6 +5,7 @@ Larger fixtures that several packages share are modules of `tests/fixtures`.
 Properties are tried on the same examples each time, however busy the machine is.
 """
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -35,6 +36,23 @@ pytest_plugins = [
     "tests.fixtures.toploc_work",
     "tests.fixtures.world",
 ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the files of whole swarms over the others: side by side their processes would be slow."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    whole = [path for path in files if path.parent.name == "e2e"]
+    parts = [path for path in files if path.parent.name != "e2e"]
+    places = {path: (number + 0.5) / len(group) for group in (whole, parts) for number, path in enumerate(group)}
+    items[:] = [item for path in sorted(files, key=places.__getitem__) for item in files[path]]
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests stay to the end: the garbage collector does not have to look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 class LogListener(logging.Handler):
