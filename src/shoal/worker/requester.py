@@ -68,10 +68,10 @@ class LeaseRequester:
     async def run(self) -> None:
         """Request leases until the run is finished."""
         while not self.finished:
+            await self._return_unusable()  # first: while they are held, weights seem to be missing
             if self._has_enough():
                 await self.wait_news(PAUSE_S)
                 continue
-            await self._return_unusable()
             key, version = await asyncio.to_thread(self._leases.find_key), self._generator.newest
             answer = await self._request(key, version)
             if answer is None:
