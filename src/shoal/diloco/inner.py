@@ -10,24 +10,31 @@ Invariants:
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from transformers import PreTrainedModel
 
 from shoal.config.run import LearnerConfig
 from shoal.diloco.fragments import FragmentMap, map_model
 from shoal.diloco.settings import DilocoConfig, InnerConfig
 from shoal.learner.checkpoint import load_optimizer, save_optimizer
+from shoal.learner.logprobs import is_chunked, score_states
 from shoal.learner.parallel import ONE, Ranks
 from shoal.learner.sharded import load_shards, write_rows
 from shoal.policy.model import Policy
 from shoal.util.process import tune_process
 
 _TOKEN = "<i4"
+_LOSS = "measure_tokens"
+"""the forward pass as a method of a sharded model, around which FSDP2 gathers embedding, norm and head"""
 
 
 class InnerModel:
@@ -35,7 +42,10 @@ class InnerModel:
 
     def __init__(self, policy: Policy, config: DilocoConfig, ranks: Ranks = ONE) -> None:
         self.policy, self.ranks = policy, ranks
-        self.model: nn.Module = policy.model
+        self.model: PreTrainedModel = policy.model
+        if ranks.mesh is not None:
+            setattr(self.model, _LOSS, MethodType(_measure_tokens, self.model))
+            register_fsdp_forward_method(self.model, _LOSS)
         self.fragments: FragmentMap = map_model(self.model, config.fragments, ranks)
         self.optimizer = _InnerOptimizer(self.model, config.inner, ranks)
 
@@ -132,8 +142,17 @@ def _follow(inner: InnerModel, name: str, values: dict[str, Any], payload: bytes
             raise AssertionError(f"unknown call {name!r}")
 
 
-def measure_loss(model: nn.Module, rows: np.ndarray) -> Tensor:
+def measure_loss(model: PreTrainedModel, rows: np.ndarray) -> Tensor:
     """Mean cross-entropy over all tokens except the first of each row."""
     tokens = torch.from_numpy(rows.astype(np.int64)).to(next(model.parameters()).device)
-    logits = model(tokens[:, :-1]).logits
-    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), tokens[:, 1:].reshape(-1))
+    measure: Callable[[Tensor], Tensor] = getattr(model, _LOSS, partial(_measure_tokens, model))
+    return measure(tokens)
+
+
+def _measure_tokens(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """A forward pass that never holds the logits of more than a chunk of tokens."""
+    hidden = model.base_model(tokens[:, :-1]).last_hidden_state.flatten(0, 1)
+    head, targets = model.get_output_embeddings(), tokens[:, 1:].flatten()
+    if is_chunked(hidden, head):
+        return -score_states(hidden, head, targets, None).logprobs.mean()
+    return F.cross_entropy(head(hidden).float(), targets)

@@ -62,11 +62,16 @@ def score_tokens(
     return score_states(hidden, model.get_output_embeddings(), pack.targets, temperatures, entropy_grad=entropy_grad)
 
 
+def is_chunked(hidden: Tensor, head: nn.Linear) -> bool:
+    """Whether the logits of these states are computed for a chunk of tokens at a time."""
+    return 4 * len(hidden) * head.out_features > CHUNK_BYTES
+
+
 def score_states(
     hidden: Tensor, head: nn.Linear, targets: Tensor, temperatures: Tensor | None, *, entropy_grad: bool = False
 ) -> TokenScores:
     """Scores of the targets [T] from the states [T, W] that predict them; no temperatures are temperatures of 1."""
-    if 4 * len(hidden) * head.out_features > CHUNK_BYTES:
+    if is_chunked(hidden, head):
         assert isinstance(head, nn.Linear), "an adapter of the head would be ignored"
         rows = max(1, CHUNK_BYTES // (4 * head.out_features))
         # Cast outside, so that the gradient is rounded where it is rounded for the parameters that FSDP2 has cast.
