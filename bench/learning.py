@@ -1,4 +1,4 @@
-"""Learning by RL: the demo's run with three seeds, in float32 and bfloat16, and as much compute spent on demonstrations.
+"""Learning by RL: the demo with three seeds, in float32 and bfloat16, and as much compute spent on demonstrations.
 
     python bench/learning.py [--quick] [--json]
 
