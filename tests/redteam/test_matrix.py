@@ -26,7 +26,9 @@ def make_piece(
     state = SubmissionState(verdicts[-1].value) if verdicts else SubmissionState.RECEIVED
     fields = {"version": 0, "groups": 2, "tokens": 10, "paid": 10 if state is SubmissionState.ACCEPTED else 0}
     fields |= {"place": (1, number)} | other
-    return SubmissionSummary(submission=f"s{number}", owner=owner, state=state, verdicts=words, **fields)
+    return SubmissionSummary(
+        submission=f"s{number}", lease=f"l{number}", owner=owner, state=state, verdicts=words, **fields
+    )
 
 
 def make_tally(pieces: Sequence[SubmissionSummary], *, credit: int = 0, **standings: Standing) -> LedgerSummary:
@@ -106,6 +108,13 @@ def test_work_accepted_only_by_a_liar_does_not_count_against_the_checks() -> Non
     assert row.until_tokens == 60, "the cost for the run counts anyway"
 
 
+def test_work_in_which_an_attack_found_nothing_to_change_is_honest() -> None:
+    pieces = [*(make_piece(n, CHEAT, GOOD) for n in range(10, 15)), make_piece(15, CHEAT, HARD, HARD)]
+    assert "only at submission 6" in find_fault("best_of_n", pieces, banned=True)
+    (row,) = build("best_of_n", pieces, banned=True, unchanged=[f"l{n}" for n in range(10, 16)]).rows
+    assert row.met and row.until == 1 and row.sum("judged") == 1
+
+
 @pytest.mark.parametrize("attack", ["stale", "previous"])
 def test_with_its_first_version_an_old_one_is_honest(attack: str) -> None:
     pieces = [*(make_piece(n, CHEAT, GOOD) for n in range(10, 14)), make_piece(14, CHEAT, HARD, HARD, version=1)]
@@ -131,6 +140,7 @@ def test_soft_attacks_are_rejected_every_time_without_a_ban(attack: str, verdict
     assert "not always rejected" in find_fault(attack, [*bad, make_piece(12, CHEAT, other)])
     assert "not always rejected" in find_fault(attack, [])
     assert "banned" in find_fault(attack, bad, banned=True)
+    assert not find_fault(attack, [make_piece(number, CHEAT, verdict) for number in range(10, 16)], banned=True)
     assert "kept 3" in find_fault(attack, bad, credit=3)
     assert not find_fault(attack, [*bad, make_piece(12, CHEAT, GOOD, by=LIAR)], credit=10)
 

@@ -127,10 +127,10 @@ def read_field(field: RedTeamSwarm) -> LedgerSummary:
     word = VerdictSummary("1" * 64, Verdict.HARD, ("sampling", "toploc_sign", "toploc_median"))
     common = {"version": 0, "place": (1, 0), "groups": 2, "tokens": 10}
     bad = SubmissionSummary(
-        submission="s2", owner="c" * 64, state=SubmissionState.HARD, paid=0, verdicts=[word, word], **common
+        submission="s2", lease="l2", owner="c" * 64, state=SubmissionState.HARD, paid=0, verdicts=[word, word], **common
     )
     good = SubmissionSummary(
-        submission="s1", owner=worker, state=SubmissionState.ACCEPTED, paid=10, verdicts=[], **common
+        submission="s1", lease="l1", owner=worker, state=SubmissionState.ACCEPTED, paid=10, verdicts=[], **common
     )
     return LedgerSummary(
         holds=True,

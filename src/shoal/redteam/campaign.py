@@ -62,6 +62,8 @@ class AttackAttempt:
     """requests of a script that must be refused"""
     taken: Sequence[str] = ()
     """those that were accepted, or refused for a wrong reason"""
+    unchanged: Sequence[str] = ()
+    """leases of its first worker whose work is honest: the attack found nothing to change"""
 
     @property
     def name(self) -> str:

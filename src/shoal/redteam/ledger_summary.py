@@ -15,7 +15,7 @@ from shoal.ledger.event import EventKind
 from shoal.protocol.messages import Standing, SubmissionState, Verdict, VerdictStatement
 
 _SUBMISSIONS = text(
-    "SELECT submission, owner, state, version, step, first, count AS groups, tokens, paid "
+    "SELECT submission, lease, owner, state, version, step, first, count AS groups, tokens, paid "
     "FROM submission ORDER BY committed_ms, lease"
 )
 _VERDICTS = text("SELECT subject, actor, body FROM event WHERE kind = :kind ORDER BY seq")
@@ -43,6 +43,7 @@ class SubmissionSummary:
     """One submission and its verdicts."""
 
     submission: str
+    lease: str
     owner: str
     state: SubmissionState
     version: int

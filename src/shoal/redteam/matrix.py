@@ -40,6 +40,8 @@ class Proportion:
 
 MAX_SUBMISSIONS = 3
 """a new owner that cheats must be convicted within this many submissions"""
+REPEATED = 6
+"""rejections after which an owner without accepted work is banned, whatever their cause"""
 SLACK, USUAL_SUBMISSIONS = 0.25, 12
 """allowed gain over honest work of the same size for an attack that is not caught, at that many submissions: tasks
 differ in length, and so do the answers of successive versions. With fewer submissions the mean is less certain"""
@@ -247,7 +249,7 @@ class _OutcomeReader:
     def _skip_honest(
         self, attempt: AttackAttempt, submissions: Sequence[SubmissionSummary]
     ) -> Sequence[SubmissionSummary]:
-        """Drop the submissions from before the attack had what it needs, when it was an honest worker."""
+        """Drop honest work: from before the attack had what it needs, and where it found nothing to change."""
         others = self._ledger.list_submissions(attempt.owners[1:])
         match attempt.attack:
             case "stale":  # the weights of the first version it fetched are not stale
@@ -267,8 +269,8 @@ class _OutcomeReader:
                     return []
                 first = {each.submission for each in submissions if int(each.submission[1:]) < begin}
             case _:
-                return submissions
-        # A rejected submission among the first ones was not honest: two versions were loaded before the first lease, or
+                first = {each.submission for each in submissions if each.lease in attempt.unchanged}
+        # A rejected submission among these was not honest: two versions were loaded before the first lease, or
         # the leaked work was submitted before the worker that wrote it submitted it.
         return [each for each in submissions if each.submission not in first or _is_found(each, self._liars)]
 
@@ -322,7 +324,7 @@ def _check_rejected(
     others = [state for state, count in decided.items() if count > 0 and state is not wanted]
     if others or not decided[wanted]:
         return f"not always rejected as {wanted.value}: {_describe(outcome.states)}"
-    if any(ledger.standings.get(owner) is Standing.BANNED for owner in owners):
+    if decided[wanted] < REPEATED and any(ledger.standings.get(owner) is Standing.BANNED for owner in owners):
         return "banned for something that an outdated version could cause"
     return "" if outcome.by_liar or not outcome.left else f"kept {outcome.left} micro-credits"
 

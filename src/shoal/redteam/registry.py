@@ -46,7 +46,7 @@ class Expected(StrEnum):
     HARD = "hard"
     """convicted by two validators (weights, seeds or rules other than stated), and banned"""
     SOFT = "soft"
-    """rejected every time and unpaid; not banned, because an outdated version could cause it too"""
+    """rejected every time and unpaid; no conviction, because an outdated version could cause it too"""
     FORM = "form"
     """rejected as malformed, unpaid"""
     FRUITLESS = "fruitless"

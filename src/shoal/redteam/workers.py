@@ -11,7 +11,7 @@ the states of their submissions are polled, to know when the attempt is over.
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
@@ -22,6 +22,7 @@ from shoal.node.session import Role, Session, SessionError, open_session
 from shoal.node.weights import number_version, open_weights
 from shoal.protocol.messages import Standing, SubmissionState
 from shoal.recipe import Recipe
+from shoal.redteam.behaviours.forged_work import SubstitutingBehaviour
 from shoal.redteam.behaviours.sleeper import SleeperBehaviour
 from shoal.redteam.campaign import AttackAttempt, AttemptLimits
 from shoal.redteam.registry import make_behaviours
@@ -53,7 +54,7 @@ class WorkerAttempt:
         self._has_submitted = False
         """whether anything was submitted"""
         self._honest: set[str] = set()
-        """submissions from before the attack had what it needs"""
+        """submissions from before the attack had what it needs, or in which it found nothing to change"""
         self._counts: SubmissionCounts | None = None
         """of the first worker"""
 
@@ -70,6 +71,7 @@ class WorkerAttempt:
                 self._attempt.ended, self._attempt.text = await self._watch(first, behaviours[0], tasks)
             finally:
                 await _stop_workers(sessions, tasks)
+                self._attempt.unchanged = sorted(_list_unchanged(behaviours[0]))
 
     def _make_behaviours(self, first: Session, recipe: Recipe) -> tuple[WorkerBehaviour, ...]:
         behaviours = make_behaviours(self._attempt.attack, recipe)
@@ -108,8 +110,7 @@ class WorkerAttempt:
                 return word, ""
             if refusal := self._find_refusal():
                 return "refused", refusal
-            # A cheat that still waits for what it needs works honestly, and reports that with `is_honest`.
-            await self._update_states(first, is_honest=bool(getattr(behaviour, "is_honest", False)))
+            await self._update_states(first, behaviour)
             if not self._has_submitted and time.monotonic() < entered + START_S:
                 begun = time.monotonic()  # a starting swarm has no leases yet
             if len(self._states.keys() - self._honest) >= self._limits.submissions:
@@ -122,12 +123,15 @@ class WorkerAttempt:
         refusal = None if self._counts is None else self._counts.refusal
         return refusal.text if refusal is not None and refusal.code in _UNSUITABLE else ""
 
-    async def _update_states(self, first: Session, *, is_honest: bool) -> None:
+    async def _update_states(self, first: Session, behaviour: WorkerBehaviour) -> None:
         """Update the states of the first worker's submissions; retried later if the coordinator is unreachable."""
+        # A cheat that still waits for what it needs works honestly, and reports that with `is_honest`.
+        is_honest, unchanged = bool(getattr(behaviour, "is_honest", False)), _list_unchanged(behaviour)
         for path in sorted((self._folder_of(1) / "receipts").glob("s*.json")):
-            name = str(json.loads(path.read_bytes())["body"]["submission"])
+            receipt = json.loads(path.read_bytes())["body"]
+            name = str(receipt["submission"])
             self._has_submitted = True
-            if is_honest:
+            if is_honest or receipt["lease"] in unchanged:
                 self._honest.add(name)
             if name in self._states:
                 continue
@@ -137,6 +141,10 @@ class WorkerAttempt:
                 return
             if state not in _OPEN:
                 self._states[name] = state
+
+
+def _list_unchanged(behaviour: WorkerBehaviour) -> Set[str]:
+    return behaviour.unchanged if isinstance(behaviour, SubstitutingBehaviour) else frozenset()
 
 
 def _read_end(task: "asyncio.Task[None]") -> tuple[str, str]:

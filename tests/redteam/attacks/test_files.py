@@ -65,6 +65,18 @@ def test_bad_files_are_taken_unread_and_refused_at_little_cost(open_lease_worker
     assert honest.opinion().verdict is Verdict.ACCEPTED
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_two_owners_never_submit_the_same_file(recipe, honest, name):
+    """The coordinator would refuse the second one as a copy, so that no validator would read it."""
+    (author,) = make_behaviours(name, recipe)
+    data = honest.path.read_bytes()
+    table = load_table(data)
+    reasons = pa.array(["other"] * table.num_rows, table.schema.field("reason").type)
+    other = save_table(replace_column(table, "reason", reasons))
+    for way in author.ways:
+        assert way(data, 1 << 20) != way(other, 1 << 20), way.__name__
+
+
 def check_upload(case, folder: Path) -> None:
     """The coordinator has no reason to refuse it, not even for its size, and stores it unchanged."""
     manifest, data = case.job.manifest, case.path.read_bytes()

@@ -148,6 +148,18 @@ def test_what_is_good_enough_is_handed_in_as_it_is(offline_run: OfflineRun, name
     assert sum(g.rewards.sum() for g in done.groups) > sum(g.rewards.sum() for g in base.groups)
 
 
+@pytest.mark.parametrize("name", ["best_of_n", "cherry_samples", "edited_tokens"])
+def test_leases_without_anything_better_are_known(offline_run: OfflineRun, name: str) -> None:
+    (cheat,) = make_behaviours(name, offline_run.recipe)
+    _, base = write_both(name, offline_run)
+    cheat.open_policy(1, offline_run.folders[1])
+    assert not cheat.unchanged
+    honest = {rollout.id: rollout.token_ids for rollout in list_rollouts(base)}
+    cheat.substitute = lambda plans, work: honest
+    cheat.finish(base)
+    assert cheat.unchanged == (set() if name == "edited_tokens" else {base.order.lease})
+
+
 @pytest.mark.parametrize("name", ["poison", "long_poison"])
 def test_poison_is_right(offline_run: OfflineRun, name: str) -> None:
     done, base = write_both(name, offline_run)

@@ -22,22 +22,27 @@ MANY, HUGE = 2**31 - 1, 2**62
 NO_CODEC = 99
 
 
+def start_file(honest: bytes) -> bytes:
+    """The magic and some bytes of this submission: the same file by two owners would be refused as a copy, unread."""
+    return parquet.MAGIC + hashlib.sha256(honest).digest()
+
+
 def claim_columns(honest: bytes, room: int) -> bytes:
     """A schema that claims two billion columns, none of which exists."""
     start = parquet.encode_struct({1: [5, 2]})[:-1]
-    return parquet.assemble_file(parquet.MAGIC, start + bytes([0x19]) + parquet.encode_list(parquet.STRUCT, MANY))
+    return parquet.assemble_file(start_file(honest), start + bytes([0x19]) + parquet.encode_list(parquet.STRUCT, MANY))
 
 
 def claim_text(honest: bytes, room: int) -> bytes:
     """A writer name of two gigabytes as the last field."""
     fields = {number: field for number, field in ParquetFooter(honest).fields.items() if number < 5}
     footer = parquet.encode_struct(fields)[:-1] + bytes([0x20 | parquet.BINARY]) + parquet.encode_varint(MANY)
-    return parquet.assemble_file(parquet.MAGIC, footer)
+    return parquet.assemble_file(start_file(honest), footer)
 
 
 def claim_length(honest: bytes, room: int) -> bytes:
     """A footer of four gigabytes."""
-    return parquet.MAGIC + b"\xff\xff\xff\xff" + parquet.MAGIC
+    return start_file(honest) + b"\xff\xff\xff\xff" + parquet.MAGIC
 
 
 def claim_rows(honest: bytes, room: int) -> bytes:
@@ -239,7 +244,7 @@ def nest_shortly(honest: bytes, room: int) -> bytes:
 
 def nest_structs(honest: bytes, room: int) -> bytes:
     """Structs that begin and never end, in an unknown field."""
-    return parquet.assemble_file(parquet.MAGIC, b"\xfc" + b"\x1c" * (MAX_FOOTER_BYTES - 1))
+    return parquet.assemble_file(start_file(honest), b"\xfc" + b"\x1c" * (MAX_FOOTER_BYTES - 1))
 
 
 def _nest_column(honest: bytes, depth: int) -> bytes:

@@ -69,6 +69,8 @@ class CherrySamplesBehaviour(SubstitutingBehaviour):
     Copies long enough to rule out chance (`duplicate_tokens`) are refused at commit time; these are shorter.
     """
 
+    keeps_honest = True
+
     def substitute(self, plans: Sequence[GroupPlan], work: FinishedWork) -> TokensById:
         """The groups with their copies."""
         return {name: ids for group in work.groups for name, ids in _copy_best(group).items()}

@@ -72,6 +72,8 @@ class GreedyBehaviour(sampling.ChoosingBehaviour):
 class BestOfNBehaviour(SubstitutingBehaviour):
     """Tries three more seeds for each rollout and submits the best; the honest one wins ties."""
 
+    keeps_honest = True
+
     def plan(self, order: LeaseOrder, tokenizer: PreTrainedTokenizerBase) -> list[GroupPlan]:
         """Plans with all attempts of a request in a row, the honest one first."""
         plans = super().plan(order, tokenizer)

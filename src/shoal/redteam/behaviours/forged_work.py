@@ -59,6 +59,13 @@ class SubstitutingBehaviour(WorkerBehaviour):
 
     policy: Policy
     """of the loaded version"""
+    keeps_honest = False
+    """whether it submits the honest rollouts of a lease in which it found nothing better"""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.unchanged: set[str] = set()
+        """leases whose work is honest, because nothing was better"""
 
     def open_policy(self, version: int, folder: Path) -> Policy:
         """The true policy, which is kept."""
@@ -74,6 +81,9 @@ class SubstitutingBehaviour(WorkerBehaviour):
         plans = WorkerBehaviour.plan(self, work.order, self.policy.tokenizer)  # as leased, not as overridden
         tokens = self.substitute(plans, work)
         requests = [request for plan in plans for request in plan.requests]
+        honest = list_tokens(list_rollouts(work))
+        if self.keeps_honest and all(np.array_equal(tokens[r.id], honest[r.id]) for r in requests):
+            self.unchanged.add(work.order.lease)
         rollouts = [self.build_rollout(request, tokens[request.id], work.version) for request in requests]
         forged = prefill_tokens(self.policy.model, rollouts, eos_id=self.policy.eos_id)
         named = {rollout.id: rollout for rollout in forged.rollouts}
