@@ -8,7 +8,8 @@ above 1 where this tree is better:
     beats    signed heartbeats per CPU second of the coordinator (bench/coordinator.py --only beats)
     path     seconds for 1 GiB, origin, relay, client, verified (bench/shardcast.py --only path; --quick: 256 MiB)
     demo     seconds of `shoal demo`, SFT included (--quick: not run)
-    verify   CPU seconds of `shoal ledger verify` on the recorded ledger in tests/recorded
+    verify   CPU seconds of `shoal ledger verify` on the recorded ledger in tests/recorded (only by --only: `DIR` must
+             have the same rules edition)
 """
 
 import argparse
@@ -26,7 +27,7 @@ from statistics import median
 
 from common import ROOT, build_parser, finish
 
-PARTS = ("beats", "path", "verify", "demo")
+PARTS = ("beats", "path", "demo", "verify")
 TIMEOUT_S = 1800
 
 Measure = Callable[[Path, bool], float]
@@ -55,7 +56,7 @@ def parse_flags() -> argparse.Namespace:
     """The flags of every benchmark, and those of this one."""
     parser = build_parser(__doc__.splitlines()[0])
     parser.add_argument("--base", type=Path, required=True, metavar="DIR", help="a checkout of the earlier commit")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run (all)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS[:-1], help="parts to run (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of both trees (3)")
     flags = parser.parse_args()
     if not (flags.base / ".venv" / "bin" / "python").exists():
