@@ -167,7 +167,11 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     tensors = {
         name: tensor.detach() for name, tensor in own.items() if kept[id(tensor)] == name and name not in ignored
     }
-    return revert_weight_conversion(model, tensors)  # type: ignore[no-any-return]
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    # It sorts those of a model that was opened from a folder, and of no other. Files follow from the order, and ranks,
+    # which build their model without opening it, must divide v0 as one process did.
+    kept_order = [name for name in own if name in reverted]
+    return {name: reverted[name] for name in (*kept_order, *(name for name in reverted if name not in own))}
 
 
 def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
