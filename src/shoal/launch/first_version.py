@@ -14,7 +14,7 @@ from shoal.toploc.calibration import Calibration
 from shoal.train.loop import settle_config
 from shoal.train.sft import load_start
 from shoal.util.files import atomic_dir
-from shoal.util.process import tune_process
+from shoal.util.process import tune_memory, tune_process
 
 _SKIPPED = {"1 slot", "replayed alone", "transformers, batch 1", "transformers, batch 7"}
 """Ways that take most of the time. In float32 thresholds are floors above the noise of all ways, and these are skipped;
@@ -30,7 +30,9 @@ def write_start(config: RunConfig, folder: Path) -> Policy:
     dtype = getattr(torch, config.policy.publish_dtype)
     with atomic_dir(folder) as target:
         save_policy(load_start(config), target, dtype=dtype, shard_bytes=config.policy.shard_bytes)
-    return open_policy(folder, dtype=dtype)
+    policy = open_policy(folder, dtype=dtype)
+    tune_memory(policy.num_bytes)
+    return policy
 
 
 def calibrate_start(policy: Policy, config: RunConfig, *, chunks: int, tokens: int) -> Calibration:

@@ -58,6 +58,11 @@ class Policy:
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
     def describe_size(self) -> str:
         """The number of parameters, and of those that are trained if it differs."""
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
