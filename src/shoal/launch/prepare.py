@@ -253,7 +253,9 @@ def _write_run_files(config: LaunchConfig, layout: SwarmPaths) -> None:
     logger.info(f"v0: {policy.num_parameters:,} parameters, ready after {time.monotonic() - begun:.0f} s")
     begun = time.monotonic()
     logger.info("measuring how much honest results differ, for the thresholds of the checks")
-    calibration = calibrate_start(policy, core, chunks=chunks, tokens=CALIBRATION_TOKENS)
+    calibration = calibrate_start(
+        policy, core, chunks=chunks, tokens=CALIBRATION_TOKENS, tflop=config.swarm.calibration_tflop
+    )
     calibration.save(layout.calibration)
     logger.debug(f"calibration: {chunks} honest chunks measured in {time.monotonic() - begun:.0f} s")
     recipe = Recipe(
