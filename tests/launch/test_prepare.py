@@ -84,6 +84,20 @@ def test_by_default_one_line_states_the_guarantee_of_the_checks(prepared: Prepar
     assert any(record.message.startswith("power: ") for record in caplog.records)
 
 
+def test_a_limit_of_operations_makes_less_certain_what_is_found_and_changes_no_threshold(
+    prepared: PreparedSwarm, out: Path, load_tiny: Load
+) -> None:
+    plain = load_calibration(prepared.layout.calibration)
+    prepare_swarm(load_tiny(out, CHEAT, "swarm.calibration_tflop=1e-6"), prepared.layout)
+    limited = load_calibration(prepared.layout.calibration)
+    assert {own.rollouts for own in plain.power} == {16} and {own.rollouts for own in limited.power} == {8}
+    found = {own.attack: own.found for own in plain.power}
+    assert all(own.found < found[own.attack] for own in limited.power if own.found > 0.5)
+    assert (limited.full, limited.short) == (plain.full, plain.short)
+    prepare_swarm(load_tiny(out, CHEAT, "swarm.calibration_tflop=1e6"), prepared.layout)
+    assert load_calibration(prepared.layout.calibration) == plain
+
+
 def test_what_a_kill_left_half_done_is_done_again(prepared: PreparedSwarm, log) -> None:
     recipe = prepared.layout.recipe.read_bytes()
     prepared.layout.settings.unlink()  # which is written last

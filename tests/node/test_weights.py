@@ -41,6 +41,29 @@ def test_a_version_after_another_has_its_own_weights_and_leaves_those_of_the_oth
     assert not same(first, second) and not second.model.training
 
 
+def test_a_version_may_take_the_memory_of_another(recipe: Recipe, versions: dict[int, Path]) -> None:
+    opener = WeightsOpener(recipe)
+    first = opener.open(0, versions[0])
+    places = {tensor.data_ptr() for tensor in first.model.parameters()}
+    second = opener.open(1, versions[1], over=first)
+    assert second is first and {tensor.data_ptr() for tensor in second.model.parameters()} == places
+    assert same(second, open_version(1, versions[1], recipe))
+    third = opener.open(0, versions[0])
+    assert third is not second and same(third, open_version(0, versions[0], recipe))
+    assert same(second, open_version(1, versions[1], recipe))
+
+
+def test_a_version_that_differs_in_more_than_weights_leaves_the_other_alone(
+    recipe: Recipe, versions: dict[int, Path], tmp_path: Path
+) -> None:
+    opener, folder = WeightsOpener(recipe), tmp_path / "v1"
+    first = opener.open(0, versions[0])
+    shutil.copytree(versions[1], folder)
+    (folder / "note.txt").write_text("another file")
+    second = opener.open(1, folder, over=first)
+    assert second is not first and same(first, open_version(0, versions[0], recipe))
+
+
 def test_a_version_of_another_architecture_is_refused_after_a_good_one(
     recipe: Recipe, versions: dict[int, Path], tmp_path: Path
 ) -> None:
@@ -89,6 +112,16 @@ def test_adapters_are_opened_in_any_order_with_the_same_bits(recipe: Recipe, ada
             assert same(policy, alone[version]) and not find_adapted(policy.model)
             for tensor in policy.model.parameters():  # as an engine does, which takes the weights of others
                 tensor.data.copy_(tensor * 1.0)
+
+
+def test_adapters_take_the_memory_of_each_other_with_the_same_bits(recipe: Recipe, adapters: dict[int, Path]) -> None:
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 1, 0)):
+        opener, policy = WeightsOpener(recipe), None
+        for version in order:
+            found = opener.open(version, adapters[version], over=policy)
+            assert policy is None or found is policy
+            policy = found
+            assert same(policy, open_version(version, adapters[version], recipe))
 
 
 def test_an_adapter_that_does_not_fit_or_has_no_base_is_refused(recipe: Recipe, adapters: dict[int, Path]) -> None:

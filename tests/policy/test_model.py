@@ -242,6 +242,19 @@ def test_a_folder_has_the_bytes_that_transformers_writes(
 
 
 @pytest.mark.parametrize("make", [make_tiny, make_tied])
+def test_a_model_that_was_opened_is_divided_into_the_files_it_was_opened_from(
+    make: Callable[[int], Policy], tmp_path: Path
+) -> None:
+    save_policy(make(1), tmp_path / "first", shard_bytes=9000)
+    save_policy(open_policy(tmp_path / "first"), tmp_path / "second", shard_bytes=9000)
+    first, second = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors*")}
+        for name in ("first", "second")
+    )
+    assert first == second and len(first) > 2
+
+
+@pytest.mark.parametrize("make", [make_tiny, make_tied])
 def test_saving_copies_no_tensor(make: Callable[[int], Policy]) -> None:
     model = make(1).model
     own = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}

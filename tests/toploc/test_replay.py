@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from shoal.engine.torch import TorchEngine
+from shoal.policy.altered import map_linears, round_groups
 from shoal.policy.attention import LONG
 from shoal.policy.model import Policy
 from shoal.rollout import Finish, Request, Rollout, VersionRange
 from shoal.seeds import token_uniforms
 from shoal.toploc import replay as module
-from shoal.toploc.replay import RolloutError, admit_rollout, join_replays, replay_rollouts
+from shoal.toploc.replay import RolloutError, admit_rollout, join_replays, replay_batches, replay_rollouts
 
 REQUEST = Request(id="r", prompt_ids=(5, 9, 7), seed=3, max_tokens=70)
 
@@ -49,6 +51,32 @@ def test_a_replay_finds_what_the_engine_found(qwen: Policy, generated) -> None:
             assert (
                 replay.eos_probs[-1] == pytest.approx(np.exp(replay.logprobs[-1]), rel=1e-5) or rollout.temperature == 0
             )
+
+
+@pytest.mark.parametrize(("name", "held_bytes"), [("qwen3", 1 << 30), ("qwen3", 0), ("gemma", 0)])
+def test_changed_weights_replay_as_a_changed_copy_of_the_model(
+    qwen: Policy,
+    generated,
+    make_model: Callable[..., PreTrainedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    held_bytes: int,
+) -> None:
+    """gemma is a model that runs its own forward; one above the bound is changed layer by layer."""
+    monkeypatch.setattr(module, "HELD_BYTES", held_bytes)
+    rollouts = generated[1]
+    model = (
+        qwen.model
+        if name == "qwen3"
+        else make_model(name, vocab_size=qwen.model.config.vocab_size, num_key_value_heads=1, head_dim=8)
+    )
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    (found,) = replay_batches(model, [rollouts], eos_id=qwen.eos_id, change=round_groups)
+    wanted = replay_rollouts(map_linears(model, round_groups).eval(), rollouts, eos_id=qwen.eos_id)
+    plain = replay_rollouts(model, rollouts, eos_id=qwen.eos_id)
+    assert all(torch.equal(own.hidden, other.hidden) for own, other in zip(found, wanted, strict=True))
+    assert not any(torch.equal(own.hidden, other.hidden) for own, other in zip(found, plain, strict=True))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_the_end_token_has_its_probability_at_every_place(qwen: Policy, generated) -> None:

@@ -5,12 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tests.fixtures.paths import TINY
 
 from shoal.config.run import load_config
 from shoal.errors import ConfigError
 from shoal.learner.checkpoint import list_checkpoints, read_state
 from shoal.policy.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from shoal.policy.model import open_policy, save_policy
 from shoal.train.loop import run_training
 from shoal.train.report import read_metrics
 
@@ -40,6 +43,15 @@ def train(out: Path, *overrides: str) -> Path:
         ("tasks.name=swim", "tasks.name"),
         ("policy.path=no/such/place", "policy.path: no such folder 'no/such/place'"),
         ("policy.dtype=bfloat16", "policy.dtype: training needs float32"),
+        ("policy.dtype=bfloat16 policy.lora.rank=2", "policy.dtype: training needs float32"),  # SFT trains all weights
+        (
+            "policy.dtype=bfloat16 policy.lora.rank=2 sft.steps=0 learner.precision=bfloat16",
+            "policy.dtype: bfloat16 needs policy.publish_dtype=bfloat16, got float32",
+        ),
+        (
+            "policy.dtype=bfloat16 policy.lora.rank=2 sft.steps=0 policy.publish_dtype=bfloat16",
+            "policy.dtype: bfloat16 needs learner.precision=bfloat16, got float32",
+        ),
         ("engine.max_tokens=510", "engine.max_tokens: must be at most"),
         ("eval.tasks=100000", "eval.tasks: is 100000, but reverse has only"),
     ],
@@ -48,7 +60,7 @@ def test_a_mistake_is_found_before_anything_is_moved(trained: Path, override: st
     out = trained.parent
     kept = sorted(path.name for path in out.iterdir())
     with pytest.raises(ConfigError, match=re.escape(reason)):
-        run_training(load_config(TINY, [f"out={out}", "seed=1", override]), fresh=True)
+        run_training(load_config(TINY, [f"out={out}", "seed=1", *override.split()]), fresh=True)
     assert sorted(path.name for path in out.iterdir()) == kept
     assert (out / "latest").resolve() == trained.resolve()
 
@@ -69,6 +81,23 @@ def test_the_run_of_a_swarm_is_not_resumed_by_shoal_train(tmp_path: Path) -> Non
 
 
 LORA = ("policy.lora.rank=2", "learner.lr=1e-2", "learner.loss.kl=0.01")
+
+
+def test_fixed_weights_in_bfloat16_give_the_adapters_of_float32_weights_with_the_same_values(
+    tmp_path: Path, trained: Path
+) -> None:
+    start = tmp_path / "start"
+    save_policy(open_policy(trained / "checkpoints" / "step-000000" / "policy"), start, dtype=torch.bfloat16)
+    half = ("sft.steps=0", "learner.precision=bfloat16", "policy.publish_dtype=bfloat16", f"policy.path={start}")
+    found = {
+        dtype: train(tmp_path / dtype, *LORA, *half, f"policy.dtype={dtype}", "steps=2")
+        for dtype in ("float32", "bfloat16")
+    }
+    own, other = (load_file(run / "checkpoints/step-000002/policy/adapter_model.safetensors") for run in found.values())
+    assert any(tensor.any() for name, tensor in own.items() if "lora_B" in name)
+    assert all(torch.equal(tensor, other[name]) and tensor.dtype == torch.float32 for name, tensor in own.items())
+    base = load_file(found["bfloat16"] / "checkpoints/v000000/model.safetensors")
+    assert {tensor.dtype for tensor in base.values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("level", [0, 2])

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,7 +73,10 @@ class FakeCache:
     """A cache with given weights."""
 
     def __init__(self, find: Callable[[int], Awaitable[Any]]) -> None:
-        self.find = find
+        self._find = find
+
+    async def find(self, version: int, *, beside: Collection[int] = ()) -> Any:
+        return await self._find(version)
 
 
 class FakeJudge:
@@ -325,18 +329,48 @@ def test_weights_in_memory_stay_within_their_bound(
 
     client = SimpleNamespace(pull=pull, progress=SimpleNamespace(upstreams=()))
 
+    def open_copy(version: int, folder: Path, base: Path | None, *, over: Policy | None) -> Policy:
+        return over or deepcopy(policy)
+
     async def go() -> list[Any]:
         cache = PolicyCache(FakeSession(), client, None, tmp_path, memory_bytes=2 * size)  # type: ignore[arg-type]
-        monkeypatch.setattr(cache, "_opener", SimpleNamespace(open=lambda version, folder: policy))
+        monkeypatch.setattr(cache, "_opener", SimpleNamespace(open=open_copy))
         monkeypatch.setattr(cache, "_find_old", _find_nothing)
         return [await cache.find(version) for version in (1, 2, 1, 3, 1, 2, 9)]
 
     found = asyncio.run(go())
     assert pulled == [1, 2, 3, 2], "recently used versions are cached, the others are fetched on demand"
-    assert found[-1] is None and all(item is policy for item in found[:-1])
+    first, second, *_ = found
+    assert found == [first, second, first, second, first, second, None], "the memory of one that left is used again"
 
 
-async def _find_nothing(version: int) -> None:
+def test_the_version_beside_which_another_is_requested_stays(
+    policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def pull(version: int) -> Path:
+        return Path(f"v{version}")
+
+    client = SimpleNamespace(pull=pull, progress=SimpleNamespace(upstreams=()))
+    opened: list[tuple[int, Policy | None]] = []
+
+    def open_over(version: int, folder: Path, base: Path | None, *, over: Policy | None) -> Policy:
+        opened.append((version, over))
+        return over or deepcopy(policies[0])
+
+    async def go() -> tuple[Any, ...]:
+        cache = PolicyCache(FakeSession(), client, None, tmp_path, memory_bytes=1)  # type: ignore[arg-type]
+        monkeypatch.setattr(cache, "_opener", SimpleNamespace(open=open_over))
+        previous = await cache.find(0, beside=[1])
+        own = await cache.find(1, beside=[0])
+        assert (await cache.find(1, beside=[2]), await cache.find(2, beside=[1])) == (own, previous)
+        return previous, own
+
+    previous, own = asyncio.run(go())
+    assert previous is not own
+    assert opened == [(0, None), (1, None), (2, previous)]
+
+
+async def _find_nothing(version: int, beside: Collection[int]) -> None:
     """No relay has it."""
 
 

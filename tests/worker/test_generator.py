@@ -12,7 +12,7 @@ from shoal.config.tasks import FilterConfig
 from shoal.engine.torch import TorchEngine
 from shoal.errors import ConfigError
 from shoal.group import encode_task, generate_groups
-from shoal.policy.model import open_policy
+from shoal.policy.model import Policy, open_policy
 from shoal.recipe import Recipe
 from shoal.rollout import Score
 from shoal.tasks.base import Family, Task
@@ -125,6 +125,26 @@ def test_no_lease_is_written_by_two_versions(recipe: Recipe, versions, order_of)
         spans = {span.version for group in work.groups for rollout in group.rollouts for span in rollout.versions}
         assert spans == {work.version}
         assert same(work.groups, expect(recipe, work.order, work.version, versions[work.version]))
+
+
+def test_the_next_version_takes_the_memory_of_the_last(recipe: Recipe, versions, order_of) -> None:
+    opened: list[tuple[int, ...]] = []
+
+    class Behaviour(WorkerBehaviour):
+        def open_policy(self, version: int, folder: Path) -> Policy:
+            policy = super().open_policy(version, folder)
+            opened.append(tuple(tensor.data_ptr() for tensor in policy.model.parameters()))
+            return policy
+
+    with running(Behaviour(recipe)) as (generator, leases, done):
+        for version in (0, 1):
+            generator.update_weights(version, versions[version])
+            leases.hold(order_of(f"l{version}", step=1 + version, version=version))
+            work = done.get(timeout=PATIENCE_S)
+            assert same(work.groups, expect(recipe, work.order, version, versions[version]))
+        engine = generator._engine
+        assert isinstance(engine, TorchEngine)
+        assert opened[0] == opened[1] == tuple(tensor.data_ptr() for tensor in engine._model.parameters())
 
 
 def test_what_is_cancelled_is_not_delivered(recipe: Recipe, versions, order_of) -> None:

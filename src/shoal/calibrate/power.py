@@ -35,6 +35,7 @@ from shoal.toploc.rivals import (
     Rival,
     RivalBet,
     RivalBets,
+    RivalWeights,
     compare_replays,
     fit_stakes,
     list_gains,
@@ -101,8 +102,9 @@ def measure_power(
         name: measure_work(policy, worker, alter(model).eval(), rivals, source, rollouts, label=name)
         for name, alter in list_attacks(step).items()
     }
+    change = measure_change(model, rivals[Rival.PREVIOUS].model) if rivals else 0.0
     bets = {
-        rival: fit_rival(rival, honest, work[attack], calibration.confidence, measure_change(model, rivals[rival]))
+        rival: fit_rival(rival, honest, work[attack], calibration.confidence, change)
         for rival, attack in zip(rivals, name_rivals(step), strict=False)
     }
     fitted = calibration.model_copy(update={"rivals": bets})
@@ -122,7 +124,7 @@ def measure_work(
     policy: Policy,
     setup: VariantSetup,
     worker: PreTrainedModel,
-    rivals: Mapping[Rival, PreTrainedModel],
+    rivals: Mapping[Rival, RivalWeights],
     source: PromptSource,
     rollouts: int,
     *,
@@ -145,22 +147,22 @@ def _measure_batch(
     policy: Policy,
     setup: VariantSetup,
     worker: PreTrainedModel,
-    rivals: Mapping[Rival, PreTrainedModel],
+    rivals: Mapping[Rival, RivalWeights],
     requests: Sequence[Request],
 ) -> list[Measured]:
     builder = ProofBuilder()
     rollouts = run_variant(setup, worker, requests, eos_id=policy.eos_id, sink=builder)
     proofs = [builder.take(rollout.id) for rollout in rollouts]
 
-    def replay(model: PreTrainedModel) -> list[list[ChunkStats]]:
-        replays = replay_variant(setup, model, rollouts, eos_id=policy.eos_id)
+    def replay(weights: RivalWeights) -> list[list[ChunkStats]]:
+        replays = replay_variant(setup, weights.model, rollouts, eos_id=policy.eos_id, change=weights.change)
         results = verify_batch([replays[rollout.id].hidden for rollout in rollouts], proofs)
         return [
             measure_chunks(rollout, replays[rollout.id], own) for rollout, own in zip(rollouts, results, strict=True)
         ]
 
-    stated = replay(policy.model)
-    others = {rival: replay(model) for rival, model in rivals.items()}
+    stated = replay(RivalWeights(policy.model))
+    others = {rival: replay(weights) for rival, weights in rivals.items()}
     return [
         Measured(chunks, {rival: compare_replays(chunks, own[index]) for rival, own in others.items()})
         for index, chunks in enumerate(stated)

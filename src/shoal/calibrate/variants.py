@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -94,13 +94,16 @@ def run_variant(
 
 
 def replay_variant(
-    setup: VariantSetup, verifier: PreTrainedModel, rollouts: Sequence[Rollout], *, eos_id: int
+    setup: VariantSetup,
+    verifier: PreTrainedModel,
+    rollouts: Sequence[Rollout],
+    *,
+    eos_id: int,
+    change: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Replay]:
-    """Replays by rollout id, computed with this variant."""
-    if setup.replay == "alone":
-        replays = [replay_rollouts(verifier, [rollout], eos_id=eos_id)[0] for rollout in rollouts]
-    else:
-        replays = replay_rollouts(verifier, rollouts, eos_id=eos_id)
+    """Replays by rollout id, computed with this variant; `change` alters the verifier's matrices."""
+    batches = [[rollout] for rollout in rollouts] if setup.replay == "alone" else [rollouts]
+    replays = [replay for batch in batches for replay in replay_rollouts(verifier, batch, eos_id=eos_id, change=change)]
     if setup.replay == "double":  # proofs are built from float32 or shorter
         replays = [replace(replay, hidden=replay.hidden.float()) for replay in replays]
     return {rollout.id: replay for rollout, replay in zip(rollouts, replays, strict=True)}

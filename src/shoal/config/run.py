@@ -98,7 +98,7 @@ class PolicyConfig(Settings):
     """folder or hub id of a Hugging Face causal LM; empty: a tiny model from scratch"""
     tiny: TinyConfig = TinyConfig()
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """float32 is faster on CPUs without bf16 support"""
+    """type of the weights in training; bfloat16 only where they are fixed, under adapters (`lora`)"""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """type in which versions are published, sampled from and checked; training and checkpoints stay in `dtype`"""
     shard_bytes: Annotated[int, Field(ge=1 << 10)] = SHARD_BYTES

@@ -154,7 +154,7 @@ class TorchEngine:
                 raise ValueError(f"weights of version {version} do not fit: {name!r} has {tuple(tensor.shape)}")
         self._return_rows()
         for name, tensor in weights.items():
-            own[name].copy_(tensor)
+            own[name].copy_(tensor)  # nothing to do if the model was loaded again in place
         self._fuse_weights()
         self.version = version
 
@@ -168,6 +168,7 @@ class TorchEngine:
             raise ConfigError(f"engine.max_tokens: {text} exceeds the model's {limit} positions")
 
     def _fuse_weights(self) -> None:
+        self._layers = None  # freed before the new ones are made
         with torch.inference_mode():
             self._layers = fuse_layers(self._model) if is_lean(self._model) else None
 

@@ -241,6 +241,7 @@ def _write_run_files(config: LaunchConfig, layout: SwarmPaths) -> None:
     # Imported here because they need torch: a swarm that is resumed starts without it.
     from shoal.launch.first_version import calibrate_start, write_start
     from shoal.toploc.calibration import hash_model
+    from shoal.util.process import release_memory
 
     chunks = config.swarm.calibration
     layout.launch.mkdir(parents=True, exist_ok=True)
@@ -252,7 +253,9 @@ def _write_run_files(config: LaunchConfig, layout: SwarmPaths) -> None:
     logger.info(f"v0: {policy.num_parameters:,} parameters, ready after {time.monotonic() - begun:.0f} s")
     begun = time.monotonic()
     logger.info("measuring how much honest results differ, for the thresholds of the checks")
-    calibration = calibrate_start(policy, core, chunks=chunks, tokens=CALIBRATION_TOKENS)
+    calibration = calibrate_start(
+        policy, core, chunks=chunks, tokens=CALIBRATION_TOKENS, tflop=config.swarm.calibration_tflop
+    )
     calibration.save(layout.calibration)
     logger.debug(f"calibration: {chunks} honest chunks measured in {time.monotonic() - begun:.0f} s")
     recipe = Recipe(
@@ -268,6 +271,9 @@ def _write_run_files(config: LaunchConfig, layout: SwarmPaths) -> None:
         calibration=hashlib.sha256(layout.calibration.read_bytes()).hexdigest(),
     )
     write_atomic(layout.recipe, dump_recipe(recipe))
+    num_bytes = policy.num_bytes
+    del policy
+    release_memory(num_bytes)  # this process only waits from here on
 
 
 def find_root(folder: Path) -> str:

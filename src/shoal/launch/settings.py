@@ -72,6 +72,9 @@ class SwarmConfig(Settings):
     """hashes that joining costs; raise it for a run that strangers join"""
     calibration: Annotated[int, Field(ge=64, le=2**20)] = 1024
     """honest chunks of up to 32 tokens that are measured before the start, for the thresholds of the checks"""
+    calibration_tflop: Annotated[float, Field(ge=0.0)] = 0.0
+    """most operations, in 10^12, for measuring before the start how surely the checks find other weights: with fewer
+    rollouts less is claimed of the checks, but none is wrong more often. 0: no limit"""
     rate: str = ""
     """most that the origin sends, e.g. "20Mbit" a second, to observe a slow broadcast; empty: no limit"""
     archive: str = "16GiB"

@@ -13,7 +13,7 @@ Shapes: N tokens of any number of sequences, W width, H heads, K key/value heads
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -121,12 +121,29 @@ def fuse_layers(model: PreTrainedModel) -> list[Layer]:
     return [_fuse_layer(layer) for layer in model.model.layers]
 
 
+class FreshLayers:
+    """Concatenated weights of a model's layers, made each time a layer runs: one layer in memory instead of all.
+
+    `change` alters every matrix, in float32, and is rounded to the type of the weights: the values of `map_linears`
+    (policy/altered.py) without a copy of the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, change: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._layers, self._change = model.model.layers, change
+
+    def __getitem__(self, index: int) -> Layer:
+        return _fuse_layer(self._layers[index], change=self._change)
+
+
+Layers = Sequence[Layer] | FreshLayers
+
+
 def run_decoder(
     model: PreTrainedModel,
     token_ids: Tensor,
     positions: Tensor,
     attend: Attend,
-    layers: list[Layer] | None = None,
+    layers: Layers | None = None,
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -169,7 +186,7 @@ def _run_lean(
     token_ids: Tensor,
     positions: Tensor,
     attend: Attend,
-    layers: list[Layer] | None,
+    layers: Layers | None,
     dtype: torch.dtype | None,
 ) -> Tensor:
     body, config = model.model, model.config
@@ -269,23 +286,32 @@ def _rotation(model: PreTrainedModel, positions: Tensor) -> tuple[Tensor, Tensor
     return cos.index_select(0, positions), signed.index_select(0, positions)
 
 
-def _fuse_layer(layer: nn.Module, dtype: torch.dtype | None = None) -> Layer:
-    """The weights of a layer, in `dtype` if given: cast before anything else, as FSDP2 casts what it gathers."""
+def _fuse_layer(
+    layer: nn.Module, dtype: torch.dtype | None = None, *, change: Callable[[Tensor], Tensor] | None = None
+) -> Layer:
+    """The weights of a layer, in `dtype` if given: cast before anything else, as FSDP2 casts what it gathers.
+
+    `change` alters the matrices, see `FreshLayers`.
+    """
     attention: Any = layer.self_attn
     mlp: Any = layer.mlp
     dtype = dtype or mlp.down_proj.weight.dtype
+
+    def read(linear: nn.Linear) -> Tensor:
+        return linear.weight.to(dtype) if change is None else change(linear.weight.float()).to(dtype)
+
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
     biased, out_bias = parts[0].bias is not None, attention.o_proj.bias
     return Layer(
         input_norm=layer.input_layernorm.weight.to(dtype),  # type: ignore[union-attr, operator, arg-type]
-        qkv=torch.cat([part.weight.to(dtype) for part in parts]),
+        qkv=torch.cat([read(part) for part in parts]),
         qkv_bias=torch.cat([part.bias.to(dtype) for part in parts]) if biased else None,
         qk_norm=_fuse_norms(attention, dtype) if hasattr(attention, "q_norm") else None,
-        out=attention.o_proj.weight.to(dtype),
+        out=read(attention.o_proj),
         out_bias=None if out_bias is None else out_bias.to(dtype),
         mlp_norm=layer.post_attention_layernorm.weight.to(dtype),  # type: ignore[union-attr, operator, arg-type]
-        gate_up=torch.cat((mlp.gate_proj.weight.to(dtype), mlp.up_proj.weight.to(dtype))),
-        down=mlp.down_proj.weight.to(dtype),
+        gate_up=torch.cat((read(mlp.gate_proj), read(mlp.up_proj))),
+        down=read(mlp.down_proj),
         adapters=_fuse_adapters(
             dtype, qkv=parts, out=(attention.o_proj,), gate_up=(mlp.gate_proj, mlp.up_proj), down=(mlp.down_proj,)
         ),

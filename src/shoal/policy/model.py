@@ -30,7 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from shoal.config.run import SHARD_BYTES, PolicyConfig, TinyConfig
 from shoal.errors import ConfigError
-from shoal.policy.adapter import find_base, is_adapter, merge_adapter, read_adapter
+from shoal.policy.adapter import Adapter, find_base, is_adapter, merge_adapter, read_adapter
 from shoal.policy.compatibility import check_model, first_line
 from shoal.policy.lora import is_factor
 from shoal.policy.tokenizer import build_tokenizer
@@ -57,6 +57,11 @@ class Policy:
     @property
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
     def describe_size(self) -> str:
         """The number of parameters, and of those that are trained if it differs."""
@@ -128,23 +133,45 @@ def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32, device:
     return Policy(model=model.to(device), tokenizer=tokenizer)
 
 
-def copy_policy(policy: Policy, folder: Path) -> Policy | None:
-    """The same model with the weights of a folder; None if the folder does not hold exactly its tensors.
+def copy_policy(policy: Policy, folder: Path, adapter: Adapter | None = None) -> Policy | None:
+    """The same model with the weights of a folder, and an adapter merged into them; None as `load_over` says.
 
     Opening a folder takes several times longer, because transformers detects everything again.
     """
-    try:
-        reader = WeightsReader(folder)
-    except ConfigError:
+    if not _fits(policy, folder):
         return None
-    with reader:
-        shapes = {name: tuple(tensor.shape) for name, tensor in name_tensors(policy.model, reader.tensors).items()}
-        if shapes != {name: spec.shape for name, spec in reader.specs.items()}:
-            return None
-        model = copy.deepcopy(policy.model)
-        for name, tensor in name_tensors(model, reader.tensors).items():
-            reader.copy_into(name, tensor)
-    return Policy(model=model, tokenizer=policy.tokenizer)
+    copied = Policy(model=copy.deepcopy(policy.model), tokenizer=policy.tokenizer)
+    load_over(copied, folder, adapter)
+    return copied
+
+
+@torch.no_grad()
+def load_over(policy: Policy, folder: Path, adapter: Adapter | None = None) -> bool:
+    """Replace all weights of a policy by those of a folder, in place, with an adapter merged into them.
+
+    False if the folder does not hold exactly its tensors: then nothing was changed.
+    """
+    if not _fits(policy, folder):
+        return False
+    merged = set() if adapter is None else {f"{name.rpartition('.')[0]}.weight" for name in adapter.weights}
+    with WeightsReader(folder) as reader:
+        for name, tensor in name_tensors(policy.model, reader.tensors).items():
+            if name not in merged:
+                reader.copy_into(name, tensor)
+    if adapter is not None:
+        merge_adapter(policy.model, adapter, folder)
+    return True
+
+
+def _fits(policy: Policy, folder: Path) -> bool:
+    """Whether a folder holds exactly the tensors of a policy."""
+    try:
+        with WeightsReader(folder) as reader:
+            own = name_tensors(policy.model, reader.tensors)
+            shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+            return shapes == {name: spec.shape for name, spec in reader.specs.items()}
+    except ConfigError:
+        return False
 
 
 def name_tensors(model: PreTrainedModel, found: Mapping[str, object]) -> dict[str, Tensor]:
@@ -167,7 +194,11 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     tensors = {
         name: tensor.detach() for name, tensor in own.items() if kept[id(tensor)] == name and name not in ignored
     }
-    return revert_weight_conversion(model, tensors)  # type: ignore[no-any-return]
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    # It sorts those of a model that was opened from a folder, and of no other. Files follow from the order, and ranks,
+    # which build their model without opening it, must divide v0 as one process did.
+    kept_order = [name for name in own if name in reverted]
+    return {name: reverted[name] for name in (*kept_order, *(name for name in reverted if name not in own))}
 
 
 def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -23,7 +23,7 @@ from shoal.toploc.chunks import ChunkStats, measure_chunks
 from shoal.toploc.field import P
 from shoal.toploc.finding import Check, CheckResult, rank_finding
 from shoal.toploc.replay import Replay, RolloutError, admit_rollout, join_replays, replay_batches
-from shoal.toploc.rivals import Rival, RivalBets, compare_replays, judge_odds
+from shoal.toploc.rivals import Rival, RivalBets, RivalWeights, compare_replays, judge_odds
 from shoal.toploc.sequential_test import EvidenceStream, SequentialEvidence
 from shoal.toploc.shape_test import check_odds, trace_choices, trace_tails
 from shoal.toploc.threshold import bound_hits
@@ -98,7 +98,7 @@ def check_batches(
     *,
     eos_id: int,
     seeded: bool = True,
-    rivals: Mapping[Rival, PreTrainedModel] | None = None,
+    rivals: Mapping[Rival, RivalWeights] | None = None,
 ) -> list[list[RolloutReport]]:
     """The reports of several submissions; cheaper together than one by one, with bitwise equal numbers.
 
@@ -115,17 +115,17 @@ def check_batches(
             most = case.asked[rollout.id].max_tokens
             judge = RolloutChecker(calibration=calibration, eos_id=eos_id, max_tokens=most, seeded=seeded)
             case.reports[rollout.id] = judge.judge_rollout(rollout, replay, next(results))
-    for rival, model in (rivals or {}).items():
-        _compare_rival(cases, rival, model, calibration.rivals[rival], eos_id=eos_id)
+    for rival, weights in (rivals or {}).items():
+        _compare_rival(cases, rival, weights, calibration.rivals[rival], eos_id=eos_id)
     return [case.list_reports() for case in cases]
 
 
 def _compare_rival(
-    cases: "Sequence[_OpenCheck]", rival: Rival, model: PreTrainedModel, bets: RivalBets, *, eos_id: int
+    cases: "Sequence[_OpenCheck]", rival: Rival, weights: RivalWeights, bets: RivalBets, *, eos_id: int
 ) -> None:
     """Add the odds of a rival to the reports; its states are not kept."""
     batches = [case.admitted for case in cases]
-    replays = replay_batches(model, batches, eos_id=eos_id, shape=False)
+    replays = replay_batches(weights.model, batches, eos_id=eos_id, change=weights.change)
     claimed = [_take_proofs(case.batch.proofs, rollout.id) for case in cases for rollout in case.admitted]
     results = iter(verify_batch([replay.hidden for own in replays for replay in own], claimed))
     for case, own in zip(cases, replays, strict=True):

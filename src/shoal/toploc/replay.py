@@ -5,9 +5,10 @@
 - Prompts that rollouts share are computed once per pack. Memory is bounded by `pack_tokens` for states and by
   `SLICE_ELEMENTS` for logits, whatever the vocabulary; a longer rollout has a pack to itself.
 - Row t of `hidden` is the state from which token t was chosen, as in the engine's sink.
+- Of a large model only the weights of the layer that runs are copied.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shoal.policy.decoder import Layer, compute_logits, fuse_layers, is_lean, run_decoder
+from shoal.policy.altered import map_linears
+from shoal.policy.decoder import FreshLayers, Layers, compute_logits, is_lean, run_decoder
 from shoal.policy.packing import Pack, Sample, build_packs
 from shoal.rollout import Finish, Request, Rollout, VersionRange
 from shoal.seeds import uniform_rows
@@ -25,6 +27,8 @@ from shoal.toploc.token_checks import measure_distances
 PACK_TOKENS = 2048
 SLICE_ELEMENTS = 2**23
 """Logits computed at a time: 32 MB in float32, and twice that for their sums."""
+HELD_BYTES = 1 << 30
+"""Size of a model up to which its layers are concatenated, and changed, once for all packs: that saves time."""
 
 _SCALARS = {"id": (str,), "seed": (int,), "temperature": (int, float)}
 
@@ -85,11 +89,12 @@ def replay_rollouts(
     rollouts: Sequence[Rollout],
     *,
     eos_id: int,
+    change: Callable[[Tensor], Tensor] | None = None,
     shape: bool = False,
     pack_tokens: int = PACK_TOKENS,
 ) -> list[Replay]:
     """Replays in the order of the rollouts, which must be admitted and have unique ids."""
-    return replay_batches(model, [rollouts], eos_id=eos_id, shape=shape, pack_tokens=pack_tokens)[0]
+    return replay_batches(model, [rollouts], eos_id=eos_id, change=change, shape=shape, pack_tokens=pack_tokens)[0]
 
 
 @torch.inference_mode()
@@ -98,11 +103,21 @@ def replay_batches(
     batches: Sequence[Sequence[Rollout]],
     *,
     eos_id: int,
+    change: Callable[[Tensor], Tensor] | None = None,
     shape: bool = False,
     pack_tokens: int = PACK_TOKENS,
 ) -> list[list[Replay]]:
-    """Replays of several batches, each bitwise as if alone: none shares a pack with another."""
-    layers = fuse_layers(model) if is_lean(model) and any(batches) else None
+    """Replays of several batches, each bitwise as if alone: none shares a pack with another.
+
+    `change` alters every matrix of the layers; of a large model one layer at a time, which takes no memory.
+    """
+    layers: Layers | None = None
+    if is_lean(model):
+        fresh = FreshLayers(model, change)
+        is_small = sum(weight.nbytes for weight in model.parameters()) <= HELD_BYTES
+        layers = [fresh[index] for index in range(len(model.model.layers))] if is_small and any(batches) else fresh
+    elif change is not None and any(batches):
+        model = map_linears(model, change).eval()
     return [_replay_batch(model, layers, batch, eos_id, shape, pack_tokens) for batch in batches]
 
 
@@ -146,7 +161,7 @@ def _check_spans(spans: Sequence[VersionRange], num_tokens: int) -> None:
 
 def _replay_batch(
     model: PreTrainedModel,
-    layers: list[Layer] | None,
+    layers: Layers | None,
     rollouts: Sequence[Rollout],
     eos_id: int,
     shape: bool,
@@ -164,7 +179,7 @@ def _replay_batch(
 
 
 def _replay_pack(
-    model: PreTrainedModel, layers: list[Layer] | None, pack: Pack, eos_id: int, shape: bool
+    model: PreTrainedModel, layers: Layers | None, pack: Pack, eos_id: int, shape: bool
 ) -> dict[str, Replay]:
     hidden = run_decoder(model, pack.token_ids, pack.positions, pack.attention, layers).index_select(0, pack.rows)
     rollouts = [sample.rollout for sample in pack.samples]

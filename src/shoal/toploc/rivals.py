@@ -26,22 +26,25 @@ them over an owner's submissions (coordinator/rules/suspicion.py).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 from pydantic import Field, model_validator
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from shoal.config.run import Settings
-from shoal.policy.altered import map_linears, round_bytes, round_channels
+from shoal.policy.altered import round_bytes, round_channels
 from shoal.toploc.chunks import ChunkStats
 from shoal.toploc.finding import SHARES, sum_odds
 from shoal.toploc.sequential_test import Level
 
 NUM_LEVELS = 8
 """levels of the lean of states, then of log-probs, half of each"""
+_ROWS = 1024
+"""rows of a tensor that are compared at a time"""
 
 
 class Rival(StrEnum):
@@ -125,20 +128,30 @@ def _lean(stated: float, rival: float) -> float:
     return (stated - rival) / total if total > 0.0 else 0.0
 
 
-def make_rivals(model: PreTrainedModel, previous: PreTrainedModel | None) -> dict[Rival, PreTrainedModel]:
+@dataclass(frozen=True, slots=True)
+class RivalWeights:
+    """The weights of a rival: those of a model, with every matrix of its layers changed while it runs.
+
+    Rounded weights take no memory of their own: of a large model a validator holds the stated version and the one
+    before it.
+    """
+
+    model: PreTrainedModel
+    change: Callable[[Tensor], Tensor] | None = None
+
+
+def make_rivals(model: PreTrainedModel, previous: PreTrainedModel | None) -> dict[Rival, RivalWeights]:
     """The rivals of a model; without a previous version there is one less."""
-    rivals = {
-        Rival.INT8: map_linears(model, round_channels).eval(),
-        Rival.INT8_GROUPS: map_linears(model, round_bytes).eval(),
-    }
-    return rivals if previous is None else rivals | {Rival.PREVIOUS: previous}
+    rivals = {Rival.INT8: RivalWeights(model, round_channels), Rival.INT8_GROUPS: RivalWeights(model, round_bytes)}
+    return rivals if previous is None else rivals | {Rival.PREVIOUS: RivalWeights(previous)}
 
 
 def measure_change(model: PreTrainedModel, other: PreTrainedModel) -> float:
     """How far two versions are apart: the root mean square of the differences of their weights."""
     total, count = 0.0, 0
     for own, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        total += float((own.detach().float() - theirs.detach().float()).double().square().sum())
+        pairs = zip(own.detach().split(_ROWS), theirs.detach().split(_ROWS), strict=True)
+        total += sum(float((rows.float() - others.float()).double().square().sum()) for rows, others in pairs)
         count += own.numel()
     return math.sqrt(total / count)
 

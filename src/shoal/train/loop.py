@@ -65,7 +65,7 @@ def run_training(config: RunConfig, *, fresh: bool = False, ranks: Ranks = ONE) 
 def settle_config(config: RunConfig) -> RunConfig:
     """The settings as the run will store them. Rejects what can be rejected before any work."""
     if config.policy.dtype != "float32":
-        raise ConfigError(f"policy.dtype: training needs float32; {config.policy.dtype} would round small updates away")
+        _check_frozen(config)
     config = check_tasks(pin_tasks(config))
     tasks = draw_tasks(open_tasks(config), config)
     if not config.policy.path:
@@ -77,6 +77,20 @@ def settle_config(config: RunConfig) -> RunConfig:
     # A folder by its real path: `latest` will point elsewhere soon.
     policy = config.policy.model_copy(update={"path": find_policy(config.policy.path)})
     return fix_threads(config.model_copy(update={"policy": policy}))
+
+
+def _check_frozen(config: RunConfig) -> None:
+    """Reject weights in bfloat16 unless they stay as they are, and products are in bfloat16 anyway."""
+    dtype = config.policy.dtype
+    if not config.policy.lora.rank or config.sft.steps:
+        raise ConfigError(
+            f"policy.dtype: training needs float32; {dtype} would round small updates away. Only fixed weights may "
+            "have it: set policy.lora.rank, and sft.steps to 0"
+        )
+    others = {"policy.publish_dtype": config.policy.publish_dtype, "learner.precision": config.learner.precision}
+    for name, value in others.items():
+        if value != dtype:
+            raise ConfigError(f"policy.dtype: {dtype} needs {name}={dtype}, got {value}")
 
 
 class TrainingLoop:

@@ -40,7 +40,7 @@ from shoal.rollout import Group
 from shoal.seeds import derive_seed
 from shoal.train.rank_calls import decode_groups, encode_groups
 from shoal.train.sft import load_start, run_sft
-from shoal.util.process import tune_process
+from shoal.util.process import tune_memory, tune_process
 
 logger = logging.getLogger(__name__)
 
@@ -224,6 +224,7 @@ def _open_reference(config: RunConfig, ranks: Ranks, start: PreTrainedModel | No
 
 
 def _build_learner(config: RunConfig, policy: Policy, reference: PreTrainedModel | None, ranks: Ranks) -> Learner:
+    tune_memory(policy.num_bytes)
     frozen = None if reference is None else reference.eval()
     return Learner(
         policy.model,

@@ -34,7 +34,7 @@ from shoal.trainer.versions import list_due, list_versions, path_of
 from shoal.util.aio import catch_signals, run_blocking
 from shoal.util.disk import guard_disk
 from shoal.util.files import repair_jsonl
-from shoal.util.process import tune_process
+from shoal.util.process import release_memory, tune_memory, tune_process
 from shoal.util.spans import SpanLog
 from shoal.util.waits import RoleWaits, WaitError
 
@@ -109,6 +109,7 @@ class Evaluator:
         self._config, self._run = config, run
         self._spans = spans or SpanLog(None, "evaluator")
         self._family = open_tasks(config)
+        self._model_bytes = 0
         tune_process(config.threads)
 
     def evaluate_next(self) -> tuple[int, EvalResult] | None:
@@ -118,6 +119,7 @@ class Evaluator:
             return None
         with self._spans.span("evaluate", version=version):
             result = self._evaluate(version)
+        release_memory(self._model_bytes)  # the next version may be far away
         append_metrics(self._run / NAME, version, result.metrics())
         return version, result
 
@@ -133,5 +135,7 @@ class Evaluator:
             dtype=getattr(torch, config.policy.publish_dtype),
             device=choose_device(config.policy.device),
         )
+        self._model_bytes = policy.num_bytes
+        tune_memory(self._model_bytes)
         engine = open_engine(config.engine, policy.model, eos_id=policy.eos_id, version=version)
         return evaluate(engine, self._family, policy, config)

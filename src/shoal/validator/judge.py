@@ -28,8 +28,6 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from shoal.learner.filter import has_signal
 from shoal.policy.model import Policy
 from shoal.protocol.messages import Finding, Job, Verdict
@@ -42,7 +40,7 @@ from shoal.submission.limits import FormError, ParserCrashError, SubmissionLimit
 from shoal.submission.read import ParserPool, ParserPoolError, ReadCost, SubmissionContents, read_submission
 from shoal.tasks.base import Family
 from shoal.toploc.calibration import Calibration
-from shoal.toploc.rivals import Rival, make_rivals, measure_change
+from shoal.toploc.rivals import Rival, RivalWeights, make_rivals, measure_change
 from shoal.validator.consistency import COPY_CHECK, LIMIT_CHECK, REWARD_CHECK, ConsistencyCheck
 from shoal.validator.finding import (
     Assessment,
@@ -71,8 +69,6 @@ class Judge:
         """the current computation; it continues after its caller gave up, because a thread cannot be stopped"""
         self.previous: Policy | None = None
         """the version before the one that is judged next, if `needs_previous`; None if nobody has it"""
-        self._rivals: tuple[Policy, Policy | None, dict[Rival, PreTrainedModel]] | None = None
-        """those of the version judged last"""
 
     @property
     def needs_previous(self) -> bool:
@@ -147,16 +143,15 @@ class Judge:
         share_s = (time.process_time() + read_jobs_cpu() - begun_s) / len(jobs)
         return [replace(assessment, cpu_s=share_s) for assessment in assessed]
 
-    def _find_rivals(self, policy: Policy) -> dict[Rival, PreTrainedModel]:
+    def _find_rivals(self, policy: Policy) -> dict[Rival, RivalWeights]:
         """The weights that work is compared with; none in float32."""
         bets, previous = self._calibration.rivals, self.previous
         if not bets:
             return {}
-        if self._rivals is None or self._rivals[0] is not policy or self._rivals[1] is not previous:
-            made = make_rivals(policy.model, None if previous is None else previous.model)
-            near = [rival for rival in made if measure_change(policy.model, made[rival]) < bets[rival].least_change]
-            self._rivals = policy, previous, {rival: model for rival, model in made.items() if rival not in near}
-        return self._rivals[2]
+        if previous is not None:
+            is_near = measure_change(policy.model, previous.model) < bets[Rival.PREVIOUS].least_change
+            previous = None if is_near else previous
+        return make_rivals(policy.model, None if previous is None else previous.model)
 
     def _check_consistency(
         self, consistency: ConsistencyCheck, job: Job, contents: SubmissionContents

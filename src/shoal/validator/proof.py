@@ -17,7 +17,7 @@ from shoal.submission.read import SubmissionContents
 from shoal.toploc.calibration import Calibration
 from shoal.toploc.check import CheckBatch, RolloutReport, check_batches, judge_rivals, weigh_reports
 from shoal.toploc.finding import CheckResult, rank_finding
-from shoal.toploc.rivals import Rival
+from shoal.toploc.rivals import Rival, RivalWeights
 from shoal.validator.finding import measurement
 
 MAX_TOKENS = 1 << 16
@@ -78,7 +78,7 @@ def check_proofs(
     *,
     eos_id: int,
     seeded: bool,
-    rivals: Mapping[Rival, PreTrainedModel] | None = None,
+    rivals: Mapping[Rival, RivalWeights] | None = None,
 ) -> list[ProofResult]:
     """Check the proofs of several submissions of one version, each as if it were alone. Blocking."""
     proofs: list[ProofResult] = []

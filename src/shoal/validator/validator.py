@@ -218,14 +218,16 @@ class Validator:
     async def _judge_jobs(self, jobs: Sequence[Job]) -> None:
         version = jobs[0].version
         self._missing_version = version  # until the weights are here
-        policy = await self._policies.find(version)
+        # First the previous version, which is here if its jobs came before: then this one takes the place of an older.
+        wants_previous = version > 0 and self._judge.needs_previous
+        previous = await self._policies.find(version - 1, beside=[version]) if wants_previous else None
+        policy = await self._policies.find(version, beside=[version - 1] if wants_previous else ())
         self._missing_version = None
         if policy is None:
             for job in jobs:
                 await self._send(job, rejected(Verdict.INCONCLUSIVE, [violation("weights", f"v{version} is gone")]))
             return
-        wants_previous = version > 0 and self._judge.needs_previous
-        self._judge.previous = await self._policies.find(version - 1) if wants_previous else None
+        self._judge.previous = previous
         self._version = max(self._version, version)
         problems = await asyncio.gather(*(self._fetch(job) for job in jobs))
         files = [(job, self._locate(job)) for job, problem in zip(jobs, problems, strict=True) if not problem]

@@ -50,10 +50,15 @@ class WorkerBehaviour:
         self.family = recipe.open_family()
         self.shape = GroupShape(size=recipe.group_size, max_tokens=recipe.max_tokens, temperature=recipe.temperature)
         self._opener = WeightsOpener(recipe)
+        self._policy: Policy | None = None
 
     def open_policy(self, version: int, folder: Path) -> Policy:
-        """The policy of a version that was pulled into a folder; ConfigError if it does not belong to this run."""
-        return self._opener.open(version, folder)
+        """The policy of a version that was pulled into a folder; ConfigError if it does not belong to this run.
+
+        It takes the memory of the one before, which was opened here and must not be used any more.
+        """
+        self._policy = self._opener.open(version, folder, over=self._policy)
+        return self._policy
 
     def plan(self, order: LeaseOrder, tokenizer: PreTrainedTokenizerBase) -> list[GroupPlan]:
         """The groups of an order, before they are generated."""

@@ -1,5 +1,6 @@
 """Weights other than the stated ones: cheaper to run, older, or modified."""
 
+from copy import deepcopy
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -53,7 +54,7 @@ class StaleBehaviour(WorkerBehaviour):
     def open_policy(self, version: int, folder: Path) -> Policy:
         """The first version, whatever is requested; honest as long as no training has happened since."""
         newest = super().open_policy(version, folder)
-        self._first = self._first or newest
+        self._first = self._first or copy_weights(newest)
         self.is_honest = hash_weights(newest.model) == hash_weights(self._first.model)
         return self._first
 
@@ -67,7 +68,7 @@ class PreviousBehaviour(WorkerBehaviour):
 
     def open_policy(self, version: int, folder: Path) -> Policy:
         """The version before the requested one."""
-        newest = super().open_policy(version, folder)
+        newest = copy_weights(super().open_policy(version, folder))
         before, self._last = self._last or newest, newest
         self.is_honest = hash_weights(newest.model) == hash_weights(before.model)
         return before
@@ -78,3 +79,8 @@ class AdapterBehaviour(AlteredBehaviour):
     """Adds a rank-8 update with a thousandth of their norm to the matrices of all layers."""
 
     change = staticmethod(altered.add_adapter)
+
+
+def copy_weights(policy: Policy) -> Policy:
+    """A copy that the next version does not overwrite."""
+    return Policy(deepcopy(policy.model), policy.tokenizer)
