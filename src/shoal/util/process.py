@@ -6,12 +6,12 @@ import sys
 
 import torch
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's names for mallopt's parameters
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # glibc's names for mallopt's parameters
 _KEEP_BYTES = 2**30
 _LARGE_BYTES = 2**27
 """Less than this is kept when it is freed: giving it back and asking for it again takes longer than it is worth."""
 _LARGE_MODEL_BYTES = 2**30
-_LARGE_BLOCK, _LARGE_TRIM = 2**22, 2**26
+_LARGE_BLOCK, _LARGE_TRIM = 2**20, 2**26
 
 
 def tune_process(threads: int) -> None:
@@ -33,16 +33,21 @@ def tune_memory(model_bytes: int) -> None:
     """
     if model_bytes >= _LARGE_MODEL_BYTES:
         _set_thresholds(_LARGE_BLOCK, _LARGE_TRIM)
+        _set_option(_ARENA_MAX, 1)  # no more heaps of single threads, which keep 64 MB each
 
 
 def _set_thresholds(mapped: int, trimmed: int) -> None:
     """Blocks from `mapped` bytes on go back when they are freed, others when `trimmed` bytes are free at the end."""
+    _set_option(_MMAP_THRESHOLD, mapped)
+    _set_option(_TRIM_THRESHOLD, trimmed)
+
+
+def _set_option(parameter: int, value: int) -> None:
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has no mallopt and does not need it
     if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, mapped)
-        mallopt(_TRIM_THRESHOLD, trimmed)
+        mallopt(parameter, value)
 
 
 def release_memory(freed_bytes: int) -> None:
