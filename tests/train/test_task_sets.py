@@ -256,6 +256,12 @@ def test_sft_on_a_set_without_solutions_is_refused_by_a_dry_run(
     assert "has no metadata.solution to train on; set sft.steps=0" in capsys.readouterr().err
 
 
+def test_a_dry_run_warns_of_a_model_that_is_no_folder(tmp_path: Path, tasks: Path, caplog) -> None:
+    settings = [f"out={tmp_path}", *FEW, *set_of(tasks), "policy.path=models/nosuch"]
+    assert main(["train", str(TINY), *settings, "--dry-run"]) == 0
+    assert "policy.path: there is no folder 'models/nosuch', so a run loads it from the hub" in caplog.messages
+
+
 def test_runs_that_differ_in_their_reward_share_one_sft(
     tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
