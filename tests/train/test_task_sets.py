@@ -259,7 +259,7 @@ def test_sft_on_a_set_without_solutions_is_refused_by_a_dry_run(
 def test_a_dry_run_warns_of_a_model_that_is_no_folder(tmp_path: Path, tasks: Path, caplog) -> None:
     settings = [f"out={tmp_path}", *FEW, *set_of(tasks), "policy.path=models/nosuch"]
     assert main(["train", str(TINY), *settings, "--dry-run"]) == 0
-    assert "policy.path: there is no folder 'models/nosuch', so a run loads it from the hub" in caplog.messages
+    assert "policy.path: there is no folder 'models/nosuch'; a dry run does not ask the hub for it" in caplog.messages
 
 
 def test_runs_that_differ_in_their_reward_share_one_sft(

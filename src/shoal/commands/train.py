@@ -157,7 +157,7 @@ def _check_settings(config: "RunConfig", *, resumes: bool) -> int:
 
     config = check_tasks(pin_tasks(config))
     if config.policy.path and not Path(config.policy.path).is_dir():
-        logger.warning(f"policy.path: there is no folder {config.policy.path!r}, so a run loads it from the hub")
+        logger.warning(f"policy.path: there is no folder {config.policy.path!r}; a dry run does not ask the hub for it")
     elif config.policy.path:
         policy = config.policy.model_copy(update={"path": str(Path(config.policy.path).resolve())})
         config = config.model_copy(update={"policy": policy})
