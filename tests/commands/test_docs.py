@@ -18,10 +18,8 @@ PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 GROUPS = "|".join(command.name for command in list_commands() if command.actions)
 
 
-def read_example(page: str, language: str) -> str:
-    found = re.search(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
-    assert found is not None
-    return found[1]
+def read_example(page: str, language: str, number: int = 0) -> str:
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)[number]
 
 
 def test_the_example_for_nginx_is_one_that_nginx_takes(tmp_path: Path) -> None:
@@ -89,6 +87,14 @@ def test_the_tutorial_writes_tasks_that_its_settings_take(
     assert (
         f'set = ["{tmp_path.resolve()}/roman.jsonl"]' in shown and [path.name for path in tmp_path.glob("runs")] == []
     )
+
+
+def test_the_tutorial_converts_a_csv_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f'"what is {number}, doubled?",{2 * number}\n' for number in range(40))
+    Path("trl.csv").write_text(f"prompt,answer\n{rows}")
+    subprocess.run([sys.executable, "-c", read_example("tutorial.md", "python", 1)], check=True)
+    assert main(["train", "tasks.set=tasks.jsonl", "sft.steps=1", "--dry-run"]) == 0
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -159,6 +159,10 @@ def test_of_several_errors_each_has_a_line() -> None:
         ("per_device_train_batch_size=8", "batch.groups? (prompts per step; completions = groups x batch.group_size)"),
         ("gradient_accumulation_steps=8", "learner.micro_tokens? (not one-to-one"),
         ("bf16=true", "did you mean learner.precision?"),
+        ("gradient_checkpointing=true", "did you mean learner.gradient_checkpointing?"),
+        ("model=x", "did you mean policy.path?"),
+        ("warmup_ratio=0.1", "did you mean learner.warmup_steps? (a number of optimizer steps, not a share)"),
+        ("resume_from_checkpoint=true", "unknown key; not needed; the same command resumes"),
         ("learner.max_grad_nrm=1", "did you mean learner.max_grad_norm?"),
     ],
 )

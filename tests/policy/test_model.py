@@ -1,6 +1,7 @@
 """Policies: built from a seed, saved and loaded as ordinary Hugging Face folders, and what is rejected."""
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -176,6 +177,16 @@ def test_code_of_a_folder_is_never_run(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot load a causal LM"):
         open_policy(folder)
     assert not mark.exists()
+
+
+def test_a_folder_that_does_not_exist_is_named_before_the_hub_is_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with caplog.at_level("INFO"), pytest.raises(ConfigError, match="no such folder, and from the hub: "):
+        open_policy("models/nosuch")
+    assert caplog.messages[0].startswith("policy.path: there is no folder 'models/nosuch', so it is loaded from the")
+    assert logging.getLogger("huggingface_hub").handlers == [], "a warning that the root prints as well"
 
 
 def make_tied(seed: int) -> Policy:

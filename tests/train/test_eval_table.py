@@ -1,6 +1,7 @@
 """A table of models and kinds of tasks."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,30 @@ def test_rows_are_models_and_columns_are_tasks(models: list[Path], tmp_path: Pat
     }
 
 
-def test_a_table_needs_rows_and_columns(models: list[Path], capsys) -> None:
-    assert main(["eval", "--models", str(models[0])]) == 2
-    assert "a table needs both" in capsys.readouterr().err
+def test_two_checkpoints_of_a_run_are_compared_on_its_tasks(models: list[Path], tmp_path: Path, capsys) -> None:
+    checkpoints = [tmp_path / f"step-{step:06d}" for step in (1, 2)]
+    for model, checkpoint in zip(models, checkpoints, strict=True):
+        shutil.copytree(model, checkpoint / "policy")
+    for shown, places in (
+        (["step-000001", "step-000002"], list(map(str, checkpoints))),
+        (
+            [f"{checkpoint}/policy" for checkpoint in checkpoints],
+            [f"{checkpoint}/policy" for checkpoint in checkpoints],
+        ),
+    ):
+        assert main(["eval", *FLAGS, "tasks.name=reverse", "--models", *places]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "| model | reverse |"
+        assert [line.split(" | ")[0] for line in lines[2:4]] == [f"| {name}" for name in shown]
+
+
+def test_a_folder_that_is_no_run_is_answered_with_how_to_evaluate_it(models: list[Path], capsys) -> None:
+    assert main(["eval", str(models[0])]) == 2
+    assert f"to evaluate a checkpoint or model: shoal eval RUN --models {models[0]}" in capsys.readouterr().err
+
+
+def test_a_table_needs_rows_and_known_columns(models: list[Path], capsys) -> None:
+    assert main(["eval", *FLAGS, "--tasks", "sort"]) == 2
+    assert "--tasks: name the models of the table with --models" in capsys.readouterr().err
     assert main(["eval", *FLAGS, "--models", str(models[0]), "--tasks", "swim"]) == 2
     assert "no such family" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from shoal.cli import main
 from shoal.config.run import FilterConfig, TasksConfig, load_config
 from shoal.errors import ConfigError
 from shoal.tasks.adapters import RewardFamily, hash_source, load_environment
-from shoal.tasks.base import Task
+from shoal.tasks.base import Task, score_texts
 from shoal.tasks.open import check_tasks, open_family
 from shoal.tasks.sets.family import SetFamily
 from shoal.tasks.sets.sources import open_set
@@ -148,6 +148,22 @@ def test_a_column_that_only_some_tasks_have_is_none_for_the_others(
     assert all(family.score(family.make_task(rng), "a").value == 1.0 for _ in range(8))
 
 
+def test_a_reward_function_gets_messages_where_the_prompt_is_in_chat_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [{"role": "user", "content": "1+1="}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
+    text = (
+        "def f(prompts, completions, answer):\n"
+        "    assert prompts[0] == [{'role': 'user', 'content': '1+1='}] and completions[0][0]['role'] == 'assistant'\n"
+        "    return [float(message['content'] == gold) for [message], gold in zip(completions, answer)]\n"
+    )
+    place = write_reward(tmp_path, monkeypatch, "own_chat", text)
+    family = cast(RewardFamily, open_family(TasksConfig(set=[str(tmp_path / "chat.jsonl")], reward=place)))
+    scores = family.score_many(family.list_tasks()[0], ["2", "3"])
+    assert [score.value for score in scores] == [1.0, 0.0]
+
+
 def test_an_exception_of_a_reward_function_says_what_was_scored(
     tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +256,12 @@ def test_sft_on_a_set_without_solutions_is_refused_by_a_dry_run(
     assert "has no metadata.solution to train on; set sft.steps=0" in capsys.readouterr().err
 
 
+def test_a_dry_run_warns_of_a_model_that_is_no_folder(tmp_path: Path, tasks: Path, caplog) -> None:
+    settings = [f"out={tmp_path}", *FEW, *set_of(tasks), "policy.path=models/nosuch"]
+    assert main(["train", str(TINY), *settings, "--dry-run"]) == 0
+    assert "policy.path: there is no folder 'models/nosuch'; a dry run does not ask the hub for it" in caplog.messages
+
+
 def test_runs_that_differ_in_their_reward_share_one_sft(
     tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +310,9 @@ def test_a_reward_that_is_no_number_from_0_to_1_ends_the_run_with_a_sentence(
     tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     family = open_reward(tmp_path, tasks, monkeypatch, value)
-    with pytest.raises(ConfigError, match=r"tasks\.reward: .*returned"):
+    with pytest.raises(
+        ConfigError, match=r"tasks\.reward: own_\w+:f returned .* for (the completion 'a'|the completion 'b'|2 compl)"
+    ):
         family.score_many(family.make_task(random.Random(1)), ["a", "b"])
 
 
@@ -335,7 +359,21 @@ def test_no_reward_or_weight_of_a_rubric_is_changed_silently(
 
 def score_first(place: str) -> None:
     family = load_environment(place)
-    family.score(family.make_task(random.Random(1)), "1")
+    score_texts(family, family.make_task(random.Random(1)), ["1"])
+
+
+def test_an_exception_of_an_environment_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "from types import SimpleNamespace\nrubric = SimpleNamespace(funcs=[lambda completion: float(completion)])\n"
+        "f = SimpleNamespace(dataset=[{'question': '1', 'answer': '1'}], rubric=rubric)\n"
+    )
+    place = write_reward(tmp_path, monkeypatch, "own_raising_world", text)
+    family = load_environment(place)
+    task = family.make_task(random.Random(1))
+    with pytest.raises(ValueError, match="could not convert") as caught:
+        score_texts(family, task, ["1", "x"])
+    what = f"tasks.environment: {place} raised ValueError for task {task.id}"
+    assert caught.value.__notes__ == [f"{what}, 2 completions such as '1', 'x'"]
 
 
 @pytest.mark.parametrize("use", ["import own_core as core\nf = core.f", "from own_core import f"])

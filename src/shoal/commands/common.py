@@ -276,6 +276,9 @@ def load_run(inputs: list[str], run_dir: Path | None = None) -> "tuple[Path | No
     path, overrides = split_inputs(inputs)
     path = path or run_dir
     if path is not None and path.is_dir():
+        if not (path / "config.toml").exists():
+            way = f"to evaluate a checkpoint or model: shoal eval RUN --models {path}"
+            raise ConfigError(f"{path}: is not a run directory, it has no config.toml; {way}")
         run_dir, path = run_dir or path, path / "config.toml"
     elif path is not None and not path.exists():
         raise ConfigError(f"{path}: no such run directory or config file")

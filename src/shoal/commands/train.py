@@ -31,9 +31,9 @@ def _add_eval(parser: CommandParser) -> None:
     add("--run", type=Path, metavar="DIR", help="run directory (default: that of CONFIG)")
     add("--json", type=Path, metavar="FILE", help="write the figures as JSON (default: not written)")
     add("--markdown", type=Path, metavar="FILE", help="write the figures as a table (default: not written)")
-    text = "run directories, folders or hub ids to compare in a table on --tasks (default: one model)"
+    text = "run directories, checkpoints, folders or hub ids to compare in a table (default: one model)"
     add("--models", nargs="+", metavar="M", help=text)
-    text = "task families, or task sets as FORMAT:PLACE; the columns of the table"
+    text = "columns of the table: task families, or task sets as FORMAT:PLACE (default: the tasks of CONFIG)"
     add("--tasks", nargs="+", metavar="TASKS", help=text)
 
 
@@ -129,11 +129,11 @@ def run_eval(args: argparse.Namespace) -> int:
 
 
 def _run_table(config: "RunConfig", args: argparse.Namespace) -> int:
-    if not (args.models and args.tasks):
-        raise ConfigError("--models, --tasks: a table needs both")
+    if not args.models:
+        raise ConfigError("--tasks: name the models of the table with --models")
     from shoal.train.eval import run_table
 
-    table = run_table(config, args.models, args.tasks, json_path=args.json, markdown_path=args.markdown)
+    table = run_table(config, args.models, args.tasks or (), json_path=args.json, markdown_path=args.markdown)
     print(table.to_markdown(), end="")
     return 0
 
@@ -156,7 +156,9 @@ def _check_settings(config: "RunConfig", *, resumes: bool) -> int:
     from shoal.train.rundir import check_config
 
     config = check_tasks(pin_tasks(config))
-    if Path(config.policy.path).is_dir() and config.policy.path:
+    if config.policy.path and not Path(config.policy.path).is_dir():
+        logger.warning(f"policy.path: there is no folder {config.policy.path!r}; a dry run does not ask the hub for it")
+    elif config.policy.path:
         policy = config.policy.model_copy(update={"path": str(Path(config.policy.path).resolve())})
         config = config.model_copy(update={"policy": policy})
     if resumes:

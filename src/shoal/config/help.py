@@ -38,6 +38,7 @@ FOREIGN_NAMES = {
     "num_iterations": "learner.updates",
     "max_completion_length": "engine.max_tokens",
     "model_name_or_path": "policy.path",
+    "model": "policy.path",
     "torch_dtype": "policy.dtype",
     "bf16": "learner.precision",
     "gradient_accumulation_steps": "learner.micro_tokens",
@@ -51,6 +52,15 @@ FOREIGN_NAMES = {
     "train_dataset": "tasks.set",
     "dataset_name": "tasks.set",
     "entropy_coef": "learner.loss.entropy",
+    "adam_beta1": "learner.beta1",
+    "adam_beta2": "learner.beta2",
+    "warmup_ratio": "learner.warmup_steps",
+    "attn_implementation": "learner.attention",
+    "importance_sampling_level": "learner.loss.name",
+    "vllm_importance_sampling_cap": "learner.loss.correction_cap",
+    "max_prompt_length": "tasks.filter.max_chars",
+    "generation_batch_size": "batch.groups",
+    "log_completions": "rollouts",
     # TRL and peft
     "lora_r": "policy.lora.rank",
     "r": "policy.lora.rank",
@@ -95,6 +105,15 @@ FOREIGN_NOTES = {
     "batch_size": _COUNTS_GROUPS,
     "gradient_accumulation_steps": "not one-to-one: most tokens in one micro-batch; gradients are the same for any",
     "scale_rewards": "zscore divides by the standard deviation of the group, centred does not",
+    "generation_batch_size": _COUNTS_GROUPS,
+    "warmup_ratio": "a number of optimizer steps, not a share",
+    "importance_sampling_level": "gspo has one ratio per sequence, the others one per token",
+    "max_prompt_length": "tasks with longer prompts are left out; counted in characters",
+    "reward_weights": "let one function, tasks.reward, return the weighted mean",
+    "lr_scheduler_type": "the learning rate is constant after learner.warmup_steps",
+    "eval_dataset": "not needed; one task in eight is held out",
+    "resume_from_checkpoint": "not needed; the same command resumes",
+    "sync_ref_model": "the reference of the KL term is always the starting policy",
     "use_vllm": "not needed; rollouts come from shoal's own engine",
     "logging_steps": "not needed; every step is logged",
 }
@@ -230,16 +249,18 @@ def _explain_unknown(model: type[BaseModel], parts: list[str]) -> str:
 
 
 def _guess_keys(model: type[BaseModel], tables: list[str], last: str) -> list[str]:
-    """What another framework calls so, a neighbour spelled alike, or the keys elsewhere that end alike (`lr`)."""
+    """What another framework calls so, keys elsewhere that end so (`lr`), a neighbour spelled alike, or other keys."""
     keys = [key for key, _ in _walk_fields(model, "")]
     for name in (".".join([*tables, last]), last):
         if FOREIGN_NAMES.get(name) in keys:
             return [FOREIGN_NAMES[name]]
     if last in FOREIGN_NOTES:
         return []
+    ends = {key: key.rpartition(".")[2] for key in keys}
+    if last in ends.values():
+        return [key for key, end in ends.items() if end == last]
     if close := difflib.get_close_matches(last, _find_model(model, tables).model_fields, n=1):
         return [".".join([*tables, close[0]])]
-    ends = {key: key.rpartition(".")[2] for key in keys}
     alike = difflib.get_close_matches(last, set(ends.values()), n=1, cutoff=0.8)
     return [key for key, end in ends.items() if end in alike]
 

@@ -114,7 +114,7 @@ class TasksConfig(Settings):
     reward: str = ""
     """your reward function as package.module:function; unsandboxed, in `shoal train` and `shoal eval` only"""
     environment: str = ""
-    """your environment in the style of verifiers as package.module:object; unsandboxed, in `shoal train` only"""
+    """your environment in the style of verifiers as package.module:object; as unsandboxed and local as `reward`"""
     code_hash: Hash = ""
     """SHA-256 of the source file of `reward` or `environment`; filled in when a run starts"""
 

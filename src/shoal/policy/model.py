@@ -6,6 +6,7 @@ adapter beside its base model; what is opened is a whole model in both cases, wi
 """
 
 import copy
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -38,6 +39,8 @@ from shoal.policy.weights import INDEX, WeightsReader, describe_tensors, plan_la
 from shoal.seeds import derive_seed
 
 disable_progress_bar()  # users see only shoal's own progress bars
+logging.getLogger("huggingface_hub").handlers.clear()  # its warnings reach the root's handlers as well
+logger = logging.getLogger(__name__)
 
 _FF_MULTIPLE = 64
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -115,6 +118,9 @@ def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32, device:
         policy = open_policy(base, dtype=dtype, device=device)
         merge_adapter(policy.model, read_adapter(Path(path)), base)
         return policy
+    is_folder = Path(path).is_dir()
+    if not is_folder:
+        logger.info(f"policy.path: there is no folder {path!r}, so it is loaded from the Hugging Face hub")
     try:
         if (Path(path) / INDEX).is_file():
             WeightsReader(Path(path)).close()  # transformers would open any path that the index names
@@ -122,8 +128,8 @@ def open_policy(path: str | Path, *, dtype: torch.dtype = torch.float32, device:
             path, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError, ConfigError) as error:
-        reason = first_line(error)
-        raise ConfigError(f"policy.path: cannot load a causal LM from {str(path)!r}: {reason}") from error
+        where = "" if is_folder else "there is no such folder, and from the hub: "
+        raise ConfigError(f"policy.path: cannot load a causal LM from {path!r}: {where}{first_line(error)}") from error
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         text = f"{len(missing)} missing, first {missing[0]!r}"

@@ -1,7 +1,8 @@
 """User code as tasks and rewards: a plain reward function, or an environment in the style of verifiers.
 
     f(prompts, completions, **columns) -> list[float]       columns: verification info and metadata, a list each;
-                                                            called by keyword, with the arguments that it declares
+                                                            called by keyword, with the arguments that it declares;
+                                                            of a task in chat form both are lists of messages
     an object with `dataset` (or `get_dataset()`) and a `rubric` with reward functions and weights
 
 The code is imported by name and runs with all the rights of this process. So it is for `shoal train` and `shoal eval`
@@ -20,8 +21,10 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from copy import copy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -130,21 +133,16 @@ class RewardFamily:
         """One call for all completions of a task, as such functions expect it."""
         own = self._columns[task.id]
         columns = {name: [own.get(name)] * len(completions) for name in self._names}
-        texts = {"prompts": [task.prompt] * len(completions), "completions": list(completions)}
-        try:
-            rewards = _call_function(self._function, {**columns, **texts})
-        except Exception as error:
-            shown = ", ".join(repr(text[:_SHOWN_CHARS]) for text in dict.fromkeys(completions[:_SHOWN_COMPLETIONS]))
-            what = f"{self._place} raised {type(error).__name__}"
-            error.add_note(f"tasks.reward: {what} for task {task.id}, {len(completions)} completions such as {shown}")
-            raise
+        what = f"tasks.reward: {self._place}"
+        with _note_scored(what, task, completions):
+            rewards = _call_function(self._function, {**columns, **_show_texts(task, completions)})
         is_other = isinstance(rewards, (str, bytes, Mapping, Set)) or getattr(rewards, "ndim", 1) == 0
         is_list = isinstance(rewards, Collection) and not is_other
         if not is_list or len(rewards) != len(completions):
             found = count_things(len(rewards), "reward") if is_list else repr(rewards)[:40]
-            text = f"tasks.reward: {self._place} returned {found} for {count_things(len(completions), 'completion')}"
+            text = f"{what} returned {found} for {count_things(len(completions), 'completion')}"
             raise ConfigError(f"{text}; return a list with one number per completion")
-        return [grade_reward(reward) for reward in rewards]
+        return [_grade_reward(what, reward, text) for reward, text in zip(rewards, completions, strict=True)]
 
 
 class EnvironmentFamily:
@@ -152,12 +150,13 @@ class EnvironmentFamily:
 
     def __init__(self, environment: Any, place: str) -> None:
         self.name = "environment"
+        self._what = f"tasks.environment: {place}"
         self._rows = [_read_row(index, row) for index, row in enumerate(_find_rows(environment, place))]
         if not self._rows:
             raise ConfigError(f"tasks.environment: {place!r} has no tasks")
         self._terms = _find_terms(environment, place)
         for function, _ in self._terms:
-            _check_arguments(f"tasks.environment: {place}", function, _ENVIRONMENT_COLUMNS)
+            _check_arguments(self._what, function, _ENVIRONMENT_COLUMNS)
         self._total = sum(weight for _, weight in self._terms)
 
     @property
@@ -175,6 +174,14 @@ class EnvironmentFamily:
         return str(task.info.get("answer", ""))
 
     def score(self, task: Task, completion: str) -> Score:
+        return self.score_many(task, [completion])[0]
+
+    def score_many(self, task: Task, completions: Sequence[str]) -> list[Score]:
+        """As for a reward function: `score_text` would turn its exceptions into rewards of 0."""
+        with _note_scored(self._what, task, completions):
+            return [self._score_one(task, completion) for completion in completions]
+
+    def _score_one(self, task: Task, completion: str) -> Score:
         given: tuple[Any, ...] = (
             task.prompt,
             completion,
@@ -185,7 +192,7 @@ class EnvironmentFamily:
         )
         known = dict(zip(_ENVIRONMENT_COLUMNS, given, strict=True))
         rewards = [
-            (weight, grade_reward(_call_function(function, known), "tasks.environment"))
+            (weight, _grade_reward(self._what, _call_function(function, known), completion))
             for function, weight in self._terms
         ]
         return Score(sum(weight * reward.value for weight, reward in rewards) / self._total, "own reward")
@@ -199,16 +206,40 @@ def load_environment(place: str) -> EnvironmentFamily:
     return EnvironmentFamily(found, place)
 
 
-def grade_reward(reward: Any, key: str = "tasks.reward") -> Score:
+@contextmanager
+def _note_scored(what: str, task: Task, completions: Sequence[str]) -> Iterator[None]:
+    """Note at an exception of user code what was scored."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        shown = ", ".join(repr(text[:_SHOWN_CHARS]) for text in dict.fromkeys(completions[:_SHOWN_COMPLETIONS]))
+        raised = f"{what} raised {type(error).__name__} for task {task.id}"
+        error.add_note(f"{raised}, {count_things(len(completions), 'completion')} such as {shown}")
+        raise
+
+
+def _show_texts(task: Task, completions: Sequence[str]) -> dict[str, Any]:
+    """Prompts and completions as TRL passes them: texts, or lists of messages if the prompt is in chat form."""
+    if not task.messages:
+        return {"prompts": [task.prompt] * len(completions), "completions": list(completions)}
+    prompt = [asdict(message) for message in task.messages]
+    answers = [[asdict(ChatMessage("assistant", text))] for text in completions]
+    return {"prompts": [prompt] * len(completions), "completions": answers}
+
+
+def _grade_reward(what: str, reward: Any, completion: str) -> Score:
     """Convert a reward from user code to a score; ConfigError for one that is not a number from 0 to 1."""
     try:
         value = math.nan if isinstance(reward, (str, bytes)) else float(reward)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several elements
         value = math.nan
+    shown = f"for the completion {completion[:_SHOWN_CHARS]!r}"
     if math.isnan(value):
-        raise ConfigError(f"{key}: returned {str(reward)[:40]!r}; a reward is a number from 0 to 1") from None
+        raise ConfigError(f"{what} returned {str(reward)[:40]!r} {shown}; a reward is a number from 0 to 1") from None
     if not 0.0 <= value <= 1.0:
-        raise ConfigError(f"{key}: returned {value:g}; rewards must be between 0 and 1, so rescale them")
+        raise ConfigError(f"{what} returned {value:g} {shown}; rewards must be between 0 and 1, so rescale them")
     return Score(value, "own reward")
 
 

@@ -175,13 +175,13 @@ def run_table(
     json_path: Path | None = None,
     markdown_path: Path | None = None,
 ) -> EvalTable:
-    """Evaluate each model on each kind of tasks: names of families, or places of task sets."""
+    """Evaluate each model on each kind of tasks: names of families, places of task sets, or else the run's own."""
     tune_process(config.threads)
     check_outputs(json_path, markdown_path)
-    families = [aim_family(open_column(column), config.length) for column in columns]
+    families = [aim_family(open_column(column), config.length) for column in columns] or [open_tasks(config)]
     pairs = [(family, fit_evaluation(family, config)) for family in families]
     results = tuple(_evaluate_model(config.policy, model, pairs) for model in models)
-    table = EvalTable(tuple(_name_model(model) for model in models), tuple(columns), results)
+    table = EvalTable(_name_models(models), tuple(columns) or (_name_tasks(config),), results)
     write_figures(table, json_path, markdown_path)
     return table
 
@@ -204,15 +204,23 @@ def _evaluate_model(
 
 
 def _open_model(model: str, config: PolicyConfig) -> Policy:
-    """The newest checkpoint of a run directory, or a folder or hub id."""
+    """The newest checkpoint of a run directory, a checkpoint, or a folder or hub id."""
     newest = find_newest(Path(model) / "checkpoints")
     if newest is None and (Path(model) / "checkpoints").exists():
         raise ConfigError(f"{model}: has no checkpoint yet")
-    return reopen_policy(model if newest is None else newest / "policy", config)
+    policy = (newest or Path(model)) / "policy"
+    return reopen_policy(policy if policy.is_dir() else model, config)
 
 
-def _name_model(model: str) -> str:
-    return model.rstrip("/").rpartition("/")[2] or model
+def _name_models(models: Sequence[str]) -> tuple[str, ...]:
+    """The last parts of their paths; the whole paths if two of those are equal."""
+    names = tuple(model.rstrip("/").rpartition("/")[2] or model for model in models)
+    return names if len(set(names)) == len(names) else tuple(models)
+
+
+def _name_tasks(config: RunConfig) -> str:
+    tasks = config.tasks
+    return ", ".join(Path(place).name for place in tasks.set) or tasks.environment or tasks.name
 
 
 def estimate_pass_k(num_samples: int, num_right: int, k: int) -> float:

@@ -14,5 +14,5 @@ def import_extra(package: str, key: str, extra: str = "", *, hint: str = "") -> 
         if error.name != package:
             raise
         name = package.replace("_", "-")
-        install = f'in a checkout, pip install ".[{extra or package}]"'
+        install = f'in a checkout, pip install -c constraints.txt -e ".[{extra or package}]"'
         raise ConfigError(f"{key}: {name} is not installed; {install}{hint}") from None

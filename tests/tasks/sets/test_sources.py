@@ -107,7 +107,8 @@ def test_a_dataset_folder_is_read_with_datasets(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        ([OWN[0], "{"], r"a.jsonl, line 2: not JSON"),
+        ([OWN[0], "{"], r"a.jsonl, line 2: not JSON .*; a task set has one JSON object per line, or is Parquet"),
+        (["prompt,answer", "1+1=,2"], r"a.jsonl, line 1: not JSON .*\(a script for CSV is in docs/tutorial.md\)"),
         ([OWN[0], "", OWN[1] | {"answer": 1}], r"a.jsonl, line 3: answer: is both a column and a key of info"),
         ([{"text": "1+1=", "answer": 2}], r"a.jsonl, line 1: missing columns: prompt"),
         ([OWN[0], OWN[0]], r"a.jsonl: two tasks have the id own-0"),

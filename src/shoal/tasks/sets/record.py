@@ -29,7 +29,7 @@ MAX_DEPTH = 32
 ROLES = ("system", "user", "assistant")
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}", "1 to 64 letters, digits, dots, dashes, underscores, slashes"
 _SPELLINGS = {
-    "id": (rf"[!-?A-~]{{1,{MAX_ID_CHARS}}}", f"1 to {MAX_ID_CHARS} ASCII characters without spaces and @"),
+    "id": (rf"[!-?A-~]{{1,{MAX_ID_CHARS}}}", f"a text of 1 to {MAX_ID_CHARS} ASCII characters without spaces and @"),
     "task_type": (r"[a-z][a-z0-9_]{0,31}", "1 to 32 lower-case letters, digits or underscores"),
 }
 KEYS = frozenset({"difficulty", "id", "info", "metadata", "prompt", "source", "task_type"})

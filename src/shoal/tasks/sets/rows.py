@@ -18,6 +18,7 @@ from shoal.util.extras import import_extra
 MAX_FILE_BYTES = 2 << 30
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _BATCH_ROWS = 64
+_LAYOUT = "a task set has one JSON object per line, or is Parquet (a script for CSV is in docs/tutorial.md)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def _read_jsonl(path: Path) -> Iterator[SourceRow]:
                 try:
                     yield SourceRow(f"{path}, line {number}", number, parse_row(line.rstrip(b"\r\n")))
                 except RecordError as error:
-                    raise SetError(f"{path}, line {number}: {error}") from None
+                    raise SetError(f"{path}, line {number}: {error}; {_LAYOUT}") from None
     except OSError as error:
         raise SetError(f"{path}: cannot be read ({error.strerror})") from None
 

@@ -51,7 +51,9 @@ class TaskSet:
         ids = [record.id for record in self.records]
         twice = next((one for one, other in pairwise(ids) if one == other), None)
         if twice is not None:
-            raise SetError(f"{name}: two tasks have the id {twice}; equal rows without ids have equal ids")
+            raise SetError(
+                f"{name}: two tasks have the id {twice}; equal rows without ids have equal ids, so keep one of them"
+            )
 
     @classmethod
     def from_bytes(cls, data: bytes, wanted: str, *, name: str = "task set") -> "TaskSet":
