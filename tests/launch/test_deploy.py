@@ -96,6 +96,14 @@ def test_a_coordinator_behind_a_proxy_needs_no_certificate(spread: PreparedSwarm
     assert relay.about == "no files needed"
 
 
+def test_a_relay_of_an_origin_without_tls_needs_no_certificate(
+    spread: PreparedSwarm, out: Path, load_tiny: Load
+) -> None:
+    config = load_tiny(out, 'swarm.cheats=["int8"]', *name_hosts(coordinator="https://run.example.org", ca="cert.pem"))
+    _, _, relay, *_ = list_hosts(prepare_swarm(config, spread.layout))
+    assert relay.about == "no files needed" and "--ca" not in relay.commands[0]
+
+
 def test_the_commands_are_lines_for_a_shell(spread: PreparedSwarm) -> None:
     text = describe_hosts(spread)
     assert "\nshoal relay http://trainer.example.org:8600 \\\n    --publisher " in text

@@ -40,7 +40,7 @@ def list_hosts(prepared: PreparedSwarm) -> list[DeployHost]:
     relays = []
     for number, url in enumerate(hosts.relays, start=1):
         relay = parts.list_relay_arguments(prepared, hosts.origin, f"relay-{number}", _find_listen(url))
-        secured = (*trust, *_list_tls_arguments(url))
+        secured = (*(trust if hosts.origin.startswith("https") else ()), *_list_tls_arguments(url))
         relays.append(DeployHost(_name_host("relay", url), _name_files(secured), ((*relay, *secured),)))
     coordinator = _list_coordinator_arguments(prepared)
     validator = ("validator", prepared.url, "--owner", "owner.key", *trust)
