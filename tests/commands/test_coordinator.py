@@ -121,8 +121,17 @@ def test_a_public_address_with_tls_that_nothing_provides_is_warned_about(tmp_pat
     assert re.search(r"listening    127\.0\.0\.1:\d+ \(http\)\n  address      https://run\.example\.org\n", shown)
     assert any(text.startswith("serving plain HTTP for an https:// address") for text in seen)
     seen.clear()
-    serve_while(make_config(urls=("https://run.example.org",), http={"behind_proxy": True}), tmp_path, log)
+    config = make_config(urls=("https://run.example.org",), http={"behind_proxy": True}, ca="cert.pem")
+    shown = serve_while(config, tmp_path, log)
     assert not any("plain HTTP" in text for text in seen)
+    assert re.search(r"to join      shoal node join \S+ --coordinator \S+ --owner OWNER.key --ca cert\.pem\n", shown)
+
+
+def test_a_store_that_the_disk_made_smaller_is_not_called_ignored(tmp_path: Path, log) -> None:
+    seen: list[str] = []
+    log.on_message = seen.append
+    serve_while(make_config(params=RunParams(store_bytes=1 << 36), blobs={"max_bytes": 1 << 33}), tmp_path, log)
+    assert any(text.startswith("store_bytes is 8589934592, not 68719476736 as in the settings: ") for text in seen)
 
 
 @pytest.fixture

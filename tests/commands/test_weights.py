@@ -1,5 +1,6 @@
 """The commands around shardcast: user mistakes give one-line errors, and each command does what it prints."""
 
+import asyncio
 import re
 import stat
 from pathlib import Path
@@ -7,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import build_parser, main
-from shoal.commands.weights import build_limits, describe_progress
+from shoal.commands.weights import _describe_relay, build_limits, describe_progress
 from shoal.identity.keys import Key
 from shoal.shardcast.fetch.pull import PullProgress
+from shoal.shardcast.relay import Relay
 from shoal.shardcast.tickets import Ticket, TicketError, TicketTable, issue_ticket, read_ticket
 
 HEX = "a" * 64
@@ -113,6 +115,17 @@ def test_a_printed_ticket_is_good_where_it_should_be(capsys) -> None:
 def test_a_tree_without_reachable_nodes_fails(capsys) -> None:
     assert main(["weights", "tree", "http://127.0.0.1:1"]) == 1
     assert capsys.readouterr().out == "silent http://127.0.0.1:1  Connection refused\n"
+
+
+def test_a_relay_says_why_its_source_does_not_answer(tmp_path: Path) -> None:
+    async def check() -> str:
+        options = {"run": "s", "publisher": Key.generate().public, "host": "127.0.0.1", "port": 0}
+        async with asyncio.timeout(60), await Relay.open(tmp_path, ["http://127.0.0.1:1"], **options) as relay:
+            while "(" not in _describe_relay(relay):
+                await asyncio.sleep(0.01)
+            return _describe_relay(relay)
+
+    assert asyncio.run(check()) == "waiting for http://127.0.0.1:1 (no connection (Connection refused))"
 
 
 def progress(**changes: object) -> PullProgress:

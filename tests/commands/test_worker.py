@@ -38,6 +38,17 @@ def test_a_descriptor_that_is_not_there_is_named(
 
 
 @pytest.mark.parametrize("command", ["worker", "validator"])
+def test_a_wrong_path_is_reported_before_libraries_are_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    missing = str(tmp_path / "nosuch")
+    for words in (["http://127.0.0.1:1", "--owner", missing], [missing]):
+        assert main([command, *words, "--folder", str(tmp_path / "node")]) == 2
+        error = capsys.readouterr().err
+        assert f"{missing}: cannot be read" in error and "loading libraries" not in error
+
+
+@pytest.mark.parametrize("command", ["worker", "validator"])
 def test_a_coordinator_that_is_away_is_waited_for_until_a_signal(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:
@@ -68,7 +79,7 @@ def test_an_invalid_coordinator_key_is_an_error(
 def test_two_processes_cannot_be_one_node(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str) -> None:
     lock = lock_dir(tmp_path / "node")
     try:
-        error = fail(capsys, command, str(tmp_path / "run.json"), "--folder", str(tmp_path / "node"))
+        error = fail(capsys, command, "http://127.0.0.1:1", "--folder", str(tmp_path / "node"))
     finally:
         os.close(lock)
     assert f"in use by process {os.getpid()}; wait for it or choose another --folder" in error

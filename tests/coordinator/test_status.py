@@ -186,6 +186,16 @@ def test_a_stopped_run_waits_for_its_operator_and_for_no_groups(world):
     assert any("a worker to take 1 offered group" in text for text in texts(world))
 
 
+def test_no_wait_of_a_node_is_overdue_while_the_operator_has_stopped_the_run(world):
+    wait = NodeWait(name="batch", for_whom="the groups of step 1", since_ms=world.now_ms, deadline_ms=world.now_ms + 1)
+    world.coordinator.heartbeat(world.id("trainer"), Heartbeat(role="trainer", wait=wait))
+    world.wait(20)
+    world.order(Action.STOP)
+    assert not any("past its deadline" in text for text in texts(world))
+    world.order(Action.RESUME)
+    assert any("batch, for 20 s, 20 s past its deadline" in text for text in texts(world))
+
+
 def test_credit_to_pay_out_is_shown_as_waiting_for_the_operator(world):
     world.work("w1")
     world.work("w1")

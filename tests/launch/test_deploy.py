@@ -72,6 +72,38 @@ def test_servers_by_https_are_given_their_certificates(spread: PreparedSwarm) ->
     assert relay.commands[0][:2] == ("relay", "https://trainer.example.org:8600")
 
 
+def test_commands_that_connect_trust_the_certificate_of_the_settings(
+    spread: PreparedSwarm, out: Path, load_tiny: Load
+) -> None:
+    https = {"coordinator": "https://run.example.org:8443", "origin": "https://trainer.example.org:8600"}
+    https["relays"] = '["https://a.example.org:8601"]'
+    config = load_tiny(out, 'swarm.cheats=["int8"]', *name_hosts(**https, ca="cert.pem"))
+    coordinator, trainer, relay, validator, worker = list_hosts(prepare_swarm(config, spread.layout))
+    trusting = [*coordinator.commands, *trainer.commands, *relay.commands, *validator.commands, *worker.commands]
+    names = [command[0] for command in trusting if "--ca cert.pem" in " ".join(command)]
+    assert names == ["trainer", "relay", "validator", "worker"], "these connect to others"
+    assert (relay.about, worker.about) == ("cert.pem, fullchain.pem, key.pem", "cert.pem")
+    assert load_service(spread.layout.bundle / "coordinator.toml", [], {}).ca == "cert.pem"
+
+
+def test_a_coordinator_behind_a_proxy_needs_no_certificate(spread: PreparedSwarm, out: Path, load_tiny: Load) -> None:
+    https = {"coordinator": "https://run.example.org", "behind_proxy": "true"}
+    config = load_tiny(out, 'swarm.cheats=["int8"]', *name_hosts(**https))
+    coordinator, _, relay, *_ = list_hosts(prepare_swarm(config, spread.layout))
+    assert coordinator.commands == (("coordinator", "coordinator.toml", "--data", "data"),)
+    service = load_service(spread.layout.bundle / "coordinator.toml", [], {})
+    assert service.http.behind_proxy and service.host == "127.0.0.1"
+    assert relay.about == "no files needed"
+
+
+def test_a_relay_of_an_origin_without_tls_needs_no_certificate(
+    spread: PreparedSwarm, out: Path, load_tiny: Load
+) -> None:
+    config = load_tiny(out, 'swarm.cheats=["int8"]', *name_hosts(coordinator="https://run.example.org", ca="cert.pem"))
+    _, _, relay, *_ = list_hosts(prepare_swarm(config, spread.layout))
+    assert relay.about == "no files needed" and "--ca" not in relay.commands[0]
+
+
 def test_the_commands_are_lines_for_a_shell(spread: PreparedSwarm) -> None:
     text = describe_hosts(spread)
     assert "\nshoal relay http://trainer.example.org:8600 \\\n    --publisher " in text

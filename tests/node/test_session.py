@@ -22,7 +22,7 @@ from shoal.net.retry import RefusedError, RetryingClient, RetryPolicy
 from shoal.node import known_run
 from shoal.node.identity import LIFE_MS, RENEW_MS, load_identity
 from shoal.node.known_run import find_run
-from shoal.node.session import Role, RoleState, SessionError, end_session, open_session
+from shoal.node.session import FinishedError, Role, RoleState, SessionError, end_session, open_session
 from shoal.protocol.descriptor import open_descriptor, sign_descriptor
 from shoal.protocol.messages import (
     Action,
@@ -121,6 +121,50 @@ def test_a_session_joins_once_and_hears_answers_while_the_role_works(tmp_path: P
                 assert service.coordinator.cache.seen[session.identity.key.public].version == 5
             async with open_session(service.url, tmp_path / "node", role=Role.WORKER):
                 assert service.coordinator.ledger.size == joined  # known already: no second join
+
+    asyncio.run(check())
+
+
+def test_a_node_that_heard_of_the_end_does_not_wait_for_a_coordinator_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_run, "_RETRY_POLICY", RetryPolicy(tries=1))
+
+    async def check() -> None:
+        async with running(tmp_path / "data") as service:
+            url = service.url
+            async with open_session(url, tmp_path / "node", role=Role.WORKER) as session:
+                assert not (tmp_path / "node" / "finished").exists()
+                service.coordinator.cache.newest_version = 3  # of 3 steps
+                session.answer = await session._heartbeat()
+            async with open_session(url, tmp_path / "node", role=Role.WORKER):
+                pass  # while the coordinator answers, it is asked
+        async with asyncio.timeout(60):
+            with pytest.raises(FinishedError, match="run demo is finished, and its coordinator does not answer"):
+                async with open_session(url, tmp_path / "node", role=Role.WORKER, asker=quick()):
+                    pass
+
+    asyncio.run(check())
+
+
+def test_a_node_that_did_not_hear_of_the_end_waits_and_says_whom_to_ask(
+    tmp_path: Path, log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_run, "_RETRY_POLICY", RetryPolicy(tries=1))
+
+    async def check() -> None:
+        async with running(tmp_path / "data") as service:
+            url = service.url
+            async with open_session(url, tmp_path / "node", role=Role.WORKER):
+                pass
+        waiting = asyncio.create_task(
+            open_session(url, tmp_path / "node", role=Role.WORKER, asker=quick()).__aenter__()
+        )
+        async with asyncio.timeout(60):
+            while not any("ask the operator whether the run is over" in text for text in log.messages):
+                await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
 
     asyncio.run(check())
 

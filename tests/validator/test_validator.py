@@ -57,6 +57,8 @@ class FakeSession:
                 raise RefusedError(answer)
             return answer
         self.idle.set()
+        if not wait_s:
+            return make_answer()
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")
 
@@ -155,6 +157,21 @@ def test_it_ends_while_a_claim_is_waiting(tmp_path: Path, cause: str) -> None:
         return session
 
     assert asyncio.run(go()).has_left
+
+
+def test_what_is_left_when_the_run_is_finished_is_judged(tmp_path: Path) -> None:
+    """An appeal after the end: a validator that is started for it hears at once that the run is finished."""
+
+    async def go() -> FakeSession:
+        session = FakeSession(make_answer(make_job("s1")), make_answer(make_job("s2")))
+        validator = Validator(session, FakeJudge(), FakeCache(have_all), tmp_path)  # type: ignore[arg-type]
+        validator._hear(_say_finished())
+        async with asyncio.timeout(PATIENCE_S):
+            await validator.run()
+        return session
+
+    session = asyncio.run(go())
+    assert [statement.submission for statement in session.said] == ["s1", "s2"] and session.has_left
 
 
 def test_jobs_claimed_together_are_judged_together_and_reported_one_by_one(tmp_path: Path) -> None:

@@ -34,6 +34,11 @@ class FakeSession:
         self.on_heartbeat: Callable[[HeartbeatAnswer], None]
         self.read_state: Any
         self.num_beats = 0
+        self.params = SimpleNamespace(steps=9)
+        self.knows_end = False
+
+    def note_finished(self) -> None:
+        self.knows_end = True
 
     def note(self, text: str) -> None:
         pass
@@ -90,6 +95,19 @@ def test_a_version_is_written_with_once_it_is_announced(
         assert worker._generator.newest == 4 and session.num_beats == 4
 
     asyncio.run(run())
+
+
+def test_the_last_version_ends_a_worker_before_the_coordinator_does(tmp_path: Path, recipe: Recipe) -> None:
+    """The publisher signed it: nothing needs to be generated any more, even if the coordinator is gone by then."""
+    session = FakeSession(newest=3, announced=3)
+    session.params.steps = 4
+
+    async def run() -> None:
+        worker = make_worker(session, recipe, tmp_path)
+        await follow_weights(worker, lambda: worker._requester.finished)
+
+    asyncio.run(run())
+    assert session.knows_end
 
 
 def test_a_lease_announces_a_version_as_well(tmp_path: Path, recipe: Recipe, make_lease: Callable[..., Lease]) -> None:

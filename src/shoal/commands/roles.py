@@ -51,7 +51,8 @@ def _add_trainer(parser: CommandParser) -> None:
 def add_node(parser: CommandParser, folder: str) -> None:
     """Flags of a command that runs a node."""
     add = parser.add_argument
-    common.WHERE(parser)
+    text = "coordinator's address, or path of the run's descriptor"
+    add("where", type=common.parse_where, metavar="URL", help=text)
     text = "folder for keys, weights and receipts (%(default)s)"
     add("--folder", type=Path, default=Path(folder), metavar="DIR", help=text)
     add("--owner", type=Path, metavar="FILE", help="the owner's key (default: created in DIR)")
@@ -154,19 +155,29 @@ def check_engine(args: argparse.Namespace) -> None:
 def run_node(args: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Run a node to its end; while the disk is full, work that needs it waits."""
     common.check_key("--coordinator", args.coordinator)
+    # A wrong path is reported now, not when all is loaded and the coordinator answers.
     if args.tasks is not None:
-        common.read_file(args.tasks, 1)  # a wrong path is reported now, not when the coordinator answers
+        common.read_file(args.tasks, 1)
+    if args.owner is not None:
+        common.load_key(args.owner)
+    if not common.is_address(args.where):
+        from shoal.node.known_run import load_run
+
+        load_run(Path(args.where))
     from shoal.train.rundir import hold_dir
 
     # Before anything that takes long to load. Two processes in one folder would use each other's leases.
     with guard_disk(args.folder), hold_dir(args.folder, "choose another --folder"):
         logger.info(f"connecting to {args.where}; loading libraries first")
-        from shoal.node.session import SessionError
+        from shoal.node.session import FinishedError, SessionError
         from shoal.util.process import tune_process
 
         tune_process(args.threads)
         try:
             return common.run_until_stopped(_run_to_end(outlast_disk(work, args.folder, RoleWaits("node"))))
+        except FinishedError as end:
+            logger.info("%s", end)
+            return 0
         except SessionError as error:
             print(f"shoal: {error}{name_details(args.where, args.folder, error.code)}", file=sys.stderr)
             return EXIT_UNWANTED
@@ -240,7 +251,7 @@ def _make_judge(session: "Session", recipe: "Recipe", calibration: "Calibration"
 
 
 async def judge_work(args: argparse.Namespace, make_judge: MakeJudge) -> None:
-    """Judge until the run is finished, a signal arrives, or the run excludes this node."""
+    """Judge until the run is finished and judged, a signal arrives, or the run excludes this node."""
     from shoal.node.recipe import fetch_recipe
     from shoal.node.session import Role
     from shoal.node.weights import PolicyCache, open_weights

@@ -87,7 +87,9 @@ def run_report(args: argparse.Namespace) -> int:
     config = build_config(LaunchConfig, read_toml(layout.settings), ())
     ledger = args.ledger or layout.ledger
     if not ledger.is_file():
-        copy = f"shoal ledger verify {config.swarm.hosts.coordinator or 'URL'} --copy run.db"
+        hosts = config.swarm.hosts
+        trust = f" --ca {hosts.ca}" if hosts.ca else ""
+        copy = f"shoal ledger verify {hosts.coordinator or 'URL'} --copy run.db{trust}"
         raise ConfigError(f"{ledger}: no such file; copy the ledger with `{copy}` and give --ledger run.db")
     with guard_disk(layout.root), hold_swarm(layout):
         print(write_report(PreparedSwarm(config, layout, {}), ledger.resolve()))

@@ -302,13 +302,16 @@ def describe_progress(progress: "PullProgress") -> str:
 
 def _describe_relay(relay: "Relay") -> str:
     server, entries, progress = relay.server, relay.store.entries(), relay.puller.progress
+    lost = [source for source in relay.puller.upstreams.all if source.unreachable_since is not None]
+    silent = ", ".join(f"{source} ({source.counts.reason})" for source in lost)
     if not entries:
-        return f"waiting for {progress.waiting_for or 'a version'}"
+        return f"waiting for {silent or progress.waiting_for or 'a version'}"
     newest = entries[-1]
     blob = newest.full if newest.delta is None else newest.delta
     share = blob.have_bytes / max(1, blob.layout.total)
     sent, rate = format_bytes(server.metrics.sent.total), format_bytes(server.metrics.window.rate)
-    return f"v{newest.version} {share:4.0%}, in {format_bytes(progress.rate)}/s  sent {sent}, {rate}/s"
+    line = f"v{newest.version} {share:4.0%}, in {format_bytes(progress.rate)}/s  sent {sent}, {rate}/s"
+    return f"{line}  waiting for {silent}" if silent else line
 
 
 def run_publish(args: argparse.Namespace) -> int:

@@ -236,7 +236,8 @@ class RunCache:
             return None
         since_ms = min(max(seen.wait.since_ms, now_ms - MAX_SILENCE_MS), now_ms)
         whom = f"{seen.wait.for_whom}: {seen.wait.name}"
-        return Wait("node", name, whom, since_ms, seen.wait.deadline_ms if is_own else 0, seen.wait.reason)
+        deadline_ms = seen.wait.deadline_ms if is_own and not self.stopped else 0
+        return Wait("node", name, whom, since_ms, deadline_ms, seen.wait.reason)
 
     def _find_lacks(self, now_ms: int) -> Iterator[Wait]:
         """What the run requires and does not have now."""

@@ -123,6 +123,8 @@ class ServiceConfig(Settings):
     """PEM file; empty: plain HTTP, for loopback or behind a proxy"""
     tls_key: str = ""
     """PEM file"""
+    ca: str = ""
+    """file that nodes need to trust the certificate (`--ca`), for the printed commands; empty: none"""
     join_work: Annotated[int, Field(ge=1, le=1 << 40)] = 1 << 22
     """base number of hashes required to join"""
     params: RunParams = RunParams()
@@ -280,11 +282,15 @@ async def _stop_coordinator(coordinator: Coordinator) -> None:
 def list_differences(config: ServiceConfig, params: RunParams) -> list[str]:
     """A sentence for each parameter in the settings that differs from that of the run, which keeps its own."""
     given, kept = dump_params(config.params), dump_params(params)
-    return [
-        f"the settings give another {name} ({given[name]}), ignored; the run has {kept[name]}"
+    lines = {
+        name: f"the settings give another {name} ({given[name]}), ignored; the run has {kept[name]}"
         for name in sorted(config.params.model_fields_set)
         if given[name] != kept[name]
-    ]
+    }
+    if params.store_bytes < config.params.store_bytes and "store_bytes" in lines:  # see `_fit_store`
+        numbers = f"store_bytes is {params.store_bytes}, not {config.params.store_bytes} as in the settings"
+        lines["store_bytes"] = f"{numbers}: the store had room for no more when the run began"
+    return list(lines.values())
 
 
 def _open_ledger(

@@ -34,13 +34,16 @@ def list_hosts(prepared: PreparedSwarm) -> list[DeployHost]:
     """All machines, in the order in which they are best started."""
     hosts, layout = prepared.config.swarm.hosts, prepared.layout
     origin = (*parts.list_origin_arguments(prepared, _find_listen(hosts.origin)), *_list_tls_arguments(hosts.origin))
-    here = (origin, parts.list_trainer_arguments(prepared), parts.list_evaluator_arguments(prepared))
+    trust = ("--ca", hosts.ca) if hosts.ca else ()
+    trainer = (*parts.list_trainer_arguments(prepared), *trust)
+    here = (origin, trainer, parts.list_evaluator_arguments(prepared))
     relays = []
     for number, url in enumerate(hosts.relays, start=1):
         relay = parts.list_relay_arguments(prepared, hosts.origin, f"relay-{number}", _find_listen(url))
-        relays.append(DeployHost(_name_host("relay", url), "no files needed", ((*relay, *_list_tls_arguments(url)),)))
+        secured = (*(trust if hosts.origin.startswith("https") else ()), *_list_tls_arguments(url))
+        relays.append(DeployHost(_name_host("relay", url), _name_files(secured), ((*relay, *secured),)))
     coordinator = _list_coordinator_arguments(prepared)
-    validator = ("validator", prepared.url, "--owner", "owner.key")
+    validator = ("validator", prepared.url, "--owner", "owner.key", *trust)
     return [
         DeployHost(
             _name_host("coordinator", hosts.coordinator), f"a copy of {layout.bundle}, and in it", (coordinator,)
@@ -48,7 +51,7 @@ def list_hosts(prepared: PreparedSwarm) -> list[DeployHost]:
         DeployHost(_name_host("trainer", hosts.origin), "this folder", here),
         *relays,
         DeployHost("each validator", "the owner's key that is named in the settings", (validator,)),
-        DeployHost("each worker", "no files needed", (("worker", prepared.url),)),
+        DeployHost("each worker", _name_files(trust), (("worker", prepared.url, *trust),)),
     ]
 
 
@@ -70,14 +73,22 @@ def _wrap_command(arguments: tuple[str, ...]) -> str:
 
 
 def _list_coordinator_arguments(prepared: PreparedSwarm) -> tuple[str, ...]:
-    url, settings = prepared.config.swarm.hosts.coordinator, prepared.layout.service.name
-    start = ("coordinator", settings, "--data", "data", "--listen", _find_listen(url), "--public")
-    return (*start, *_list_tls_arguments(url))
+    hosts = prepared.config.swarm.hosts
+    start = ("coordinator", prepared.layout.service.name, "--data", "data")
+    if hosts.behind_proxy:  # as its settings say; it listens on loopback
+        return start
+    place = ("--listen", _find_listen(hosts.coordinator), "--public")
+    return (*start, *place, *_list_tls_arguments(hosts.coordinator))
 
 
 def _list_tls_arguments(url: str) -> tuple[str, ...]:
     """The certificate of a server that is reached at an address, if that is https."""
     return ("--tls-cert", "fullchain.pem", "--tls-key", "key.pem") if url.startswith("https") else ()
+
+
+def _name_files(flags: tuple[str, ...]) -> str:
+    """The files that flags name."""
+    return ", ".join(flags[1::2]) or "no files needed"
 
 
 def _find_listen(url: str) -> str:

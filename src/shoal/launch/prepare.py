@@ -199,6 +199,8 @@ def build_service(prepared: PreparedSwarm) -> dict[str, Any]:
     papers, place = _list_papers(config, layout), dict[str, Any]()
     if config.swarm.is_spread:  # started in the folder of its bundle; where to listen is said on its own machine
         place |= {"urls": [prepared.url], **{name: path.name for name, path in papers.items()}}
+        place |= {"ca": config.swarm.hosts.ca} if config.swarm.hosts.ca else {}
+        place |= {"http": {"behind_proxy": True}} if config.swarm.hosts.behind_proxy else {}
     else:
         place |= {"host": HOST, "port": prepared.ports["coordinator"]}
         place |= {name: str(path) for name, path in papers.items()}

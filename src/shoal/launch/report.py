@@ -39,6 +39,7 @@ from shoal.util.clock import read_clock
 from shoal.util.console import format_time
 from shoal.util.files import write_atomic
 from shoal.util.logs import clean_text
+from shoal.util.units import count_things
 
 NUM_GROUPS = 3
 """shown of a batch"""
@@ -288,7 +289,9 @@ def collect_evidence(ledger: Path) -> RunEvidence:
                 owner: explain_submission(connection, submission, now_ms=read_clock())
                 for owner, submission in worst.items()
             }
-    counts = f"{report.num_events} events, {report.num_postings} postings, {report.num_heads} signed heads"
+    counts = (
+        f"{report.num_events} events, {report.num_postings} postings, {count_things(report.num_heads, 'signed head')}"
+    )
     return RunEvidence(
         holds=report.holds,
         summary=f"the ledger holds: {counts}" if report.holds else f"THE LEDGER DOES NOT HOLD: {report.problem}",

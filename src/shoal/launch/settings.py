@@ -39,6 +39,10 @@ class HostsConfig(Settings):
     """who may judge: the public keys of the validators' owners"""
     operator: str = ""
     """public key of the operator; empty: a key is created in the run folder; move it to a safe place"""
+    behind_proxy: bool = False
+    """the coordinator is behind a reverse proxy on its machine, which has the certificate"""
+    ca: str = ""
+    """file of the certificates to trust for these addresses, if they are self-signed; empty: the system's"""
 
 
 class SwarmConfig(Settings):

@@ -45,8 +45,7 @@ async def find_run(
         if is_url:
             descriptor, data = await _fetch(source, waits, authority, is_known=is_known)
         else:
-            data = _read_file(Path(source))
-            descriptor = _open(data, source)
+            descriptor, data = load_run(Path(source))
     except DocumentError as error:
         raise ConfigError(f"{source}: not a valid run descriptor ({error})") from None
     except (RefusedError, UnreachableError, WaitError) as error:
@@ -59,9 +58,16 @@ async def find_run(
         check_same(descriptor, pinned, folder)
     if pinned != descriptor:
         write_atomic(folder / _NAME, data)
-    if not is_url and not descriptor.urls:
-        raise ConfigError(f"{source}: the descriptor has no coordinator address")
     return descriptor, source if is_url else descriptor.urls[0]
+
+
+def load_run(path: Path) -> tuple[Descriptor, bytes]:
+    """The descriptor in a file that the user named, and its bytes."""
+    data = _read_file(path)
+    descriptor = _open(data, str(path))
+    if not descriptor.urls:
+        raise ConfigError(f"{path}: the descriptor has no coordinator address")
+    return descriptor, data
 
 
 async def fetch_run(client: PublicClient) -> tuple[Descriptor, bytes]:

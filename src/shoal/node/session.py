@@ -11,6 +11,8 @@ Invariants:
 - an unreachable coordinator costs heartbeats, not the role: the session continues when it is back. If the coordinator
   no longer knows the node, the node joins again. Heartbeats continue when the disk is full, and report it (`room`). A
   final condition (a ban, a revocation, a fork) ends the role with its message;
+- a node that learned that its run is finished, from a signed answer or from the publisher's last version, remembers it:
+  started again, it ends if the coordinator does not answer, instead of waiting for one that may be gone;
 - the first signal sets `stopping`, which the role checks; the second ends the process.
 """
 
@@ -93,6 +95,10 @@ class SessionError(Exception):
         """of the refusal, if it was one"""
 
 
+class FinishedError(Exception):
+    """The run is finished, and its coordinator does not answer any more: nothing is left to do."""
+
+
 def end_session(error: RefusedError | ForkError | InvalidDocumentError) -> SessionError | UnavailableError:
     """The error a role ends with. A failed proof may have been altered in transit: the next start asks again."""
     is_doubt = isinstance(error, ForkError) and not error.fork.convicts
@@ -130,7 +136,7 @@ class Session:
         self.authority = authority
         self.client, self.descriptor, self.identity = client, descriptor, identity
         self.waits, self.spans = waits, spans
-        self._role, self._joined_path = role, folder / "joined"
+        self._role, self._joined_path, self._finished_path = role, folder / "joined", folder / "finished"
         self.stopping = asyncio.Event()
         self.read_state: Callable[[], RoleState] = RoleState
         """the role's state, read before each heartbeat"""
@@ -172,12 +178,17 @@ class Session:
     async def open(self) -> None:
         """Join if needed and wait for the first answer, however long that takes."""
         self.answer = await self.waits.retry_forever(
-            _JOINING, self._heartbeat, waiting_for="the coordinator", timeout_s=JOIN_S
+            _JOINING, self._begin, waiting_for="the coordinator", timeout_s=JOIN_S
         )
         self.params = await self.ask_coordinator("parameters", self.client.read_params)
         node, owner = self.identity.key.public, self.identity.owner
         logger.info(f"joined run {self.descriptor.run} as node {node} of owner {owner}")
         self._report_rejections(())
+
+    def note_finished(self) -> None:
+        """Remember that the run needs no more work."""
+        if not self._finished_path.exists():
+            write_atomic(self._finished_path, b"")
 
     async def ask_coordinator(
         self, name: str, call: Callable[[], Awaitable[T]], *, timeout_s: float = ASK_S, reported: bool = True
@@ -240,6 +251,17 @@ class Session:
                 look = f"shoal explain {self.client.url} {notice.submission}"
                 logger.warning(f"{notice.submission} was rejected ({notice.state}, {notice.because}): {look}")
 
+    async def _begin(self) -> HeartbeatAnswer:
+        try:
+            return await self._heartbeat()
+        except UnreachableError as error:
+            if self._finished_path.exists():
+                text = f"run {self.descriptor.run} is finished, and its coordinator does not answer any more"
+                raise FinishedError(f"{text}: {error}") from None
+            if self._has_joined():  # nothing here tells an outage from the end of a run that the node did not see
+                raise UnreachableError(f"{error}; if it stays away, ask the operator whether the run is over") from None
+            raise
+
     async def _heartbeat(self) -> HeartbeatAnswer:
         """Send one heartbeat; join first if not joined yet or no longer known to the coordinator."""
         try:
@@ -278,9 +300,12 @@ class Session:
         )
         self._asked_s = time.monotonic()
         try:
-            return await self.client.send_heartbeat(beat)
+            answer = await self.client.send_heartbeat(beat)
         finally:
             self._asked_s = 0.0
+        if answer.finished:
+            self.note_finished()
+        return answer
 
     def _describe_wait(self) -> NodeWait | None:
         """The longest current wait, in coordinator time."""

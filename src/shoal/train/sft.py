@@ -157,13 +157,14 @@ class _FineTuning:
         _log(self._ranks, f"SFT: {steps} steps of {self._config.sft.batch} demonstrations")
         while self._step < steps:
             self._train_step()
-            if time.monotonic() - reported_s > _REPORT_S:
-                _log(self._ranks, f"SFT: step {self._step}/{steps}")
-                reported_s = time.monotonic()
             if self._step % self._config.sft.eval_every == 0 or self._step == steps:
                 self._losses[self._step] = self._heldout_loss()
                 _log(self._ranks, f"SFT: step {self._step}/{steps}, held-out loss {self._losses[self._step]:.4f}")
                 self._save_partial()
+                reported_s = time.monotonic()
+            elif time.monotonic() - reported_s > _REPORT_S:
+                _log(self._ranks, f"SFT: step {self._step}/{steps}")
+                reported_s = time.monotonic()
         with shared_dir(self._result, self._ranks) as target:
             write_rows(self._policy, target, self._ranks)
             if self._ranks.is_first:

@@ -8,6 +8,8 @@ Invariants:
 - a file that cannot be judged here (no working parser, a version that no relay has any more) gets an inconclusive
   verdict: another validator may be able to judge it. Unreachable relays are no such reason: the validator waits for
   them until the claim ends, and before the next claim. So an outage costs a validator one lapsed claim, however long;
+- when the run is finished, what is left for this validator is judged first: the queue, and appeals if it was started
+  for them;
 - after the first signal nothing more is claimed, and claimed jobs are judged if that takes at most `SHUTDOWN_GRACE_S`.
 """
 
@@ -108,7 +110,7 @@ _LIMITED = "limited"
 
 
 class Validator:
-    """One validator; `run` ends when the run is finished, or after the first signal."""
+    """One validator; `run` ends when the run is finished and nothing is left to judge, or after the first signal."""
 
     def __init__(self, session: Session, judge: Judge, policies: PolicyCache, folder: Path) -> None:
         self._session, self._judge, self._policies = session, judge, policies
@@ -127,7 +129,7 @@ class Validator:
         session.read_state, session.on_heartbeat = self._describe_state, self._hear
 
     async def run(self) -> None:
-        """Judge until the run is finished or the session stops."""
+        """Judge until the run is finished and nothing is left, or until the session stops."""
         ending = asyncio.create_task(self._await_end())
         try:
             while not ending.done():
@@ -140,6 +142,8 @@ class Validator:
                 await self._judge_claim(claim.result())
         finally:
             ending.cancel()
+        while not self._session.stopping.is_set() and (answer := await self._claim(wait_s=0)).jobs:
+            await self._judge_claim(answer)
         await self._session.leave()
 
     def describe(self) -> str:
@@ -158,14 +162,14 @@ class Validator:
             parts.append(rates)
         return "  ".join(parts)
 
-    async def _claim(self) -> ClaimAnswer:
+    async def _claim(self, wait_s: int = POLL_S) -> ClaimAnswer:
         """Claim the next jobs; claims nothing while the weights for them may not arrive."""
         if self._missing_version is not None:
             await self._policies.find(self._missing_version)
             self._missing_version = None
         most = self._throughput.choose_most(self._session.params.claim_s)
         try:
-            claim_jobs = partial(self._session.client.claim_jobs, wait_s=POLL_S, most=most)
+            claim_jobs = partial(self._session.client.claim_jobs, wait_s=wait_s, most=most)
             return await self._session.ask_coordinator("job", claim_jobs)
         except RefusedError as error:
             if error.refusal.code != _LIMITED:

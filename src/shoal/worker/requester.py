@@ -97,6 +97,12 @@ class LeaseRequester:
                 self._leases.end(lease)
         self._news.notify()
 
+    def end(self) -> None:
+        """Request nothing more: the last version of the run is out."""
+        self._session.note_finished()
+        self.finished = True
+        self._news.notify()
+
     async def give_back(self, lease: str, reason: str) -> None:
         """Return a lease that this machine cannot finish; nothing is submitted for it."""
         if self._leases.find(lease) is None:

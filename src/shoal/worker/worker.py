@@ -152,6 +152,8 @@ class Worker:
             with self._session.spans.span("have", version=self._version):
                 pass  # ends the wait: from here on the version is on this machine
             self._session.heartbeat_now()
+            if self._version >= self._session.params.steps:
+                self._requester.end()  # signed by the publisher: nothing needs to be generated any more
             await self._await_announcement()
             self._generator.update_weights(self._version, folder)
             self._requester.note_weights()
