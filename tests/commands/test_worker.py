@@ -38,6 +38,15 @@ def test_a_descriptor_that_is_not_there_is_named(
 
 
 @pytest.mark.parametrize("command", ["worker", "validator"])
+def test_a_missing_key_is_named_whether_or_not_the_coordinator_answers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    key, folder = tmp_path / "owner.key", tmp_path / "node"
+    error = fail(capsys, command, "http://127.0.0.1:1", "--owner", str(key), "--folder", str(folder))
+    assert f"{key}: cannot be read" in error and not folder.exists()
+
+
+@pytest.mark.parametrize("command", ["worker", "validator"])
 def test_a_coordinator_that_is_away_is_waited_for_until_a_signal(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:

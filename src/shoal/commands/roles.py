@@ -154,8 +154,11 @@ def check_engine(args: argparse.Namespace) -> None:
 def run_node(args: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Run a node to its end; while the disk is full, work that needs it waits."""
     common.check_key("--coordinator", args.coordinator)
+    # A wrong path is reported now, not after the libraries are loaded or when the coordinator answers.
     if args.tasks is not None:
-        common.read_file(args.tasks, 1)  # a wrong path is reported now, not when the coordinator answers
+        common.read_file(args.tasks, 1)
+    if args.owner is not None:
+        common.load_key(args.owner)
     from shoal.train.rundir import hold_dir
 
     # Before anything that takes long to load. Two processes in one folder would use each other's leases.

@@ -8,6 +8,7 @@ Exit codes in addition to the common ones: 4, the result here differs from the l
 import argparse
 import asyncio
 import hashlib
+import logging
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from shoal.toploc.calibration import Calibration
     from shoal.validator.review import CheckComparison, Match, Review
 
+logger = logging.getLogger(__name__)
 EXIT_DIFFERS = 4
 _PULL_S = 600.0
 _HEAD = ("check", "ledger", "here", "threshold", "where")
@@ -58,15 +60,16 @@ async def _verify(args: argparse.Namespace) -> CommandResult:
         path = getattr(args, name)
         if path is not None and not path.is_dir():
             raise ConfigError(f"{path}: no such folder")
-    from shoal.util.process import tune_process
-
-    tune_process(args.threads)
     async with common.open_client(args.where, args.ca) as client:
         descriptor, _ = await common.fetch_descriptor(client)
         recipe_bytes, calibration_bytes = await client.read_recipe(), await client.read_calibration()
         recipe = _read_recipe(recipe_bytes, descriptor)
         if recipe.set.hash:
             recipe = recipe.bring_set(await client.read_tasks(recipe.set.size))
+    logger.info(f"checking {args.submission} again; loading libraries first")
+    from shoal.util.process import tune_process
+
+    tune_process(args.threads)
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as name:
         folder = Path(name)
         answer, path = await _find_evidence(args, descriptor, folder)
