@@ -208,9 +208,12 @@ def describe_service(config: ServiceConfig, data: Path, service: CoordinatorServ
     size, (host, port) = service.coordinator.ledger.size, service.server.address
     state = "begun" if size <= 2 else "finished" if service.coordinator.cache.finished else "resumed"
     kept = f" (its key is {key}; move it to a safe place)" if key.exists() else ""
-    joining = [f"shoal node join {service.url} --coordinator {descriptor.coordinator} --owner OWNER.key"]
+    where = f"{service.url} --coordinator {descriptor.coordinator}"
+    joining = [f"shoal node join {where} --owner OWNER.key"]
     if descriptor.tasks:  # the run has tasks
-        joining.insert(0, f"shoal worker {service.url} --coordinator {descriptor.coordinator}")
+        joining.insert(0, f"shoal worker {where}")
+    if service.coordinator.cache.finished:
+        joining = []
     lines = [
         f"run {config.run}: {state}, {size} events",
         f"  listening    {host}:{port} ({'https' if config.tls_certificate else 'http'})",

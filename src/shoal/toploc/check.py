@@ -157,7 +157,9 @@ def list_odds(reports: Sequence[RolloutReport]) -> dict[Rival, list[float]]:
 def judge_rivals(reports: Sequence[RolloutReport], calibration: Calibration) -> CheckResult:
     """Whether the odds that a submission was made with other weights are beyond what honest work ever reaches."""
     found, rival = judge_odds(list_odds(reports))
-    return CheckResult(Check.RIVAL, found, -math.log(calibration.share), f"{rival}, {count_things(len(reports), 'rollout')}")
+    return CheckResult(
+        Check.RIVAL, found, -math.log(calibration.share), f"{rival}, {count_things(len(reports), 'rollout')}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

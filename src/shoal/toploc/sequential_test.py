@@ -123,7 +123,9 @@ class SequentialEvidence:
 
     def judge(self, rate: float) -> CheckResult:
         """Whether the evidence ever exceeded what honest work ever exceeds with probability `rate`."""
-        return CheckResult(Check.SEQUENCE, self.peak, -math.log(rate), f"{self.leader}, {count_things(self.chunks, 'chunk')}")
+        return CheckResult(
+            Check.SEQUENCE, self.peak, -math.log(rate), f"{self.leader}, {count_things(self.chunks, 'chunk')}"
+        )
 
 
 def read_stream(stats: Mapping[str, np.ndarray], stream: EvidenceStream) -> np.ndarray:
