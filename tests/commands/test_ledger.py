@@ -124,7 +124,7 @@ def test_a_copy_of_another_ledger_is_a_mistake_and_no_fork(tmp_path: Path) -> No
         async with serve(tmp_path / "one") as service:
             assert (await audit(service, copy)).code == 0
         async with serve(tmp_path / "two") as service:
-            with pytest.raises(ConfigError, match="is the ledger of coordinator .*; name another file"):
+            with pytest.raises(ConfigError, match=r"is the ledger of coordinator .*; name another file"):
                 await audit(service, copy)
 
     asyncio.run(check())
