@@ -20,6 +20,7 @@ from shoal.commands import common
 from shoal.commands.common import CliCommand, CommandParser, CommandResult
 from shoal.errors import ConfigError, UnavailableError
 from shoal.util.files import write_output
+from shoal.util.units import count_things
 
 if TYPE_CHECKING:
     from shoal.policy.model import Policy
@@ -297,7 +298,8 @@ def _describe_review(review: "Review", validator: str, check_ppm: int, *, in_ful
         yield f"  The validator failed to check it: {said.findings[0].where}. A local failure is not compared."
         return
     if (said.tokens, len(said.groups)) != (found.tokens, len(found.groups)):
-        yield f"  {said.tokens} tokens in {len(said.groups)} groups there, {found.tokens} in {len(found.groups)} here."
+        there = f"{count_things(said.tokens, 'token')} in {count_things(len(said.groups), 'group')}"
+        yield f"  {there} there, {found.tokens} in {len(found.groups)} here."
     yield "  " + _align(_HEAD)
     for check in dict.fromkeys(line.check for line in review.lines):
         own = [line for line in review.lines if line.check == check]
@@ -355,7 +357,7 @@ def _advise(where: str, evidence: "Evidence", reviews: "Sequence[Review]") -> st
     name = evidence.job.submission
     if evidence.state.value in REJECTIONS:
         return (
-            f"Its owner can appeal: shoal owner appeal {where} {name} --owner KEY. Deadline and findings: "
+            f"Its owner can appeal: shoal owner appeal {where} {name} --owner FILE. Deadline and findings: "
             f"shoal explain {where} {name}"
         )
     is_accepted_here = all(review.found.verdict is Verdict.ACCEPTED for review in reviews)
