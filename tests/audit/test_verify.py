@@ -132,6 +132,17 @@ def test_a_ledger_as_it_was_written_holds(open_ledger: OpenLedger, url: str, lea
     assert report.num_heads in (1, 2)
 
 
+def test_a_long_verification_says_how_far_it_is(
+    open_ledger: OpenLedger, url: str, leases: Projection, caplog: pytest.LogCaptureFixture, monkeypatch
+) -> None:
+    fill(open_ledger())
+    monkeypatch.setattr("shoal.audit.verify._SHOWN_EVERY_S", 0.0)
+    with caplog.at_level("INFO", logger="shoal.audit.verify"):
+        verify(url, [leases])
+    assert "checked the hash and signature of 281 events" in caplog.messages
+    assert "checked the decision of 281 of 282 events" in caplog.messages
+
+
 @pytest.mark.parametrize("table", list(TABLES))
 def test_a_change_of_any_column_of_any_row_is_found(
     open_ledger: OpenLedger, url: str, leases: Projection, table: str

@@ -209,12 +209,13 @@ def test_a_finished_run_is_reported_as_finished_at_its_start(tmp_path: Path, mon
     shown: list[str] = []
 
     async def note(service: CoordinatorService) -> None:
-        shown.append(describe_service(make_config(), tmp_path, service).splitlines()[0])
+        shown.append(describe_service(make_config(), tmp_path, service))
 
     for finished in (False, False, True):
         monkeypatch.setattr(RunCache, "finished", finished)
         open_once(make_config(), tmp_path, note)
-    assert [line.split()[2] for line in shown] == ["begun,", "resumed,", "finished,"]
+    assert [text.split()[2] for text in shown] == ["begun,", "resumed,", "finished,"]
+    assert ["to join" in text for text in shown] == [True, True, False]
 
 
 def test_a_folder_is_answered_from_its_ledger_while_the_coordinator_is_down(

@@ -117,6 +117,19 @@ def test_a_kept_copy_reveals_a_fork(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
+def test_a_copy_of_another_ledger_is_a_mistake_and_no_fork(tmp_path: Path) -> None:
+    copy = tmp_path / "copy.db"
+
+    async def check() -> None:
+        async with serve(tmp_path / "one") as service:
+            assert (await audit(service, copy)).code == 0
+        async with serve(tmp_path / "two") as service:
+            with pytest.raises(ConfigError, match=r"is the ledger of coordinator .*; name another file"):
+                await audit(service, copy)
+
+    asyncio.run(check())
+
+
 def forge_body(event: Event) -> Event:
     return replace(event, body=b'{"shift_ms":7}')
 

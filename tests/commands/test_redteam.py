@@ -4,6 +4,7 @@ import pytest
 
 from shoal.cli import main
 from shoal.redteam.registry import list_attacks
+from shoal.redteam.validators import LIES
 
 URL = "http://127.0.0.1:1"
 
@@ -20,6 +21,13 @@ def test_the_attacks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["redteam", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(list_attacks()) and any(line.split()[:2] == ["int8", "hard"] for line in lines)
+
+
+def test_the_help_names_every_lie(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["redteam", "judge", "--help"])
+    text = capsys.readouterr().out.rpartition("--lie NAME")[2]
+    assert [lie for lie in LIES if lie not in text] == []
 
 
 @pytest.mark.parametrize("command", [("redteam",), ("redteam", "work", URL), ("redteam", "campaign", URL)])

@@ -286,6 +286,10 @@ def test_leaders_are_a_table() -> None:
     line = LeaderLine(owner=HEX, standing=Standing.GOOD, scopes=("train", "work"), **counts)
     rows = describe_leaders(Leaders(leaders=(line, line))).splitlines()
     assert rows[2].split() == ["2", "900", "3", "1", "1.500000", "good", "train,work", HEX]
+    trainer = line.model_copy(update={"standing": Standing.PROBATION, "scopes": ("train",)})
+    newcomer = trainer.model_copy(update={"scopes": ("work",)})
+    rows = describe_leaders(Leaders(leaders=(trainer, newcomer))).splitlines()
+    assert [row.split()[5] for row in rows[1:]] == ["-", "probation"], "only work ends a probation"
     other = line.model_copy(update={"owner": "cd" * 32})
     marked = describe_leaders(Leaders(leaders=(line, other)), HEX).splitlines()
     assert marked[1].endswith(f"{HEX}  (you)") and not marked[2].endswith("(you)")

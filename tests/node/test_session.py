@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shoal.cli import main
 from shoal.commands.roles import name_details
 from shoal.coordinator.service import CoordinatorService, ServiceConfig, open_service
 from shoal.coordinator.state.members import find_node
@@ -538,3 +539,16 @@ def test_a_proof_that_failed_ends_a_role_until_its_next_start_and_a_fork_for_goo
     held, shown = (Head("demo", size, "0" * 64, "0" * 64, time_ms) for size, time_ms in ((3, 9), (5, 9 + later)))
     fork = Fork(sign_head(key, held), sign_head(key, shown), ())
     assert type(end_session(ForkError(fork))) is kind
+
+
+def test_a_delegation_is_used_as_its_command_writes_it(tmp_path):
+    node, owner = Key.generate(), Key.generate()
+    node.save(tmp_path / "node.key")
+    owner.save(tmp_path / "elsewhere.key")
+    target = str(tmp_path / "delegation.json")
+    order = ["owner", "delegate", node.public, "--owner", str(tmp_path / "elsewhere.key"), "--run", "demo"]
+    assert main([*order, "--out", target]) == 0
+    identity = load_identity(tmp_path, "demo", Scope.WORK)
+    assert identity.owner == owner.public
+    assert open_delegation(identity.delegation).grant.node == node.public
+    assert not (tmp_path / "owner.key").exists()

@@ -17,6 +17,7 @@ from shoal.submission.columns import (
     count_bytes,
     dump_columns,
     encode_file,
+    find_excess,
     limit_bytes,
     limit_file,
     measure_columns,
@@ -158,3 +159,11 @@ def test_the_largest_file_is_no_larger_than_its_limit_and_not_much_smaller(rollo
     size, most = len(encode_file(fill_columns(limits))), limit_file(limits)
     assert size <= most
     assert most - size < 30_000 + size // 3
+
+
+def test_an_excess_is_described_in_singular_and_plural(bounds: SubmissionLimits) -> None:
+    narrow = replace(bounds, max_rollouts=2, max_prompt_tokens=1)
+    sizes = [int(spec.level == 0) for spec in ARRAYS]
+    sizes[place_of("prompt_ids/1")] = 2
+    assert find_excess(sizes, narrow) == "2 elements of prompt_ids at level 1, allowed are 1 in 1 rollout"
+    assert find_excess([3 * (spec.level == 0) for spec in ARRAYS], narrow) == "3 rollouts, allowed are 1 to 2"

@@ -56,6 +56,11 @@ def test_rare_large_values_show_where_the_middle_is_honest() -> None:
     assert watch(values).judge(1e-4).failed
 
 
+def test_a_finding_says_how_many_chunks_it_is_based_on() -> None:
+    where = [watch(np.full((1, count), 0.3)).judge(1e-4).where for count in (1, 2)]
+    assert where == ["exponent, 1 chunk", "exponent, 2 chunks"]
+
+
 def test_a_small_excess_shows_in_the_mean_of_many() -> None:
     rng = np.random.default_rng(0)
     noisy = rng.random((60, 4)) ** 0.5  # above the honest median in three of four chunks

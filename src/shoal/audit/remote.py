@@ -38,7 +38,7 @@ async def verify_remote(
 ) -> AuditReport:
     """Copy a ledger to a database at `path`, build its tables from the events, and verify all of it."""
     if path.exists():
-        _check_copy(path)
+        _check_copy(path, descriptor)
     engine = open_database(str(path))
     try:
         with engine.connect() as connection:
@@ -50,10 +50,15 @@ async def verify_remote(
         return verify_ledger(reader, projections=PROJECTIONS, held=held, coordinator=coordinator, descriptor=descriptor)
 
 
-def _check_copy(path: Path) -> None:
-    """Refuse to write to a file that is not a copy as this version makes it: someone else's triggers would run."""
+def _check_copy(path: Path, descriptor: Descriptor) -> None:
+    """Refuse to write to a file that is not a copy as this version makes it: someone else's triggers would run. A copy
+    of another run's ledger is the reader's mistake and no fork."""
     with open_reader(str(path)) as engine, read_snapshot(engine) as connection:
         check_copy(connection, (BALANCES, *PROJECTIONS))
+        genesis = read_event(connection, 0)
+    if genesis is not None and genesis.actor != descriptor.coordinator:
+        whose = f"of coordinator {genesis.actor[:64]}, not of {descriptor.coordinator} of run {descriptor.run}"
+        raise ConfigError(f"--copy: {path} is the ledger {whose}; name another file")
 
 
 async def fetch_events(client: PublicClient, first: int | None, count: int) -> tuple[list[Event], int]:

@@ -14,7 +14,9 @@ A ledger whose end was cut off after an earlier head is a valid shorter ledger: 
 is such a head, from a node's `HeadKeeper`.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -42,8 +44,10 @@ MAX_FINDINGS = 100
 """An error in one event makes all later ones wrong too; the first findings show where it starts."""
 
 _BLOCK = 1024
+_SHOWN_EVERY_S = 2.0
 _RANKS = {type(None): 0, int: 1, float: 1, str: 2, bytes: 3}
 """How SQLite orders values of different types."""
+logger = logging.getLogger(__name__)
 _LATE_POSTING = text("SELECT min(seq) FROM posting WHERE seq >= :size")
 
 
@@ -141,7 +145,7 @@ class _Scan:
         self._next_head: SignedHead | None = None
 
     def run(self) -> None:
-        for event in read_events(self._connection, -MAX_SEQ, MAX_SEQ):
+        for event in _log_progress("hash and signature", read_events(self._connection, -MAX_SEQ, MAX_SEQ)):
             if self._report.num_events == 0 and not self._take_genesis(event):
                 return
             self._check_event(event)
@@ -285,7 +289,7 @@ def _check_projections(connection: Connection, report: AuditReport, projections:
     is_run = all(item in projections for item in PROJECTIONS)
     with open_scratch([*tables, EVENT, POSTING] if is_run else tables) as scratch:
         try:
-            events = read_events(connection, 0, MAX_SEQ)
+            events = _log_progress("decision", read_events(connection, 0, MAX_SEQ), report.num_events)
             (replay_run if is_run else replay_events)(events, scratch, projections)
         except AuditError as error:
             report.add("rules", str(error))
@@ -299,6 +303,16 @@ def _check_projections(connection: Connection, report: AuditReport, projections:
                 report.add("projection", difference)
                 if len(report.findings) >= MAX_FINDINGS:
                     return
+
+
+def _log_progress(what: str, events: Iterable[Event], size: int | None = None) -> Iterator[Event]:
+    """The same events; says every few seconds how many are done."""
+    shown_s, of = time.monotonic(), "" if size is None else f" of {size}"
+    for number, event in enumerate(events):
+        if time.monotonic() >= shown_s + _SHOWN_EVERY_S:
+            shown_s = time.monotonic()
+            logger.info(f"checked the {what} of {number}{of} events")
+        yield event
 
 
 @contextmanager

@@ -54,7 +54,6 @@ def _add_join(parser: CommandParser) -> None:
     add = parser.add_argument
     add("--reducer", metavar="KEY", help="the reducer's public key (default: trust the key it presents)")
     add("--also", action="append", default=[], metavar="URL", help="another address of the reducer; repeatable")
-    add("--authority", type=Path, metavar="FILE", help="CA certificates to trust instead of the system's")
     add("--delay", type=int, default=0, metavar="N", help="inner steps during a transfer (default: 0)")
 
 
@@ -103,7 +102,7 @@ def run_join(args: argparse.Namespace) -> int:
         return _follow_site(config)
     if not 0 <= args.delay < config.rules.interval:
         raise ConfigError(f"--delay: must be from 0 to {config.rules.interval - 1}, less than rules.interval")
-    places = [parse_endpoint(url, args.authority) for url in (args.url, *args.also)]
+    places = [parse_endpoint(url, args.ca) for url in (args.url, *args.also)]
     try:
         reducer, plan = asyncio.run(fetch_card(places[0], args.reducer))
     except MessageError as error:
@@ -221,7 +220,7 @@ _ACTIONS = (
     ),
     CliCommand("key", run_key, (_INPUTS,)),
     CliCommand("reduce", run_reduce, (_INPUTS, _add_reduce), resumes="; the same command resumes from its folder"),
-    CliCommand("join", run_join, (_URL, _INPUTS, _add_join, common.NPROC), resumes=_JOINED),
+    CliCommand("join", run_join, (_URL, _INPUTS, _add_join, common.AUTHORITY, common.NPROC), resumes=_JOINED),
 )
 _ABOUT = "train one model on several sites that average periodically (DiLoCo)"
 COMMANDS = (CliCommand("diloco", text=_ABOUT, actions=_ACTIONS),)

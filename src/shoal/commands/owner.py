@@ -164,11 +164,12 @@ async def _revoke(args: argparse.Namespace) -> CommandResult:
 async def _appeal(args: argparse.Namespace) -> CommandResult:
     """Appeal against the rejection of a submission."""
     from shoal.ledger.event import show_credit
-    from shoal.protocol.messages import AppealAnswer, AppealStatement, SignedAppeal
+    from shoal.protocol.messages import AppealAnswer, AppealStatement, SignedAppeal, describe_appeal
 
     appeal = AppealStatement(submission=common.check_submission(args.submission))
     answer = await _send(args, "/v1/appeals", appeal, partial(SignedAppeal, appeal=appeal), AppealAnswer)
-    text = f"the appeal of {answer.submission} is {answer.state}; its fee is {show_credit(answer.fee)}"
+    fee = f"; its fee is {show_credit(answer.fee)}" if answer.fee else ""
+    text = f"{answer.submission}: {describe_appeal(answer.state)}{fee}"
     return CommandResult(0, text, answer.model_dump(mode="json"))
 
 

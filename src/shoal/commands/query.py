@@ -214,7 +214,7 @@ def _describe_leader(rank: int, line: "LeaderLine", own: str | None) -> str:
 
     counts = f"{rank:>4}  {line.tokens:>12}  {line.accepted:>8}  {line.rejected:>8}  {line.earned / MICRO:>14.6f}"
     you = "  (you)" if line.owner == own else ""
-    return f"{counts}  {line.standing.value:<9}  {','.join(line.scopes):<9}  {line.owner}{you}"
+    return f"{counts}  {line.shown_standing or '-':<9}  {','.join(line.scopes):<9}  {line.owner}{you}"
 
 
 def describe_owner(owner: "OwnerLine", where: str) -> str:

@@ -141,7 +141,7 @@ def _make_liar(
 
 
 _ATTACK = flag("--attack", required=True, metavar="NAME", help=_WAYS)
-_LIE = flag("--lie", required=True, metavar="NAME", help="behaviour to run; an unknown name prints all")
+_LIE = flag("--lie", required=True, metavar="NAME", help="abstain, accept, copy, lazy or reject")
 _ACTIONS = (
     CliCommand("list", run_list),
     CliCommand("work", run_cheat, (partial(add_node, folder="work"), _ATTACK, add_engine)),

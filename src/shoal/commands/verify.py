@@ -8,6 +8,7 @@ Exit codes in addition to the common ones: 4, the result here differs from the l
 import argparse
 import asyncio
 import hashlib
+import logging
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from shoal.commands import common
 from shoal.commands.common import CliCommand, CommandParser, CommandResult
 from shoal.errors import ConfigError, UnavailableError
 from shoal.util.files import write_output
+from shoal.util.units import count_things
 
 if TYPE_CHECKING:
     from shoal.policy.model import Policy
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from shoal.toploc.calibration import Calibration
     from shoal.validator.review import CheckComparison, Match, Review
 
+logger = logging.getLogger(__name__)
 EXIT_DIFFERS = 4
 _PULL_S = 600.0
 _HEAD = ("check", "ledger", "here", "threshold", "where")
@@ -58,15 +61,16 @@ async def _verify(args: argparse.Namespace) -> CommandResult:
         path = getattr(args, name)
         if path is not None and not path.is_dir():
             raise ConfigError(f"{path}: no such folder")
-    from shoal.util.process import tune_process
-
-    tune_process(args.threads)
     async with common.open_client(args.where, args.ca) as client:
         descriptor, _ = await common.fetch_descriptor(client)
         recipe_bytes, calibration_bytes = await client.read_recipe(), await client.read_calibration()
         recipe = _read_recipe(recipe_bytes, descriptor)
         if recipe.set.hash:
             recipe = recipe.bring_set(await client.read_tasks(recipe.set.size))
+    logger.info(f"checking {args.submission} again; loading libraries first")
+    from shoal.util.process import tune_process
+
+    tune_process(args.threads)
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as name:
         folder = Path(name)
         answer, path = await _find_evidence(args, descriptor, folder)
@@ -294,7 +298,8 @@ def _describe_review(review: "Review", validator: str, check_ppm: int, *, in_ful
         yield f"  The validator failed to check it: {said.findings[0].where}. A local failure is not compared."
         return
     if (said.tokens, len(said.groups)) != (found.tokens, len(found.groups)):
-        yield f"  {said.tokens} tokens in {len(said.groups)} groups there, {found.tokens} in {len(found.groups)} here."
+        there = f"{count_things(said.tokens, 'token')} in {count_things(len(said.groups), 'group')}"
+        yield f"  {there} there, {found.tokens} in {len(found.groups)} here."
     yield "  " + _align(_HEAD)
     for check in dict.fromkeys(line.check for line in review.lines):
         own = [line for line in review.lines if line.check == check]
@@ -352,7 +357,7 @@ def _advise(where: str, evidence: "Evidence", reviews: "Sequence[Review]") -> st
     name = evidence.job.submission
     if evidence.state.value in REJECTIONS:
         return (
-            f"Its owner can appeal: shoal owner appeal {where} {name} --owner KEY. Deadline and findings: "
+            f"Its owner can appeal: shoal owner appeal {where} {name} --owner FILE. Deadline and findings: "
             f"shoal explain {where} {name}"
         )
     is_accepted_here = all(review.found.verdict is Verdict.ACCEPTED for review in reviews)

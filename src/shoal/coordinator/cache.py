@@ -336,8 +336,10 @@ class RunCache:
         accepted, earned = self._tallies.get(body.owner, (0, 0))
         self._strikes[body.owner] = body.strikes
         if body.state is messages.SubmissionState.ACCEPTED:
-            self._tallies[body.owner] = accepted + 1, earned + body.paid
+            self._tallies[body.owner] = accepted + 1, earned + body.earned  # `paid` also returns what was burned
             self._reasons.pop(body.node, None)
+            notices = self._rejected.get(body.node, ())  # it is one of them if an appeal reversed its rejection
+            self._rejected[body.node] = tuple(notice for notice in notices if notice.submission != submission)
         else:
             self._reasons[body.node] = f"submission {submission}: {body.state}, {body.reason}"
         if body.state in messages.REJECTED and not body.appeal:

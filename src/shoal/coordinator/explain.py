@@ -7,7 +7,7 @@ from sqlalchemy import Connection, text
 from shoal.coordinator.decide.context import RunSnapshot
 from shoal.coordinator.decide.drift_watch import describe_watch
 from shoal.coordinator.decide.settlement import name_shut_out
-from shoal.coordinator.decide.validators import refuse_vain
+from shoal.coordinator.decide.validators import refuse_early, refuse_vain
 from shoal.coordinator.rules.storage import appeal_time
 from shoal.coordinator.state.credit import find_appeal
 from shoal.coordinator.state.drift import find_history
@@ -22,7 +22,7 @@ from shoal.ledger.reader import read_event
 from shoal.net.api_error import ApiError
 from shoal.protocol import events
 from shoal.protocol.events import parse_event, read_body
-from shoal.protocol.messages import REJECTED, Finding, SubmissionState, VerdictStatement
+from shoal.protocol.messages import REJECTED, Finding, SubmissionState, VerdictStatement, describe_appeal
 from shoal.util.clock import show_time
 from shoal.util.units import count_things
 
@@ -183,7 +183,9 @@ def _describe_canary(body: events.CanaryGraded) -> str:
 
 def _describe_grades(body: events.VerdictGrades) -> str:
     wrong = [grade.validator for grade in body.grades if not grade.right]
-    return f"validator {', '.join(wrong)} was wrong about it" if wrong else "all validators that judged it were right"
+    if not wrong:
+        return "all validators that judged it were right"
+    return f"validator{'s' * (len(wrong) > 1)} {', '.join(wrong)} {'was' if len(wrong) == 1 else 'were'} wrong about it"
 
 
 def _describe_rest(connection: Connection, row: SubmissionRow, now_ms: int) -> Iterator[str]:
@@ -198,7 +200,7 @@ def _describe_rest(connection: Connection, row: SubmissionRow, now_ms: int) -> I
     if ban is not None and ban.reason == name_shut_out(row.submission):
         yield "Too much work of its owner was rejected, so it was banned. A right appeal lifts the ban."
     if appeal is not None:
-        yield f"The appeal is {appeal.state}."
+        yield f"{describe_appeal(appeal.state).capitalize()}."
     elif row.state in REJECTED and row.dropped:
         yield "Its file was deleted, so it can no longer be appealed."
     elif row.state in REJECTED:
@@ -211,9 +213,11 @@ def _describe_rest(connection: Connection, row: SubmissionRow, now_ms: int) -> I
 
 
 def _find_obstacle(connection: Connection, row: SubmissionRow, now_ms: int) -> str:
-    """Why an appeal would be refused now; empty if there are enough validators for it."""
+    """Why an appeal would be refused now; empty if it would be heard."""
+    view = RunSnapshot(connection, now_ms, read_run(connection).params)
     try:
-        refuse_vain(RunSnapshot(connection, now_ms, read_run(connection).params), row)
+        refuse_early(view, row.owner)
+        refuse_vain(view, row)
     except ApiError as error:
         return error.text
     return ""

@@ -209,9 +209,12 @@ def describe_service(config: ServiceConfig, data: Path, service: CoordinatorServ
     state = "begun" if size <= 2 else "finished" if service.coordinator.cache.finished else "resumed"
     kept = f" (its key is {key}; move it to a safe place)" if key.exists() else ""
     trust = f" --ca {config.ca}" if config.ca else ""
-    joining = [f"shoal node join {service.url} --coordinator {descriptor.coordinator} --owner OWNER.key{trust}"]
+    where = f"{service.url} --coordinator {descriptor.coordinator}"
+    joining = [f"shoal node join {where} --owner OWNER.key{trust}"]
     if descriptor.tasks:  # the run has tasks
-        joining.insert(0, f"shoal worker {service.url} --coordinator {descriptor.coordinator}{trust}")
+        joining.insert(0, f"shoal worker {where}{trust}")
+    if service.coordinator.cache.finished:
+        joining = []
     lines = [
         f"run {config.run}: {state}, {size} events",
         f"  listening    {host}:{port} ({'https' if config.tls_certificate else 'http'})",

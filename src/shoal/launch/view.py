@@ -298,7 +298,7 @@ def _draw_parts(snapshot: SwarmSnapshot, *, is_short: bool = False) -> Table:
         cells = [""] * 5
         if line is not None:
             counts = str(line.accepted), str(line.rejected), f"{line.earned / MICRO:.3f}"
-            cells = [line.owner[:_KEY_CHARS], line.standing.value, *counts]
+            cells = [line.owner[:_KEY_CHARS], line.shown_standing, *counts]
         row = [Text(clean_text(cell)) for cell in (name, *cells, state)]
         row[2].stylize(_STYLES.get(cells[1], ""))
         table.add_row(*row)

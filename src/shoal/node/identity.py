@@ -49,22 +49,23 @@ def load_identity(
     key = Key.open(folder / "node.key")
     path = folder / "delegation.json"
     now_ms = clock()
-    held = _read_delegation(path)
-    if held is not None and owner is None and not (folder / "owner.key").exists():
-        return Identity(key, path.read_bytes())  # signed elsewhere: we have no key to sign another
+    document = path.read_bytes().rstrip(b"\n") if path.exists() else None  # `shoal owner delegate` ends it as a line
+    held = None if document is None else _open_delegation(path, document)
+    if document is not None and owner is None and not (folder / "owner.key").exists():
+        return Identity(key, document)  # signed elsewhere: we have no key to sign another
     owner_key = Key.open(folder / "owner.key") if owner is None else Key.load(owner)
     if held is None or not _is_good(held, owner_key.public, key.public, run, scope, now_ms):
         # Valid from a day ago: the coordinator's clock may be behind ours.
         grant = Grant(key.public, run, now_ms - DAY_MS, now_ms + LIFE_MS, frozenset({scope}), MAX_LEASES)
-        write_atomic(path, sign_delegation(owner_key, grant))
-    return Identity(key, path.read_bytes())
+        document = sign_delegation(owner_key, grant)
+        write_atomic(path, document)
+    assert document is not None, "held or signed now"
+    return Identity(key, document)
 
 
-def _read_delegation(path: Path) -> Delegation | None:
-    if not path.exists():
-        return None
+def _open_delegation(path: Path, document: bytes) -> Delegation:
     try:
-        return open_delegation(path.read_bytes())
+        return open_delegation(document)
     except DocumentError as error:
         raise ConfigError(f"{path}: {error}; remove it, or put the owner's delegation there") from None
 

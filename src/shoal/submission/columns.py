@@ -45,6 +45,7 @@ from shoal.submission.limits import (
     TASK_BYTES,
     SubmissionLimits,
 )
+from shoal.util.units import count_things
 
 _LENGTH = np.dtype("<i4")
 
@@ -182,10 +183,11 @@ def find_excess(sizes: Sequence[int], limits: SubmissionLimits) -> str:
     if any(size != num_rows for spec, size in zip(ARRAYS, sizes, strict=True) if spec.level == 0):
         return "columns of different lengths"
     if not 1 <= num_rows <= limits.max_rollouts:
-        return f"{num_rows} rollouts, allowed are 1 to {limits.max_rollouts}"
+        return f"{count_things(num_rows, 'rollout')}, allowed are 1 to {limits.max_rollouts}"
     for spec, size in zip(ARRAYS, sizes, strict=True):
         if size > (most := num_rows * spec.limit(limits)):
-            return f"{size} elements of {spec.name}, {num_rows} rollouts have at most {most}"
+            rollouts = count_things(num_rows, "rollout")
+            return f"{count_things(size, 'element')} of {spec.name}, allowed are {most} in {rollouts}"
     if (total := count_bytes(sizes)) > limits.decoded_bytes:
         return f"{total} bytes when decoded, allowed are {limits.decoded_bytes}"
     return ""

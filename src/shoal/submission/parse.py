@@ -35,6 +35,7 @@ from shoal.submission.columns import (
     measure_columns,
 )
 from shoal.submission.limits import MAX_FOOTER_BYTES, NO_ROOM, FormError, SubmissionLimits
+from shoal.util.units import count_things
 
 _CODECS = frozenset({"ZSTD", "UNCOMPRESSED"})
 _ENCODINGS = frozenset({"PLAIN", "RLE"})
@@ -136,7 +137,7 @@ def _check_footer(footer: pq.FileMetaData, file_bytes: int, limits: SubmissionLi
     if footer.num_row_groups != 1:
         raise FormError(f"{footer.num_row_groups} row groups, allowed is 1")
     if not 1 <= footer.num_rows <= limits.max_rollouts:
-        raise FormError(f"{footer.num_rows} rollouts, allowed are 1 to {limits.max_rollouts}")
+        raise FormError(f"{count_things(footer.num_rows, 'rollout')}, allowed are 1 to {limits.max_rollouts}")
     if footer.row_group(0).num_rows != footer.num_rows:
         raise FormError("a row group with another number of rows than the file")
     if footer.metadata is not None:
@@ -174,7 +175,8 @@ def _check_chunk(
         raise FormError(f"column {name}: encoded by {', '.join(chunk.encodings)}, allowed is PLAIN")
     per_row, value_bytes = _limit_column(column, limits)
     if not 0 <= chunk.num_values <= num_rows * per_row or (per_row == 1 and chunk.num_values != num_rows):
-        raise FormError(f"column {name}: {chunk.num_values} values, {num_rows} rollouts have {num_rows * per_row}")
+        values, rollouts = count_things(chunk.num_values, "value"), count_things(num_rows, "rollout")
+        raise FormError(f"column {name}: {values}, allowed are {num_rows * per_row} in {rollouts}")
     # An empty list counts as one value, and levels take up to one byte per value.
     most = min(num_rows * (per_row + 1) * (value_bytes + 1) + _CHUNK_SLACK, limits.decoded_bytes)
     if not 0 <= chunk.total_uncompressed_size <= most:

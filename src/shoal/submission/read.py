@@ -56,6 +56,7 @@ from shoal.submission.columns import (
 )
 from shoal.submission.limits import NO_ROOM, FormError, ParserCrashError, SubmissionLimits
 from shoal.submission.write import make_entry
+from shoal.util.units import count_things
 
 MAX_TRIES = 2
 _PROGRAMS = "shoal.submission.parse"
@@ -384,7 +385,7 @@ def _check_column(column: Column, arrays: Arrays, limits: SubmissionLimits) -> N
 def _check_order(groups: np.ndarray, samples: np.ndarray, size: int) -> None:
     """Check for whole groups in ascending order, with the samples of each counted from 0."""
     if len(groups) % size:
-        raise FormError(f"{len(groups)} rollouts, which are no whole groups of {size}")
+        raise FormError(f"{count_things(len(groups), 'rollout')}: no whole groups of {size}")
     _require_rows(samples == np.tile(np.arange(size), len(groups) // size), "sample out of order")
     firsts = groups[::size]
     _require_rows(groups == np.repeat(firsts, size), "group out of order")

@@ -29,6 +29,7 @@ from shoal.toploc.shape_test import check_odds, trace_choices, trace_tails
 from shoal.toploc.threshold import bound_hits
 from shoal.toploc.token_checks import check_ending, check_probability, compare_logprobs, trace_hazard
 from shoal.toploc.verify import BAND, ChunkResult, verify_batch
+from shoal.util.units import count_things
 
 _ODDS = {EvidenceStream.HAZARD: Check.HAZARD, EvidenceStream.TAIL: Check.TAIL, EvidenceStream.SHAPE: Check.SHAPE}
 CHANCE = 256 * BAND / P
@@ -156,7 +157,9 @@ def list_odds(reports: Sequence[RolloutReport]) -> dict[Rival, list[float]]:
 def judge_rivals(reports: Sequence[RolloutReport], calibration: Calibration) -> CheckResult:
     """Whether the odds that a submission was made with other weights are beyond what honest work ever reaches."""
     found, rival = judge_odds(list_odds(reports))
-    return CheckResult(Check.RIVAL, found, -math.log(calibration.share), f"{rival}, {len(reports)} rollouts")
+    return CheckResult(
+        Check.RIVAL, found, -math.log(calibration.share), f"{rival}, {count_things(len(reports), 'rollout')}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

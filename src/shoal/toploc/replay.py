@@ -23,6 +23,7 @@ from shoal.rollout import Finish, Request, Rollout, VersionRange
 from shoal.seeds import uniform_rows
 from shoal.toploc.shape_test import measure_masses, measure_tilts
 from shoal.toploc.token_checks import measure_distances
+from shoal.util.units import count_things
 
 PACK_TOKENS = 2048
 SLICE_ELEMENTS = 2**23
@@ -72,7 +73,7 @@ def admit_rollout(rollout: Rollout, request: Request, model: PreTrainedModel) ->
         raise RolloutError("prompt_ids", "differ from the request's")
     token_ids = _admit_ids("token_ids", rollout.token_ids, config.vocab_size)
     if len(token_ids) > request.max_tokens:
-        raise RolloutError("token_ids", f"{len(token_ids)} tokens, allowed are {request.max_tokens}")
+        raise RolloutError("token_ids", f"{count_things(len(token_ids), 'token')}, allowed are {request.max_tokens}")
     if len(prompt_ids) + len(token_ids) > config.max_position_embeddings:
         raise RolloutError("token_ids", f"more than the model's {config.max_position_embeddings} positions")
     _check_spans(rollout.versions, len(token_ids))

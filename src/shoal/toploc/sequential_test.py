@@ -38,6 +38,7 @@ from shoal.engine.base import CHUNK
 from shoal.toploc.chunks import ChunkStats
 from shoal.toploc.finding import Check, CheckResult
 from shoal.toploc.shape_test import average_wealth
+from shoal.util.units import count_things
 
 FRACTIONS = (0.05, 0.2, 0.5, 0.9)
 NUM_LEVELS = 4
@@ -122,7 +123,9 @@ class SequentialEvidence:
 
     def judge(self, rate: float) -> CheckResult:
         """Whether the evidence ever exceeded what honest work ever exceeds with probability `rate`."""
-        return CheckResult(Check.SEQUENCE, self.peak, -math.log(rate), f"{self.leader}, {self.chunks} chunks")
+        return CheckResult(
+            Check.SEQUENCE, self.peak, -math.log(rate), f"{self.leader}, {count_things(self.chunks, 'chunk')}"
+        )
 
 
 def read_stream(stats: Mapping[str, np.ndarray], stream: EvidenceStream) -> np.ndarray:

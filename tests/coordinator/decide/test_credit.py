@@ -14,7 +14,8 @@ from shoal.coordinator.state.validators import find_validator
 from shoal.identity.delegation import Scope
 from shoal.identity.keys import Key
 from shoal.net.api_error import ApiError
-from shoal.protocol.messages import Action, RedeemAnswer, Standing, SubmissionState, Verdict
+from shoal.net.retry import RETRY_STATUSES
+from shoal.protocol.messages import Action, Heartbeat, RedeemAnswer, Standing, SubmissionState, Verdict
 
 DATABASES = ("sqlite", "postgresql")
 
@@ -246,6 +247,19 @@ def test_a_convicted_owner_that_is_cleared_by_two_gets_all_back(make_world):
     assert list_scores(world, "abcd") == [(0, 0)] * 4, "two against two: it is unknown who lied"
 
 
+def test_a_node_whose_rejection_was_reversed_is_told_what_it_earned_and_of_no_rejection(make_world):
+    world = appoint(make_world(groups_per_batch=50), "d")
+    world.work("w1")
+    submission = world.convict("w1")
+    world.appeal("ann", submission)
+    world.judge("judge-c")
+    world.judge("judge-d")
+    answer = world.coordinator.heartbeat(world.id("w1"), Heartbeat())
+    assert answer.earned == world.query(find_owner, world.owner_id("ann")).earned, "what was burned is no second pay"
+    assert not answer.rejected
+    assert "The appeal was granted." in world.coordinator.explain(submission)
+
+
 def test_wrong_convictions_are_graded_when_more_owners_clear_the_work(make_world):
     world = appoint(make_world(groups_per_batch=50), "de")
     submission = world.convict("w1")
@@ -256,7 +270,8 @@ def test_wrong_convictions_are_graded_when_more_owners_clear_the_work(make_world
     world.judge("judge-e")
     assert state_of(world, submission) == SubmissionState.ACCEPTED
     assert list_scores(world, "abcde") == [(14, 1), (14, 1), (0, 0), (0, 0), (0, 0)], "its point is gone"
-    assert "the work was good" in world.coordinator.explain(submission)
+    names = ", ".join(world.id(f"judge-{name}") for name in "ab")
+    assert f"the work was good; validators {names} were wrong about it" in world.coordinator.explain(submission)
 
 
 def test_clearing_a_cheat_on_appeal_is_graded_when_more_owners_convict_it(make_world):
@@ -367,8 +382,10 @@ def test_appeals_have_their_limits(rich):
     rich.judge("judge-b")
     assert rich.balance("avail", "ann") == 2000
     other = rich.work("w1", Verdict.SOFT)
-    with pytest.raises(ApiError, match="appealed recently"):
+    with pytest.raises(ApiError, match="appealed recently; it may appeal again from ") as caught:
         rich.appeal("ann", other)
+    assert caught.value.status not in RETRY_STATUSES, "a client that retries would say that there is no answer"
+    assert f"but not now: {caught.value.text}" in rich.coordinator.explain(other)
     rich.wait(rich.params.appeal_s + 1)
     with pytest.raises(ApiError, match="has expired"):
         rich.appeal("ann", other)

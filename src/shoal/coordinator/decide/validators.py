@@ -43,6 +43,7 @@ from shoal.coordinator.rules.validator_trust import (
     next_score,
     undo_score,
 )
+from shoal.coordinator.state.credit import last_appeal
 from shoal.coordinator.state.drift import is_watched
 from shoal.coordinator.state.members import OwnerRow, find_node, find_owner, list_named
 from shoal.coordinator.state.queue import JobRow, list_unheard
@@ -53,6 +54,7 @@ from shoal.protocol.events import Ban, NodeStanding, VerdictGrade, VerdictGrades
 from shoal.protocol.messages import Standing, SubmissionState, Verdict
 from shoal.protocol.outcome import REJECTIONS, Vote, agrees, list_majority
 from shoal.protocol.params import MILLION
+from shoal.util.clock import show_time
 from shoal.util.units import count_things
 
 BOND = ("stake", "unbond")
@@ -103,6 +105,14 @@ def _is_awaited(decision: Decision, job: JobRow, heard: Mapping[str, int]) -> bo
     submission = require_row(find_submission(decision.connection, job.submission), "every job has a submission")
     spent = set(_list_heard(decision, submission))
     return any(heard_ms > job.since_ms for owner, heard_ms in heard.items() if owner not in spent)
+
+
+def refuse_early(decision: RunView, owner: str) -> None:
+    """Reject an appeal that follows the owner's last one too soon."""
+    last, every_s = last_appeal(decision.connection, owner), decision.params.appeal_every_s
+    if last and decision.now_ms < (next_ms := last + 1000 * every_s):
+        text = f"this owner appealed recently; it may appeal again from {show_time(next_ms)} on"
+        raise ApiError(409, "too_early", text)
 
 
 def refuse_vain(decision: RunView, submission: SubmissionRow) -> None:

@@ -12,7 +12,7 @@ from shoal.coordinator.decide.validators import is_clear, read_votes
 from shoal.coordinator.rules.storage import appeal_time
 from shoal.coordinator.rules.suspicion import is_doubtful
 from shoal.coordinator.state.canaries import is_revealed
-from shoal.coordinator.state.credit import find_appeal, last_appeal
+from shoal.coordinator.state.credit import find_appeal
 from shoal.coordinator.state.members import find_ban, find_node
 from shoal.coordinator.state.queue import JobRow, find_job, list_waiting
 from shoal.coordinator.state.run import count_away
@@ -129,9 +129,7 @@ def open_appeal(decision: Decision, signed: SignedAppeal, *, removing: Collectio
         raise ApiError(
             410, "dropped", "the file was deleted, because this owner has no accepted work and room is short"
         )
-    if (last := last_appeal(decision.connection, owner)) and decision.now_ms < last + 1000 * params.appeal_every_s:
-        wait_s = (last - decision.now_ms) // 1000 + params.appeal_every_s
-        raise ApiError(429, "too_many", "this owner appealed recently", retry_after_s=max(1, wait_s))
+    validators.refuse_early(decision, owner)
     validators.refuse_vain(decision, submission)
     if read_accounts(decision.connection, owner, "avail")["avail"] < params.appeal_fee:
         raise ApiError(402, "fee", f"an appeal costs {params.appeal_fee} micro-credits, returned if it succeeds")

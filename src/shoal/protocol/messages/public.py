@@ -186,6 +186,11 @@ class LeaderLine(Message):
     scopes: tuple[str, ...] = ()
     """what its nodes may do: work, validate, train, relay"""
 
+    @property
+    def shown_standing(self) -> str:
+        """Its standing, empty for an owner on probation without workers: only accepted work ends a probation."""
+        return "" if self.standing is Standing.PROBATION and "work" not in self.scopes else self.standing.value
+
 
 KeyPrefix = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8,64}$")]
 MAX_OWNERS, MAX_NODES, MAX_REJECTIONS = 4, 8, 8

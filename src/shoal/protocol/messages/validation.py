@@ -207,6 +207,12 @@ class AppealAnswer(Message):
     fee: Number
 
 
+def describe_appeal(state: str) -> str:
+    """What became of an appeal, for its owner: the states name what happened to the rejection."""
+    became = {"open": "is open", "upheld": "was denied; the rejection stands", "reversed": "was granted"}
+    return f"the appeal {became[state]}"
+
+
 MAX_SITTINGS = 64
 
 
