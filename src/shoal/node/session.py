@@ -142,6 +142,8 @@ class Session:
         """the role's state, read before each heartbeat"""
         self.on_heartbeat: Callable[[HeartbeatAnswer], None] = lambda _: None
         """called with each answer"""
+        self._is_open = False
+        """whether a heartbeat was answered"""
         self._problem = ""
         self._full: Wait | None = None
         """since answers cannot be stored"""
@@ -178,8 +180,9 @@ class Session:
     async def open(self) -> None:
         """Join if needed and wait for the first answer, however long that takes."""
         self.answer = await self.waits.retry_forever(
-            _JOINING, self._begin, waiting_for="the coordinator", timeout_s=JOIN_S
+            _JOINING, self._heartbeat, waiting_for="the coordinator", timeout_s=JOIN_S
         )
+        self._is_open = True
         self.params = await self.ask_coordinator("parameters", self.client.read_params)
         node, owner = self.identity.key.public, self.identity.owner
         logger.info(f"joined run {self.descriptor.run} as node {node} of owner {owner}")
@@ -251,17 +254,6 @@ class Session:
                 look = f"shoal explain {self.client.url} {notice.submission}"
                 logger.warning(f"{notice.submission} was rejected ({notice.state}, {notice.because}): {look}")
 
-    async def _begin(self) -> HeartbeatAnswer:
-        try:
-            return await self._heartbeat()
-        except UnreachableError as error:
-            if self._finished_path.exists():
-                text = f"run {self.descriptor.run} is finished, and its coordinator does not answer any more"
-                raise FinishedError(f"{text}: {error}") from None
-            if self._has_joined():  # nothing here tells an outage from the end of a run that the node did not see
-                raise UnreachableError(f"{error}; if it stays away, ask the operator whether the run is over") from None
-            raise
-
     async def _heartbeat(self) -> HeartbeatAnswer:
         """Send one heartbeat; join first if not joined yet or no longer known to the coordinator."""
         try:
@@ -274,8 +266,19 @@ class Session:
                     raise
             await self._join()
             return await self._send_heartbeat()
+        except UnreachableError as error:
+            raise error if self._is_open else self._explain_silence(error) from None
         except (RefusedError, ForkError, InvalidDocumentError) as error:
             raise end_session(error) from None
+
+    def _explain_silence(self, error: UnreachableError) -> Exception:
+        """What the silence of the coordinator means for a node that starts."""
+        if self._finished_path.exists():
+            text = f"run {self.descriptor.run} is finished, and its coordinator does not answer any more"
+            return FinishedError(f"{text}: {error}")
+        if self._has_joined():  # nothing here tells an outage from the end of a run that the node did not see
+            return UnreachableError(f"{error}; if it stays away, ask the operator whether the run is over")
+        return error
 
     async def _join(self) -> None:
         """Joining takes work, so it is recorded on disk; a renewed delegation must be presented again."""
