@@ -256,6 +256,9 @@ def test_sft_prints_where_its_policy_is(calls: list[Call], capsys: pytest.Captur
     assert capsys.readouterr().out == "warm\n"
 
 
+NO_RUN = "is not a run directory, it has no config.toml; to evaluate a checkpoint or model: shoal"
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
@@ -266,7 +269,7 @@ def test_sft_prints_where_its_policy_is(calls: list[Call], capsys: pytest.Captur
         (["eval", "--run", "none"], "shoal: none: no such run directory or config file\n"),
         (["eval", "seed=1", "--run", "none"], "shoal: none: no such run directory or config file\n"),
         (["eval", "runs/none"], "shoal: runs/none: no such run directory or config file\n"),
-        (["eval", "."], "shoal: config.toml: no such file\n"),
+        (["eval", "."], f"shoal: .: {NO_RUN} eval RUN --models .\n"),
     ],
 )
 def test_a_mistake_is_one_sentence_on_stderr_and_exit_code_2(

@@ -74,9 +74,9 @@ class LiveRun:
         printed = self.folder / "printed"
         printed.write_bytes(b"")
         self.process = self.warm.start("coordinator", self.config, *flags, out=printed, err=self.folder / "log")
-        join = f"shoal node join {self.url} --coordinator "
-        await_true(lambda: join in printed.read_text() or self.process.poll() is not None, "coordinator")
-        assert join in printed.read_text(), (self.folder / "log").read_text()
+        listening = f"listening    {self.url.removeprefix('http://')}"
+        await_true(lambda: listening in printed.read_text() or self.process.poll() is not None, "coordinator")
+        assert listening in printed.read_text(), (self.folder / "log").read_text()
 
     def kill(self, number: int = signal.SIGKILL) -> int:
         assert self.process is not None
