@@ -26,7 +26,7 @@ def use_fork_server(work: Callable[[ForkServer], Awaitable[Any]], *modules: str)
             async with asyncio.timeout(PATIENCE_S):
                 return await work(server)
         finally:
-            server.close()
+            await server.close()
 
     return asyncio.run(go())
 
@@ -69,7 +69,7 @@ def test_parts_outlive_their_server(tmp_path: Path) -> None:
             part = ForkedProcess(server.fork(list_origin(tmp_path), log))
             while not (tmp_path / "origin").exists():
                 await asyncio.sleep(0.02)
-            server.close()
+            await server.close()
             await asyncio.sleep(0.2)
             assert part.returncode is None
             with pytest.raises(ForkServerError):
@@ -78,22 +78,6 @@ def test_parts_outlive_their_server(tmp_path: Path) -> None:
         return await part.wait()
 
     assert use_fork_server(work) == 0
-
-
-def test_a_server_imports_before_a_loop_runs(tmp_path: Path) -> None:
-    server = ForkServer(os.environ, ())
-    server.start()
-    server.start()  # there is one already
-
-    async def work() -> int:
-        await server.wait_ready()
-        with open_log(tmp_path, "key") as log:
-            return await ForkedProcess(server.fork(("keygen", str(tmp_path / "key")), log)).wait()
-
-    try:
-        assert asyncio.run(work()) == 0
-    finally:
-        server.close()
 
 
 def test_a_server_that_cannot_import_says_so() -> None:

@@ -38,7 +38,6 @@ from typing import IO, NoReturn
 
 from shoal.sandbox import linux
 
-HAS_FORKS = sys.platform == "linux" and hasattr(os, "pidfd_open")
 START_TIMEOUT_S, FORK_TIMEOUT_S = 120.0, 20.0
 MODULES = (
     "shoal.trainer.evaluator",
@@ -146,7 +145,7 @@ class ForkServerError(Exception):
 
 
 class ForkServer:
-    """The launcher's side. It imports beside whatever the launcher does between `start` and `wait_ready`."""
+    """The launcher's side. Started when it is first needed."""
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = MODULES) -> None:
         self._environment, self._modules = environment, modules
@@ -157,7 +156,7 @@ class ForkServer:
     async def wait_ready(self) -> None:
         """Until it has imported everything; `ForkServerError` if it cannot."""
         if self._ready is None:
-            self._ready = asyncio.create_task(self._wait_ready())
+            self._ready = asyncio.create_task(self._start())
         await asyncio.shield(self._ready)
 
     def fork(self, arguments: Sequence[str], log: IO[bytes]) -> int:
@@ -176,20 +175,20 @@ class ForkServer:
             raise ForkServerError("the fork server has ended, or this machine cannot start another process")
         return int(answer)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End it; its forks live on."""
         if self._ready is not None:
             self._ready.cancel()
+            await asyncio.gather(self._ready, return_exceptions=True)
         if self._channel is not None:
             self._channel.close()
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            await asyncio.to_thread(self._process.wait)
 
-    def start(self) -> None:
-        """Start its imports, unless they were started; only Linux has fork servers."""
-        if self._process is not None or not HAS_FORKS:
-            return
+    async def _start(self) -> None:
+        if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+            raise ForkServerError("forks need Linux")
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             words = (str(theirs.fileno()), *self._modules, "." * _TITLE_CHARS)
@@ -204,11 +203,6 @@ class ForkServer:
                 preexec_fn=bind_to_parent(),  # noqa: PLW1509 - it calls the kernel and nothing else
             )
         self._channel.setblocking(False)
-
-    async def _wait_ready(self) -> None:
-        self.start()
-        if self._channel is None:
-            raise ForkServerError("forks need Linux")
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 answer = await asyncio.get_running_loop().sock_recv(self._channel, 64)

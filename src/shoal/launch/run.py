@@ -18,7 +18,7 @@ from shoal.launch.cpu_usage import CpuMeter, add_costs
 from shoal.launch.layout import SwarmPaths
 from shoal.launch.parts import list_parts
 from shoal.launch.prepare import PreparedSwarm, log_checks, prepare_swarm
-from shoal.launch.process import ForkServer, Part, read_last_line
+from shoal.launch.process import Part, read_last_line
 from shoal.launch.report import write_report
 from shoal.launch.settings import LaunchConfig
 from shoal.launch.supervisor import Supervisor
@@ -44,15 +44,14 @@ def start_swarm(config: LaunchConfig, *, fresh: bool = False) -> tuple[int, str]
             "swarm.hosts: this run is spread over several machines; `shoal prepare` prints what to type where"
         )
     layout = SwarmPaths.of(config)
-    with hold_swarm(layout, fresh=fresh), closing(ForkServer(make_environment(config.swarm.threads))) as fork_server:
-        fork_server.start()  # it imports while the first version is made
+    with hold_swarm(layout, fresh=fresh):
         prepared = prepare_swarm(config, layout)
         if is_finished(config, layout.root):
             logger.warning(describe_finished(config))
         else:
             log_checks(prepared)
             logger.info(f"run {config.run} in {layout.root}, coordinator at {prepared.url}")
-            if code := asyncio.run(supervise_swarm(prepared, fork_server)):
+            if code := asyncio.run(supervise_swarm(prepared)):
                 return code, ""
             logger.info(f"run {config.run} is finished: {config.steps} of {config.steps} steps trained and evaluated")
         return 0, write_report(prepared)
@@ -72,9 +71,9 @@ def hold_swarm(layout: SwarmPaths, *, fresh: bool = False) -> Iterator[None]:
         os.close(lock)
 
 
-async def supervise_swarm(prepared: PreparedSwarm, fork_server: ForkServer) -> int:
+async def supervise_swarm(prepared: PreparedSwarm) -> int:
     """Start all parts, show how they do, and stop them; 0 if the run came to its end, and else why not."""
-    supervisor = open_supervisor(prepared, list_parts(prepared), fork_server)
+    supervisor = open_supervisor(prepared, list_parts(prepared))
     meter = CpuMeter(supervisor)
     with closing(SnapshotReader(prepared, supervisor)) as reader:
         code = await run_parts(supervisor, meter.run(), View(reader).run(), _announce_key(prepared))
@@ -91,11 +90,9 @@ async def _announce_key(prepared: PreparedSwarm) -> None:
     logger.info(f"to join from this machine: shoal worker {prepared.url} --coordinator {key}")
 
 
-def open_supervisor(
-    prepared: PreparedSwarm, parts: Sequence[Part], fork_server: ForkServer | None = None
-) -> Supervisor:
+def open_supervisor(prepared: PreparedSwarm, parts: Sequence[Part]) -> Supervisor:
     """A supervisor of parts of a swarm."""
-    return Supervisor(parts, prepared.layout.logs, make_environment(prepared.config.swarm.threads), fork_server)
+    return Supervisor(parts, prepared.layout.logs, make_environment(prepared.config.swarm.threads))
 
 
 async def run_parts(

@@ -70,13 +70,7 @@ class PartState:
 class Supervisor:
     """Starts parts and restarts those that die."""
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        logs: Path,
-        environment: Mapping[str, str],
-        fork_server: ForkServer | None = None,
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], logs: Path, environment: Mapping[str, str]) -> None:
         assert len({part.name for part in parts}) == len(parts), "every part has a name of its own"
         self.states = {part.name: PartState(part) for part in parts}
         self.events: deque[str] = deque(maxlen=_MAX_EVENTS)
@@ -84,7 +78,7 @@ class Supervisor:
         self.logs, self._environment = logs, dict(environment)
         self.is_stopping = False
         """whether the parts are being stopped: what one prints then is no alarm"""
-        self._fork_server = ForkServer(self._environment) if fork_server is None else fork_server
+        self._fork_server = ForkServer(self._environment)
 
     async def run(self, until: Callable[[], bool], stop: asyncio.Event) -> bool:
         """Supervise the parts until all that end by themselves have and `until` holds, or until `stop` is set.
@@ -104,7 +98,7 @@ class Supervisor:
             await asyncio.gather(*watches, return_exceptions=True)
             # One may have been starting while the others were stopped.
             await _stop([state.process for state in self.states.values() if state.process is not None])
-            self._fork_server.close()
+            await self._fork_server.close()
         return finished
 
     def kill_all(self) -> None:
