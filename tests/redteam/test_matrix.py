@@ -42,6 +42,7 @@ def make_tally(pieces: Sequence[SubmissionSummary], *, credit: int = 0, **standi
         summary="",
         group_size=4,
         price=1,
+        repeated=6,
         submissions={owner: [piece for piece in every if piece.owner == owner] for owner in owners},
         balances={CHEAT: balance},
         standings={WORKER: Standing.GOOD, CHEAT: standings.get("cheat", Standing.PROBATION)},

@@ -137,6 +137,7 @@ def read_field(field: RedTeamSwarm) -> LedgerSummary:
         summary="3 events",
         group_size=4,
         price=1,
+        repeated=6,
         submissions={worker: [good], "c" * 64: [bad]},
         balances={"c" * 64: OwnerBalance()},
         standings={worker: Standing.GOOD, "c" * 64: Standing.BANNED},

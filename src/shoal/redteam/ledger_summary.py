@@ -77,6 +77,8 @@ class LedgerSummary:
     group_size: int
     price: int
     """micro-credits per token"""
+    repeated: int
+    """rejections after which an owner without accepted work is banned, whatever their cause"""
     submissions: Mapping[str, list[SubmissionSummary]]
     """by owner, in the order of commitment"""
     balances: Mapping[str, OwnerBalance]
@@ -109,6 +111,7 @@ def read_ledger_summary(ledger: Path) -> LedgerSummary:
                 or f"{report.num_events:,} events, {report.num_postings:,} postings, {report.num_heads:,} signed heads",
                 group_size=params.group_size,
                 price=params.price,
+                repeated=2 * params.limit_after,
                 submissions=_read_submissions(connection),
                 balances=_read_balances(connection),
                 standings={str(row[0]): Standing(row[1]) for row in connection.execute(_OWNERS)},

@@ -40,8 +40,6 @@ class Proportion:
 
 MAX_SUBMISSIONS = 3
 """a new owner that cheats must be convicted within this many submissions"""
-REPEATED = 6
-"""rejections after which an owner without accepted work is banned, whatever their cause"""
 SLACK, USUAL_SUBMISSIONS = 0.25, 12
 """allowed gain over honest work of the same size for an attack that is not caught, at that many submissions: tasks
 differ in length, and so do the answers of successive versions. With fewer submissions the mean is less certain"""
@@ -324,7 +322,7 @@ def _check_rejected(
     others = [state for state, count in decided.items() if count > 0 and state is not wanted]
     if others or not decided[wanted]:
         return f"not always rejected as {wanted.value}: {_describe(outcome.states)}"
-    if decided[wanted] < REPEATED and any(ledger.standings.get(owner) is Standing.BANNED for owner in owners):
+    if decided[wanted] < ledger.repeated and any(ledger.standings.get(owner) is Standing.BANNED for owner in owners):
         return "banned for something that an outdated version could cause"
     return "" if outcome.by_liar or not outcome.left else f"kept {outcome.left} micro-credits"
 
