@@ -1,6 +1,7 @@
 """TARGET-SHORT and TARGET-LONG: does a model learn the length requested in its prompt, and what makes it learn?
 
     python bench/length.py [--quick] [--json] [--arms ARM ...] [--seeds N ...] [--only ARM:SEED]
+    python bench/length.py --model DIR [--quick] [--json] [--seeds N ...]       SmolLM2-135M-Instruct, real words
 
 INTELLECT-2's two sets of targets, divided by 333. The model is fine-tuned on demonstrations of which three in ten match
 the target in their prompt; the others have any length. All are correct answers. Each run is single-threaded and is not
@@ -12,14 +13,34 @@ repeated once it exists; `--only long:0` does one run and exits.
     deaf          long, from a start whose demonstrations were unrelated to the targets in their prompts
     filtered      long, with the online filter: groups whose answers are all right or all wrong are replaced
     centred       long, advantages not divided by the group's standard deviation
+
+With `--model` (see examples/smollm.toml) a pretrained model writes sentences under those rules of `rules:COUNT` that
+limit neither words nor letters. Its two sets of targets are INTELLECT-2's, divided by 167. The prompt counts words,
+which it knows from its pretraining; the reward counts tokens.
 """
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from common import SEEDS, Lines, build_parser, find_policy, finish, mean, open_plots, save_picture, train_arm
+from common import (
+    OUT,
+    SEEDS,
+    Lines,
+    build_parser,
+    find_policy,
+    finish,
+    mean,
+    open_plots,
+    run_arms,
+    save_picture,
+    train_arm,
+)
+from shoal.tasks.sets.record import dump_record
+from shoal.tasks.sets.rules import make_rules
 from shoal.train.report import pick_series
 
 CONFIG = "examples/length.toml"
@@ -42,16 +63,35 @@ OVERRIDES = {
     "centred": ["learner.advantage=centred"],
 }
 START = ["steps=0", "eval.tasks=8", name_targets(sorted({*SHORT, *LONG}))]
+MODEL_CONFIG, NUM_TASKS = "examples/smollm.toml", 2300
+MODEL_TARGETS = {"smollm-short": [6, 12, 18, 24], "smollm-long": [12, 24, 36, 48, 60]}
+MODEL_SETTINGS = [
+    "engine.max_tokens=72",
+    "batch.groups=4",
+    "checkpoint.every=1000",
+    "batch.filter=false",
+    "learner.advantage=zscore",
+    "length.mode=exact",
+    "length.alpha=0.02",
+    'length.template="{prompt} Use exactly {target} words."',
+]
+FREE_RULES = ("english_lowercase", "existence", "no_comma")
+"""rules that any length can satisfy"""
+TARGETS |= MODEL_TARGETS
 PASSES = {"sampled": "eval/pass_at_1", "greedy": "eval/greedy"}
 
 
 def main() -> None:
     parser = build_parser(__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="ARM:SEED", help="do this run and exit")
-    parser.add_argument("--arms", nargs="+", choices=list(TARGETS), help="compare these (default: all)")
+    parser.add_argument("--arms", nargs="+", choices=list(OVERRIDES), help="compare these (default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="with these seeds (default: 0 1 2)")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="measure this SmolLM2 instead of the tiny model")
     flags = parser.parse_args()
-    steps, seeds, names = (16, SEEDS[:1], ["long", "control"]) if flags.quick else (60, SEEDS, list(TARGETS))
+    if flags.model is not None:
+        measure_model(flags)
+        return
+    steps, seeds, names = (16, SEEDS[:1], ["long", "control"]) if flags.quick else (60, SEEDS, list(OVERRIDES))
     names, seeds = flags.arms or names, flags.seeds or seeds
     if flags.only:
         arm, _, seed = flags.only.partition(":")
@@ -60,6 +100,21 @@ def main() -> None:
     runs = {arm: [run_arm(arm, seed, steps) for seed in seeds] for arm in names}
     if not flags.quick:
         draw(runs)
+    show(flags, runs)
+
+
+def measure_model(flags: argparse.Namespace) -> None:
+    """The pretrained model with both sets of targets."""
+    steps, seeds = (4, SEEDS[:1]) if flags.quick else (40, SEEDS)
+    OUT.mkdir(parents=True, exist_ok=True)
+    tasks = OUT / "free-rules.jsonl"
+    records = (record for record in make_rules(NUM_TASKS) if record.id.split("-")[1] in FREE_RULES)
+    tasks.write_bytes(b"".join(dump_record(record) + b"\n" for record in records))
+    place = [f"policy.path={flags.model.resolve()}", f"tasks.set={tasks}", f"steps={steps}", *MODEL_SETTINGS]
+    arms = {arm: [*place, name_targets(targets)] for arm, targets in MODEL_TARGETS.items()}
+    runs = run_arms(arms, config=MODEL_CONFIG, seeds=flags.seeds or seeds, tag="length")
+    if not flags.quick:
+        draw_model(runs)
     show(flags, runs)
 
 
@@ -129,6 +184,23 @@ def collect_figures(runs: dict[str, list[Lines]]) -> dict[str, float]:
             figures[f"{arm}_{name}_before"] = mean([curve[0] for curve in curves])
             figures[f"{arm}_{name}_after"] = mean([curve[-1] for curve in curves])
     return figures
+
+
+def draw_model(runs: Mapping[str, Sequence[Lines]]) -> None:
+    figure, (errors, passes) = open_plots().subplots(1, 2, figsize=(9.5, 3.6), dpi=120)
+    for place, (arm, seeds) in enumerate(runs.items()):
+        errors.axhline(best_constant(TARGETS[arm]), color=f"C{place}", linestyle=":", linewidth=1)
+        for seed, lines in enumerate(seeds):
+            label = "" if seed else arm
+            errors.plot(*error_curve(lines, TARGETS[arm]), color=f"C{place}", alpha=0.7, label=label)
+            for style, metric in zip(("-", "--"), PASSES.values(), strict=True):
+                passes.plot(*pick_series(lines, metric), style, color=f"C{place}", alpha=0.7)
+    errors.set(xlabel="step", ylabel="budget error, held-out (tokens)", ylim=(0, None))
+    passes.set(xlabel="step", ylabel="held-out pass rate, sampled (-) and greedy (--)", ylim=(0, 1))
+    errors.legend(frameon=False, fontsize=8)
+    for panel in (errors, passes):
+        panel.grid(alpha=0.3)
+    save_picture(figure, "length_smollm.png")
 
 
 def draw(runs: dict[str, list[Lines]]) -> None:

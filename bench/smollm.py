@@ -1,19 +1,18 @@
 """A real pretrained model in a real swarm: the effect of examples/smollm.toml, before and after, rule by rule.
 
-    shoal run examples/smollm.toml
-    python bench/smollm.py [--run runs/smollm-seed0] [--quick] [--json]
+    for seed in 0 1 2; do shoal run examples/smollm.toml seed=$seed swarm.trainer_ranks=2; done
+    python bench/smollm.py [--runs runs/smollm-seed*] [--quick] [--json]
 
-Both ends of a finished run are evaluated on the same held-out tasks with the same seeds, sampled and greedy, and a few
-of their answers are printed next to each other. Nothing is trained here.
+Both ends of each finished run are evaluated on the same held-out tasks with the same seeds, sampled and greedy, and a
+few answers of the first run are printed next to each other. Nothing is trained here.
 """
 
-import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import build_parser, finish, picture_path
+from common import SEEDS, build_parser, finish, mean, picture_path
 from shoal.config.run import EvalConfig, RunConfig, load_config
 from shoal.engine import open_engine
 from shoal.errors import ConfigError
@@ -51,15 +50,25 @@ class End:
 
 def main() -> None:
     parser = build_parser(__doc__.splitlines()[0])
-    parser.add_argument("--run", type=Path, default=Path("runs/smollm-seed0"), metavar="DIR", help="%(default)s")
+    runs = [Path(f"runs/smollm-seed{seed}") for seed in SEEDS]
+    parser.add_argument("--runs", type=Path, nargs="+", default=runs, metavar="DIR", help="runs/smollm-seed0, 1, 2")
     flags = parser.parse_args()
-    config = load_config(flags.run / "launch" / "run.toml")
     tasks, samples = QUICK if flags.quick else FULL
     evals = EvalConfig(tasks=tasks, samples=samples, k=samples)
-    before, after = (measure_end(config, evals, folder) for folder in find_ends(flags.run))
+    pairs = [measure_run(run, evals) for run in flags.runs]
     if not flags.quick:
-        draw_curves(picture_path("smollm.png"), [("SmolLM2-135M", list(read_lines(flags.run)))])
-    finish(flags, format_tables(config, evals, before, after), collect_figures(flags, before, after))
+        curves = [(run.name, list(read_lines(run))) for run in flags.runs]
+        draw_curves(picture_path("smollm.png"), curves)
+    config = load_config(flags.runs[0] / "launch" / "run.toml")
+    table = "\n".join([*format_tables(flags.runs, pairs), "", *show_examples(config, evals, *pairs[0])])
+    finish(flags, table, collect_figures(flags.runs, pairs))
+
+
+def measure_run(run: Path, evals: EvalConfig) -> tuple[End, End]:
+    """Both ends of a run."""
+    config = load_config(run / "launch" / "run.toml")
+    before, after = (measure_end(config, evals, folder) for folder in find_ends(run))
+    return before, after
 
 
 def find_ends(run: Path) -> tuple[Path, Path]:
@@ -80,32 +89,34 @@ def measure_end(config: RunConfig, evals: EvalConfig, folder: Path) -> End:
     return End(summarise_groups(groups, evals), groups, texts)
 
 
-def rate_rules(end: End) -> dict[str, tuple[Estimate, Estimate]]:
+def rate_rules(groups: Sequence[Group]) -> dict[str, tuple[Estimate, Estimate]]:
     """Sampled and greedy pass rates by rule, which a task's id names."""
     by_rule: dict[str, list[Group]] = defaultdict(list)
-    for group in end.groups:
+    for group in groups:
         by_rule[group.task_id.split("-")[1]].append(group)
     rates = {}
-    for rule, groups in sorted(by_rule.items()):
-        right = [[score.value >= 1.0 for score in group.scores] for group in groups]
+    for rule, own in sorted(by_rule.items()):
+        right = [[score.value >= 1.0 for score in group.scores] for group in own]
         sampled = estimate_rate([sum(row[:-1]) / (len(row) - 1) for row in right])
         rates[rule] = sampled, estimate_share(sum(row[-1] for row in right), len(right))
     return rates
 
 
-def format_tables(config: RunConfig, evals: EvalConfig, before: End, after: End) -> str:
-    head = "| held-out tasks | tasks | sampled, before | after | greedy, before | after |"
-    rows = [head, "|---" * 6 + "|"]
-    ends = [end.result for end in (before, after)]
-    cells = [ends[0].pass_1, ends[1].pass_1, ends[0].greedy, ends[1].greedy]
-    rows.append(f"| all | {len(before.groups)} | " + " | ".join(map(str, cells)) + " |")
-    ruled = rate_rules(before), rate_rules(after)
+def format_tables(runs: Sequence[Path], pairs: Sequence[tuple[End, End]]) -> list[str]:
+    """A row for each run, then one for each rule over all runs."""
+    rows = ["| held-out tasks | tasks | sampled, before | after | greedy, before | after |", "|---" * 6 + "|"]
+    for run, (before, after) in zip(runs, pairs, strict=True):
+        ends = before.result, after.result
+        cells = [len(before.groups), *(end.pass_1 for end in ends), *(end.greedy for end in ends)]
+        rows.append(f"| {run.name} | {' | '.join(map(str, cells))} |")
+    groups = [[group for pair in pairs for group in pair[place].groups] for place in (0, 1)]
+    ruled = [rate_rules(own) for own in groups]
     for rule in ruled[0]:
-        count = sum(group.task_id.split("-")[1] == rule for group in before.groups)
-        cells = [ruled[0][rule][0], ruled[1][rule][0], ruled[0][rule][1], ruled[1][rule][1]]
-        rows.append(f"| {rule} | {count} | " + " | ".join(map(str, cells)) + " |")
-    lengths = f"tokens per answer, sampled: {ends[0].mean_length} before, {ends[1].mean_length} after"
-    return "\n".join([*rows, "", lengths, "", *show_examples(config, evals, before, after)])
+        count = sum(group.task_id.split("-")[1] == rule for group in groups[0])
+        cells = [count, *(rates[rule][kind] for kind in (0, 1) for rates in ruled)]
+        rows.append(f"| {rule}, all runs | {' | '.join(map(str, cells))} |")
+    lengths = [", ".join(f"{pair[place].result.mean_length.value:.1f}" for pair in pairs) for place in (0, 1)]
+    return [*rows, "", f"tokens per answer, sampled: {lengths[0]} before, {lengths[1]} after"]
 
 
 def show_examples(config: RunConfig, evals: EvalConfig, before: End, after: End) -> list[str]:
@@ -126,16 +137,15 @@ def show_examples(config: RunConfig, evals: EvalConfig, before: End, after: End)
     return lines
 
 
-def collect_figures(flags: argparse.Namespace, before: End, after: End) -> dict[str, float]:
-    lines = [line for line in read_lines(flags.run) if "time" in line]
-    return {
-        "sampled_before": before.result.pass_1.value,
-        "sampled_after": after.result.pass_1.value,
-        "greedy_before": before.result.greedy.value,
-        "greedy_after": after.result.greedy.value,
-        "tasks": len(before.groups),
-        "run_s": max(line["time"] for line in lines) - min(line["time"] for line in lines),
-    }
+def collect_figures(runs: Sequence[Path], pairs: Sequence[tuple[End, End]]) -> dict[str, float]:
+    """Means over the runs, and the smallest gain of one."""
+    times = [[line["time"] for line in read_lines(run) if "time" in line] for run in runs]
+    figures = {"runs": len(runs), "tasks": len(pairs[0][0].groups), "run_s": mean([max(t) - min(t) for t in times])}
+    for name, kind in (("sampled", "pass_1"), ("greedy", "greedy")):
+        before, after = ([getattr(pair[place].result, kind).value for pair in pairs] for place in (0, 1))
+        figures |= {f"{name}_before": mean(before), f"{name}_after": mean(after)}
+        figures[f"{name}_gain_min"] = min(last - first for first, last in zip(before, after, strict=True))
+    return figures
 
 
 if __name__ == "__main__":

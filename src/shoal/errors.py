@@ -31,3 +31,8 @@ class UnavailableError(Exception):
 
 class UnreachableError(Exception):
     """No usable answer from another machine after all retries; the text describes the last attempt."""
+
+    def __init__(self, text: str, *, is_busy: bool = False) -> None:
+        super().__init__(text)
+        self.is_busy = is_busy
+        """whether it answered that there are too many requests"""

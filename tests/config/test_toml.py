@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from shoal.config.run import RunConfig, dump_config, load_config
 from shoal.config.toml import dump_toml, parse_value
+from shoal.errors import ConfigError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 VALUES = st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT
@@ -44,6 +45,14 @@ def test_dumped_settings_are_a_file_that_loads(tmp_path: Path) -> None:
     config = load_config(None, ["tasks.options.length=6", 'tasks.options."odd key"=1', "learner.lr=1e-06"])
     (tmp_path / "a.toml").write_text(dump_config(config), encoding="utf-8")
     assert load_config(tmp_path / "a.toml") == config
+
+
+def test_a_file_of_tasks_in_the_place_of_settings_is_refused_with_the_setting_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"prompt": "1 + 1 =", "answer": "2"}')
+    with pytest.raises(ConfigError, match=f"expected a TOML file .* tasks.set={path}"):
+        load_config(path)
+    assert load_config(None, [f"tasks.set={path}"]).tasks.set == [str(path)]
 
 
 @given(st.text())

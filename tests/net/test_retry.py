@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from shoal.commands.common import explain_error
 from shoal.errors import UnreachableError
 from shoal.identity.keys import Key
 from shoal.identity.signer import RequestSigner
@@ -59,6 +60,15 @@ def test_what_may_happen_to_a_request_on_its_way_is_not_final(code: str) -> None
     refusal = HttpResponse(400, f'{{"code":"{code}","text":"no"}}'.encode(), None, is_signed=True)
     good = HttpResponse(200, b"{}", None, is_signed=True)
     assert ask(refusal, good) == good
+
+
+def test_a_server_that_asks_to_wait_is_told_from_one_that_does_not_answer() -> None:
+    words = b'{"code":"too_many","text":"too many requests; try again in 1 s"}'
+    for is_signed in (True, False):
+        with pytest.raises(UnreachableError, match="too many requests") as raised:
+            ask(HttpResponse(429, words, None, is_signed=is_signed))
+        assert raised.value.is_busy is is_signed
+        assert explain_error(raised.value).startswith("too many" if is_signed else "the coordinator does not answer")
 
 
 def test_without_a_key_every_refusal_is_final() -> None:

@@ -183,6 +183,7 @@ def result() -> EvalResult:
         pass_1=estimate_share(50, 200),
         pass_k=estimate_share(120, 200),
         greedy=estimate_share(0, 200),
+        reward=estimate_mean([0.5, 0.25]),
         mean_length=estimate_mean([3.0, 5.0]),
     )
 
@@ -194,6 +195,7 @@ def test_the_markdown_form_is_a_table(result: EvalResult) -> None:
     assert [line.split("|")[1].strip() for line in lines[3:]] == [
         "pass@4, sampled",
         "pass@1, greedy",
+        "mean reward, sampled",
         "mean length (tokens)",
     ]
     assert {line.count("|") for line in lines} == {4}
@@ -211,7 +213,7 @@ def test_the_json_form_holds_every_figure_with_its_interval(result: EvalResult) 
 
 
 def test_metrics_carry_the_names_of_the_console_and_the_report(result: EvalResult) -> None:
-    names = {"eval/pass_at_1": 0.25, "eval/pass_at_4": 0.6, "eval/greedy": 0.0, "eval/length": 4.0}
+    names = {"eval/pass_at_1": 0.25, "eval/pass_at_4": 0.6, "eval/greedy": 0.0, "eval/reward": 0.375, "eval/length": 4.0}
     assert result.metrics() == names
 
 

@@ -386,7 +386,7 @@ def explain_error(error: Exception) -> str:
 
     text = " ".join(str(error).split())
     if isinstance(error, UnreachableError):
-        return f"the coordinator does not answer: {text}"
+        return text if error.is_busy else f"the coordinator does not answer: {text}"
     if not isinstance(error, ForkError):
         return text
     return f"fork: {text}" if error.fork.convicts else f"fork: {text}; this node stops; restart it to check again"

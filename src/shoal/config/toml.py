@@ -13,6 +13,7 @@ from shoal.errors import ConfigError
 
 VARIABLE_PREFIX = "SHOAL_"
 """of the environment variables that hold settings"""
+_TASK_SUFFIXES = (".csv", ".jsonl", ".parquet")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), 0x7F)} | str.maketrans(
     {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
@@ -21,6 +22,8 @@ _ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), 0x7F)} | str.maket
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file."""
+    if path.suffix in _TASK_SUFFIXES:
+        raise ConfigError(f"{path}: expected a TOML file of settings; a file of tasks is a setting: tasks.set={path}")
     text = _read_text(path)
     try:
         return tomllib.loads(text)

@@ -64,13 +64,20 @@ def explain_submission(connection: Connection, submission: str, *, now_ms: int) 
 
 
 def list_findings(connection: Connection, submission: str) -> list[str]:
-    """Every finding of every verdict on a submission, one line each; empty if it does not exist."""
-    votes = list_verdicts(connection, submission)
-    return [
-        f"round {vote.round}: {_describe_finding(finding)}"
-        for vote in votes
-        for finding in _read_findings(connection, vote)
-    ]
+    """Every finding of every verdict on a submission, one line each; empty if it does not exist.
+
+    Validators with the same arithmetic find the same values: those are listed once.
+    """
+    found: list[str] = []
+    earlier: dict[tuple[str, ...], int] = {}
+    for vote in list_verdicts(connection, submission):
+        lines = tuple(map(_describe_finding, _read_findings(connection, vote)))
+        if lines and lines in earlier:
+            lines = (f"the same {count_things(len(lines), 'value')} as in round {earlier[lines]}",)
+        else:
+            earlier[lines] = vote.round
+        found += [f"round {vote.round}: {line}" for line in lines]
+    return found
 
 
 def read_state(connection: Connection, submission: str) -> SubmissionState:

@@ -23,7 +23,8 @@ from shoal.net.api_error import ApiError
 from shoal.net.client import HttpClientError, HttpResponse
 from shoal.util.aio import Backoff
 
-RETRY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+TOO_MANY, UNSIGNED = 429, "unsigned"
+RETRY_STATUSES = frozenset({408, 425, TOO_MANY, 500, 502, 503, 504})
 TRANSIT_CODES = frozenset({"body", "http", "length_required", "malformed", "replay"})
 """codes of refusals that anyone on the way can cause, by changing a body or delivering a request twice"""
 
@@ -75,7 +76,7 @@ class RetryingClient:
         self, attempt: Callable[[], Awaitable[HttpResponse]], signer: ClockCorrection | None = None
     ) -> HttpResponse:
         """Return the first response with status 200; otherwise raise `RefusedError` or `UnreachableError`."""
-        failure = ""
+        failure, is_busy = "", False
         for number in range(self._policy.tries):
             asked_s = 0
             try:
@@ -83,7 +84,7 @@ class RetryingClient:
             except HttpClientError as error:
                 if error.is_stale:
                     continue  # the server had already closed it; try a new connection at once
-                failure = str(error)
+                failure, is_busy = str(error), False
             else:
                 refusal = self._take_answer(answer, signer)
                 if refusal is None:
@@ -93,9 +94,10 @@ class RetryingClient:
                         raise RefusedError(refusal)
                     continue
                 failure, asked_s = refusal.text, refusal.retry_after_s or 0
+                is_busy = refusal.status == TOO_MANY and refusal.code != UNSIGNED
             if number + 1 < self._policy.tries:
                 await self._sleep(self._backoff.pause_s(number, least_s=asked_s))
-        raise UnreachableError(failure or "the server closed every connection")
+        raise UnreachableError(failure or "the server closed every connection", is_busy=is_busy)
 
     def _take_answer(self, answer: HttpResponse, signer: ClockCorrection | None) -> ApiError | None:
         """None for an answer to return, otherwise the refusal to retry; `RefusedError` if that is final."""
@@ -107,7 +109,7 @@ class RetryingClient:
         refusal = read_refusal(answer)
         if not is_authentic:
             text = f"{refusal.text}; the server did not sign this answer to this request"
-            return ApiError(refusal.status, "unsigned", text, retry_after_s=refusal.retry_after_s)
+            return ApiError(refusal.status, UNSIGNED, text, retry_after_s=refusal.retry_after_s)
         if signer is None:
             is_over = refusal.status not in RETRY_STATUSES
         else:

@@ -65,6 +65,8 @@ class EvalResult:
     pass_k: Estimate
     """at least one of k samples passes, unbiased"""
     greedy: Estimate
+    reward: Estimate
+    """of a sampled completion; it differs from `pass_1` where tasks give partial rewards"""
     mean_length: Estimate
     """tokens of a sampled completion"""
     budget_errors: dict[int, Estimate] = field(default_factory=dict)
@@ -75,6 +77,7 @@ class EvalResult:
             "eval/pass_at_1": self.pass_1.value,
             f"eval/pass_at_{self.k}": self.pass_k.value,
             "eval/greedy": self.greedy.value,
+            "eval/reward": self.reward.value,
             "eval/length": self.mean_length.value,
             **{f"eval/error_{target}": error.value for target, error in self.budget_errors.items()},
         }
@@ -87,6 +90,7 @@ class EvalResult:
             ("pass@1, sampled", self.pass_1),
             (f"pass@{self.k}, sampled", self.pass_k),
             ("pass@1, greedy", self.greedy),
+            ("mean reward, sampled", self.reward),
             ("mean length (tokens)", self.mean_length),
             *((f"off the target of {target} (tokens)", error) for target, error in self.budget_errors.items()),
         ]
@@ -261,7 +265,8 @@ def summarise_groups(groups: Sequence[Group], config: EvalConfig) -> EvalResult:
     """The results of held-out tasks; each group holds a task's samples, then its greedy completion."""
     versions = {span.version for group in groups for rollout in group.rollouts for span in rollout.versions}
     assert len(versions) == 1, f"weights changed during the evaluation: versions {sorted(versions)}"
-    right = np.array([[score.value >= 1.0 for score in group.scores] for group in groups])
+    rewards = np.array([[score.value for score in group.scores] for group in groups])
+    right = rewards >= 1.0
     sampled, greedy = right[:, :-1], right[:, -1]
     passes = [estimate_pass_k(config.samples, int(row.sum()), config.k) for row in sampled]
     lengths = [float(np.mean([r.num_tokens for r in group.rollouts[:-1]])) for group in groups]
@@ -273,6 +278,7 @@ def summarise_groups(groups: Sequence[Group], config: EvalConfig) -> EvalResult:
         pass_1=estimate_rate(sampled.mean(axis=1)),
         pass_k=estimate_rate(passes),
         greedy=estimate_share(int(greedy.sum()), len(groups)),
+        reward=estimate_mean(rewards[:, :-1].mean(axis=1)),
         mean_length=estimate_mean(lengths),
         budget_errors=_measure_budgets(groups),
     )
