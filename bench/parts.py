@@ -14,13 +14,13 @@ from attacks import ATTACKS, Attack
 from common import OUT
 from models import Subject, allow_bfloat16, has_smollm2, load_subject
 from records import SUBMISSION, WINDOWS, Record, load_records, measure_work, replay_attack, save_records
-from shoal.calibrate.variants import VariantSetup, run_variant, use_threads
+from shoal.calibrate.variants import VariantSetup, run_variant
 from shoal.redteam.behaviours.forged_work import ForgedRollouts
 from shoal.rollout import Request
 from shoal.seeds import derive_seed
 from shoal.toploc.build import build_batch
 from shoal.toploc.replay import replay_rollouts
-from shoal.util.process import tune_process
+from shoal.util.process import tune_process, use_threads
 from stage import GROUP, Stage, draw_requests
 
 FOLDER = OUT / "separation"

@@ -23,7 +23,7 @@ from shoal.calibrate.calibrate import (
     run_calibration,
 )
 from shoal.calibrate.prompts import PromptSource, draw_requests
-from shoal.calibrate.variants import VariantSetup, cast_models, list_setups, replay_variant, run_variant, use_threads
+from shoal.calibrate.variants import VariantSetup, cast_models, list_setups, replay_variant, run_variant
 from shoal.cli import build_parser, main
 from shoal.engine.torch import TorchEngine
 from shoal.errors import ConfigError
@@ -261,21 +261,6 @@ def test_a_refreshed_engine_recomputes_its_cache(qwen: Policy, monkeypatch: pyte
     request = Request(id="r", prompt_ids=(5, 6), seed=1, max_tokens=40)
     run_variant(VariantSetup(name="x", refresh=16), qwen.model, [request], eos_id=-1, sink=lambda *args: None)
     assert swaps == [0, 0]
-
-
-def test_threads_are_put_back_even_after_an_error() -> None:
-    before = torch.get_num_threads()
-    seen: list[int] = []
-
-    def fail() -> None:
-        with use_threads(before + 1):
-            seen.append(torch.get_num_threads())
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert seen == [before + 1]
-    assert torch.get_num_threads() == before
 
 
 def test_the_result_is_plain_json(calibration: Calibration) -> None:

@@ -249,8 +249,9 @@ def test_a_submission_is_explained_with_numbers_and_postings(world):
     ):
         assert part in text
     assert text.count("toploc: 0.5") == 1
-    every = world.coordinator.list_findings(submission)
-    assert every == ["round 1: toploc: 0.5, threshold 0.25 at rollout 1: FAILED", "round 2: the same 1 value as in round 1"]
+    first, second = world.coordinator.list_findings(submission)
+    assert first == "round 1: toploc: 0.5, threshold 0.25 at rollout 1: FAILED"
+    assert second == "round 2: the same 1 value as in round 1"
     world.work("w2")
     accepted = world.work("w2")
     text = world.coordinator.explain(accepted)

@@ -213,7 +213,13 @@ def test_the_json_form_holds_every_figure_with_its_interval(result: EvalResult) 
 
 
 def test_metrics_carry_the_names_of_the_console_and_the_report(result: EvalResult) -> None:
-    names = {"eval/pass_at_1": 0.25, "eval/pass_at_4": 0.6, "eval/greedy": 0.0, "eval/reward": 0.375, "eval/length": 4.0}
+    names = {
+        "eval/pass_at_1": 0.25,
+        "eval/pass_at_4": 0.6,
+        "eval/greedy": 0.0,
+        "eval/reward": 0.375,
+        "eval/length": 4.0,
+    }
     assert result.metrics() == names
 
 

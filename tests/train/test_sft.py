@@ -11,18 +11,23 @@ from typing import Any
 import pytest
 import torch
 from tests.fixtures.paths import TINY
+from transformers import PreTrainedModel
 
 import shoal.tasks.open
 import shoal.train.sft
 from shoal.config.run import RunConfig, SftConfig, load_config
 from shoal.errors import ConfigError, DiskError
+from shoal.learner.logprobs import TokenScores
+from shoal.learner.parallel import score_model
 from shoal.policy.model import save_policy
+from shoal.policy.packing import Pack
 from shoal.tasks.base import Family, Task
 from shoal.tasks.open import check_tasks
 from shoal.tasks.registry import load_family
 from shoal.tasks.split import Split, split_task
 from shoal.train.sft import load_start, run_sft, schedule_rate
 from shoal.util.files import hash_file
+from shoal.util.process import use_threads
 
 
 def configure(folder: Path, *overrides: str) -> RunConfig:
@@ -89,6 +94,19 @@ def test_other_weights_in_the_same_folder_are_fine_tuned_again(tmp_path: Path) -
 def test_the_number_of_threads_belongs_to_the_key_for_it_changes_the_last_bits(tmp_path: Path) -> None:
     first, second = (run_sft(configure(tmp_path, "sft.steps=1", f"threads={num}")) for num in (2, 1))
     assert first != second
+
+
+def test_its_own_number_of_threads_holds_during_sft_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[int] = set()
+
+    def score(model: PreTrainedModel, pack: Pack) -> TokenScores:
+        seen.add(torch.get_num_threads())
+        return score_model(model, pack)
+
+    monkeypatch.setattr("shoal.train.sft.score_model", score)
+    with use_threads(1):
+        run_sft(configure(tmp_path, "sft.steps=1", "threads=1", "sft.threads=2"))
+        assert (seen, torch.get_num_threads()) == ({2}, 1)
 
 
 def test_an_interrupted_sft_resumes_bit_for_bit(tmp_path: Path, log) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from shoal.config.run import RunConfig
 from shoal.train.sft import fix_threads
-from shoal.util.process import tune_process
+from shoal.util.process import tune_process, use_threads
 
 
 def test_threads_are_set_and_zero_leaves_them() -> None:
@@ -64,3 +64,18 @@ def test_blocks_that_a_large_model_frees_are_not_kept(model_bytes: int, kept: bo
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(work)], capture_output=True, text=True, check=True)
     full, freed, *_ = json.loads(done.stdout)
     assert (full - freed < 16) is kept and (full - freed > 200) is not kept
+
+
+def test_threads_are_put_back_even_after_an_error() -> None:
+    before = torch.get_num_threads()
+    seen: list[int] = []
+
+    def fail() -> None:
+        with use_threads(before + 1):
+            seen.append(torch.get_num_threads())
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert seen == [before + 1]
+    assert torch.get_num_threads() == before

@@ -12,8 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,6 +28,7 @@ from shoal.engine.sampling import choose_tokens
 from shoal.rollout import Finish, Request, Rollout, VersionRange
 from shoal.seeds import uniform_rows
 from shoal.toploc.replay import Replay, replay_rollouts
+from shoal.util.process import use_threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,17 +107,6 @@ def replay_variant(
     if setup.replay == "double":  # proofs are built from float32 or shorter
         replays = [replace(replay, hidden=replay.hidden.float()) for replay in replays]
     return {rollout.id: replay for rollout, replay in zip(rollouts, replays, strict=True)}
-
-
-@contextmanager
-def use_threads(threads: int) -> Iterator[None]:
-    """Set the number of torch threads within the context, and restore it afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _decode_plain(

@@ -125,6 +125,8 @@ class SftConfig(Settings):
     """held-out demonstrations for the loss"""
     eval_every: Count = 100
     """steps between held-out losses and checkpoints"""
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    """torch threads of SFT, which a swarm computes before it starts its processes; 0: those of the run"""
 
 
 MAX_SLOTS = 2**16

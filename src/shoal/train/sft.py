@@ -59,7 +59,7 @@ from shoal.util.files import (
     try_lock,
     write_owner,
 )
-from shoal.util.process import tune_process
+from shoal.util.process import tune_process, use_threads
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def run_sft(config: RunConfig, ranks: Ranks = ONE) -> Path:
     tune_process(ranks.divide_threads(config.threads))
     folder = Path(config.out).expanduser() / "sft" / _name_folder(config)
     result = folder / "policy"
-    with guard_disk(folder):
+    with use_threads(ranks.divide_threads(config.sft.threads or config.threads)), guard_disk(folder):
         if ranks.decide(ranks.is_first and _is_cached(result)):
             _log(ranks, f"SFT: cached in {result}")
             return result

@@ -3,6 +3,8 @@
 import ctypes
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -23,6 +25,17 @@ def tune_process(threads: int) -> None:
     if threads:
         torch.set_num_threads(threads)
     _set_thresholds(_KEEP_BYTES, _KEEP_BYTES)
+
+
+@contextmanager
+def use_threads(threads: int) -> Iterator[None]:
+    """Set the number of torch's threads within the context, and restore it afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def tune_memory(model_bytes: int) -> None:

@@ -12,7 +12,6 @@ import pytest
 from tests.fixtures.benches import load_bench
 from tests.fixtures.paths import TINY
 
-from shoal.calibrate.variants import use_threads
 from shoal.config.run import LearnerConfig, load_config
 from shoal.errors import ConfigError
 from shoal.launch.first_version import calibrate_start, write_start
@@ -25,6 +24,7 @@ from shoal.redteam.behaviours.forged_work import fit_proofs, list_rollouts
 from shoal.redteam.registry import Expected, list_attacks, make_behaviours
 from shoal.rollout import Group
 from shoal.toploc.calibration import hash_model
+from shoal.util.process import use_threads
 from shoal.worker.behaviour import FinishedWork, WorkerBehaviour
 
 _offline, _power = load_bench("offline_work"), load_bench("redteam_power")
