@@ -181,6 +181,9 @@ def _find_refusal(decision: Decision, caller: CallerRows) -> LeaseAnswer | None:
         return _refuse_lease("stopped", "the operator stopped the run", retry_s=60)
     if newest < 0:
         return _refuse_lease("no_version", "the run is waiting for its trainer to publish v0")
+    # First what needs no query: owners of rubbish that are shut out may ask often.
+    if shut_out := _check_standing(params, caller.owner, decision.now_ms):
+        return shut_out
     if is_crowded(connection, params.max_queue):
         return _refuse_lease("queue_full", "the validation queue is full; no leases until it is shorter")
     if count_open(connection, caller.owner.owner) >= params.max_pending_per_owner:
@@ -188,10 +191,9 @@ def _find_refusal(decision: Decision, caller: CallerRows) -> LeaseAnswer | None:
     return _check_lease_limit(decision, caller)
 
 
-def _check_lease_limit(decision: Decision, caller: CallerRows) -> LeaseAnswer | None:
-    """Refuse if node or owner hold as many leases as they may."""
-    params, (node, owner) = decision.params, caller
-    rest_ms = owner.failed_ms - decision.now_ms
+def _check_standing(params: RunParams, owner: OwnerRow, now_ms: int) -> LeaseAnswer | None:
+    """Refuse an owner that is paused, or owes a proof of work."""
+    rest_ms = owner.failed_ms - now_ms
     rest_ms += rules.rest_time(params, owner.failures, owner.strikes, owner.charge_ms)
     if owner.failed_ms and rest_ms > 0:
         rest_s = math.ceil(rest_ms / 1000)
@@ -200,6 +202,12 @@ def _check_lease_limit(decision: Decision, caller: CallerRows) -> LeaseAnswer | 
     if owes_work(params, owner):
         reason = "a new proof of work is due, because too much work of this owner was rejected or its leases failed"
         return _refuse_lease("work", reason)
+    return None
+
+
+def _check_lease_limit(decision: Decision, caller: CallerRows) -> LeaseAnswer | None:
+    """Refuse if node or owner hold as many leases as they may."""
+    params, (node, owner) = decision.params, caller
     held = leases.count_held(decision.connection, node.node, owner.owner)
     if held.node >= min(node.width, node.max_leases):
         return _refuse_lease("busy", f"this node holds {count_things(held.node, 'lease')}, its limit")
