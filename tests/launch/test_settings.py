@@ -41,6 +41,7 @@ def test_the_trainer_has_as_many_threads_as_all_others_unless_it_is_told() -> No
         ("swarm.cheats=int8", "swarm.cheats: must be a list of attacks"),
         ("swarm.validators=0", "swarm.validators: must be at least 1"),
         ("steps=0", "steps: a swarm trains at least 1 step"),
+        ("engine.name=vllm", 'engine.name: a swarm samples with "torch"'),
         (f"beacon={'a' * 64}", "beacon: the coordinator of a swarm"),
     ],
 )

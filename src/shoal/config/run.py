@@ -136,8 +136,10 @@ MAX_SLOTS = 2**16
 class EngineConfig(Settings):
     """How rollouts are generated."""
 
-    name: Literal["torch"] = "torch"
-    """engine"""
+    name: Literal["torch", "vllm"] = "torch"
+    """engine; vllm needs the package of that name (docs/vllm.md)"""
+    options: dict[str, Option] = Field(default={})
+    """further arguments of vLLM, such as { tensor_parallel_size = 2 }"""
     slots: Annotated[int, Field(ge=1, le=MAX_SLOTS)] = 256
     """rollouts decoded side by side"""
     max_tokens: Count = 64

@@ -27,10 +27,16 @@ def open_engine(
 
     `sink` receives the hidden states. `choose` replaces the verifiable choice of tokens: only attacks do that.
     """
+    if config.name == "vllm":
+        from shoal.engine.vllm.engine import VllmEngine
+        from shoal.engine.vllm.recorder import ProofSink
+
+        assert choose is None, "attacks sample with torch"
+        assert sink is None or isinstance(sink, ProofSink), "hidden states stay in vLLM's process, only proofs leave it"
+        return VllmEngine(model, config, eos_id=eos_id, version=version, sink=sink)
     from shoal.engine.sampling import choose_tokens
     from shoal.engine.torch import TorchEngine
 
-    assert config.name == "torch", "EngineConfig allows no other engine"
     return TorchEngine(
         model, eos_id=eos_id, slots=config.slots, version=version, sink=sink, choose=choose or choose_tokens
     )

@@ -122,6 +122,10 @@ def check_launch(config: LaunchConfig) -> LaunchConfig:
     """Refuse what means nothing to a swarm, before any work."""
     if config.steps < 1:
         raise ConfigError("steps: a swarm trains at least 1 step, got 0")
+    if config.engine.name != "torch":
+        raise ConfigError(
+            f'engine.name: a swarm samples with "torch"; "{config.engine.name}" is for train, eval and filter'
+        )
     if config.swarm.is_spread:
         _check_hosts(config.swarm.hosts)
     elif config.swarm.workers + len(config.swarm.cheats) < 1:

@@ -232,15 +232,19 @@ def save_policy(
 
 def save_settings(policy: Policy, folder: Path, dtype: torch.dtype | None = None) -> None:
     """Write everything of the folder except the weights: configs and tokenizer."""
+    save_model_settings(policy.model, folder, dtype)
+    policy.tokenizer.save_pretrained(folder)
+
+
+def save_model_settings(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the configs of a model whose weights in the folder are of this dtype."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = policy.model
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype or model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # sharding changes the name of the class
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    policy.tokenizer.save_pretrained(folder)
 
 
 def open_tokenizer(path: str | Path, model: PreTrainedModel) -> PreTrainedTokenizerBase:

@@ -145,6 +145,10 @@ class ProofBuilder:
         for rows in (hidden[:room], *hidden[room:].split(self._chunk_size)):
             self._add_rows(draft, rows)
 
+    def add_proofs(self, rollout_id: str, proofs: list[bytes]) -> None:
+        """Keep the proofs of a finished rollout that were built elsewhere, until they are taken."""
+        self._drafts[rollout_id] = _OpenRollout(proofs=proofs)
+
     def take(self, rollout_id: str) -> list[bytes]:
         """The proofs of all rows of a rollout, which is then forgotten; none if it has no rows."""
         return self.take_many([rollout_id])[0]
