@@ -73,11 +73,15 @@ def _add_campaign(parser: CommandParser) -> None:
 
 def run_matrix(args: argparse.Namespace) -> int:
     """Run every attack on a local swarm, and report the outcomes."""
+    for name in args.attacks or ():
+        check_attack(name)
+    logger.info("loading libraries")
     from shoal.redteam.report import write_report
     from shoal.redteam.swarm import make_plan, run_red_team
 
     plan = make_plan(args.attacks, quick=args.quick, seed=args.seed, out=args.out)
     swarm = run_red_team(plan)
+    logger.info("the swarm has stopped; checking its ledger and writing the report")
     report = write_report(swarm)
     print(json.dumps(report.figures) if args.json else report.text)
     return swarm.code or report.code
