@@ -12,6 +12,7 @@ Exit codes in addition to the common ones: 1 for an unexpected outcome, or if an
 import argparse
 import json
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,8 +74,8 @@ def _add_campaign(parser: CommandParser) -> None:
 
 def run_matrix(args: argparse.Namespace) -> int:
     """Run every attack on a local swarm, and report the outcomes."""
-    for name in args.attacks or ():
-        check_attack(name)
+    _check_attacks(args.attacks or ())
+    check_least("--seed", args.seed, 0)
     logger.info("loading libraries")
     from shoal.redteam.report import write_report
     from shoal.redteam.swarm import make_plan, run_red_team
@@ -85,6 +86,12 @@ def run_matrix(args: argparse.Namespace) -> int:
     report = write_report(swarm)
     print(json.dumps(report.figures) if args.json else report.text)
     return swarm.code or report.code
+
+
+def _check_attacks(attacks: Sequence[str]) -> None:
+    """Reject an unknown attack before anything is loaded; each is `NAME` or `NAME@SHARE`."""
+    for text in attacks:
+        check_attack(text.partition("@")[0])
 
 
 def run_list(args: argparse.Namespace) -> int:
@@ -117,8 +124,7 @@ def run_campaign(args: argparse.Namespace) -> int:
     check_engine(args)
     for name in ("repeat", "abreast", "submissions", "seconds"):
         check_least(f"--{name}", getattr(args, name), 1)
-    for text in args.attacks:
-        check_attack(text.partition("@")[0])
+    _check_attacks(args.attacks)
     logger.info(f"campaign against {args.where}: loading libraries")
     from shoal.redteam.campaign import AttemptLimits, Campaign, parse_attempts
     from shoal.util.process import tune_process
