@@ -99,7 +99,7 @@ def test_a_swarm_survives_its_cheat_its_user_and_a_kill(
     assert "shoal: stopped; the same command resumes" in (root / "logs" / "validator-1.log").read_text()
 
     code, said = type_command(capsys, "run", *settings, "steps=4")
-    assert code == 2 and "started with another steps" in said
+    assert code == 2 and "started with another value of steps" in said
 
     runner.start("run", *settings, "swarm.workers=1")
     runner.wait((root / "versions" / "v000001").exists, "one worker is not enough for a step")
