@@ -361,8 +361,11 @@ def test_an_interrupt_is_one_line_and_exit_code_130(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["shoal.train.loop"], "run_training", interrupt)
+    resumes = "\nshoal: interrupted; the same command resumes from the last checkpoint"
     assert main(["train", "-q"]) == 130
-    assert capsys.readouterr().err == "\nshoal: interrupted; the same command resumes from the last checkpoint\n"
+    assert capsys.readouterr().err == f"{resumes}\n"
+    assert main(["train", "-q", "--fresh"]) == 130
+    assert capsys.readouterr().err == f"{resumes}, without --fresh\n"
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,8 @@ def _run_command(argv: Sequence[str] | None) -> int:
         with log_to_stderr(args.role, level, as_json=args.log_json):
             return int(args.command(args))
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(args.resumes) from None  # printed by `main`, with what holds for this command
+        without = ", without --fresh" if args.resumes and getattr(args, "fresh", False) else ""
+        raise KeyboardInterrupt(args.resumes + without) from None  # printed by `main`, with what holds for this command
 
 
 def _run_ranks(args: argparse.Namespace, argv: list[str]) -> int:

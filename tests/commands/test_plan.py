@@ -51,7 +51,7 @@ def test_a_plan_is_printed_as_json_and_follows_the_settings(capsys: pytest.Captu
 def test_a_mistake_is_one_sentence_and_exit_code_2(
     args: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*args) == 2
+    assert run("-q", *args) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
 

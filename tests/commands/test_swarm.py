@@ -92,6 +92,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["admin", "redeemed", NOBODY, "x", "--key", "owner.key"], "invalid redemption request id"),
         (["admin", "params", NOBODY, "price=1"], "needs --key with the operator's key"),
         (["admin", "params", NOBODY, "price", "--key", "owner.key"], "price: expected key=value"),
+        (["admin", "params", NOBODY, "--key", "owner.key", "price"], "price: expected key=value"),
         (["status", "file.json"], "file.json: cannot be read"),
         (["status", "."], ".: no descriptor.json in it; give the coordinator's address, or a run's folder"),
         (["explain", ".", "s1"], "ledger.db: no such file"),

@@ -69,7 +69,7 @@ def test_a_key_is_made_once_for_its_owner_alone(capsys) -> None:
         ([*PUBLISH, "--key", "a.key", "--shard-size", "1kB"], "shard_size = 1000"),
         ([*PUBLISH, "--key", "a.key", "--shard-size", "lots"], "invalid number of bytes"),
         ([*PUBLISH, "--key", "a.key", "--signer", HEX], "--signer: has no effect without --tickets"),
-        ([*PUBLISH, "--key", "a.key", "--listen", "127.0.0.1:0"], "nothing: cannot be published"),
+        ([*PUBLISH, "--key", "a.key", "--listen", "127.0.0.1:0"], "nothing: cannot be read"),
     ],
 )
 def test_a_mistake_is_a_one_line_error(argv: list[str], text: str, capsys) -> None:

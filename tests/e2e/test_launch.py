@@ -87,19 +87,19 @@ def test_a_swarm_survives_its_cheat_its_user_and_a_kill(
 
     runner.start("prepare", *settings)
     assert runner.end() == 0, runner.log.read_text()
-    runner.start("run", *settings, "swarm.workers=0")
+    runner.start("run", *settings, "swarm.workers=0", "--fresh")
     runner.wait_text("cheat-1 ended and is not restarted")
     code, said = type_command(capsys, "-q", "run", *settings)
     assert code == 2 and said.startswith("shoal: ") and said.count("\n") == 1 and "in use by process" in said
     family = runner.list_family()
     assert len(family) >= 7
     assert runner.end(signal.SIGINT) == 130
-    assert "the same command resumes it" in runner.log.read_text() and not any(map(_is_alive, family))
+    assert "the same command resumes it, without --fresh" in runner.log.read_text() and not any(map(_is_alive, family))
     assert "to join from this machine: shoal worker http://127.0.0.1:" in runner.log.read_text()
     assert "shoal: stopped; the same command resumes" in (root / "logs" / "validator-1.log").read_text()
 
     code, said = type_command(capsys, "run", *settings, "steps=4")
-    assert code == 2 and "started with another steps" in said
+    assert code == 2 and "started with another value of steps" in said
 
     runner.start("run", *settings, "swarm.workers=1")
     runner.wait((root / "versions" / "v000001").exists, "one worker is not enough for a step")

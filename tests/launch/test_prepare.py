@@ -119,7 +119,7 @@ def test_a_run_that_was_begun_keeps_what_it_was_begun_with(
 ) -> None:
     _begin(prepared.layout)
     before = prepared.layout.settings.read_bytes()
-    with pytest.raises(ConfigError, match=f"started with another {override.partition('=')[0]}"):
+    with pytest.raises(ConfigError, match=f"started with another value of {override.partition('=')[0]}"):
         prepare_swarm(load_tiny(out, CHEAT, override), prepared.layout)
     assert prepared.layout.settings.read_bytes() == before
 

@@ -18,6 +18,7 @@ from shoal.redteam.registry import (
     list_attacks,
     list_names,
     make_behaviours,
+    read_attacks,
 )
 from shoal.worker.behaviour import WorkerBehaviour
 
@@ -53,8 +54,12 @@ def test_an_attack_is_a_script_or_makes_behaviours(name, recipe):
     assert behaviours != make_behaviours(name, recipe)  # each attempt starts with a fresh state
 
 
-def test_names_read_from_the_source_are_those_that_are_declared():
-    found = list_attacks().values()
+def test_attacks_read_from_the_source_are_those_that_are_declared():
+    read, declared = read_attacks(), list_attacks()
+    assert [(each.name, each.expect, each.text) for each in read.values()] == [
+        (each.name, each.expect, each.text) for each in declared.values()
+    ]
+    found = declared.values()
     assert list_names(WORKER_FAMILIES) == sorted(each.name for each in found if not each.scripted)
     assert list_names(SCRIPTED_FAMILIES) == sorted(each.name for each in found if each.scripted)
 

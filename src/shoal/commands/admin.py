@@ -28,9 +28,9 @@ _AFTER = {"unban": "; its processes ended with exit code 3: start them again (un
 
 async def _params(args: argparse.Namespace) -> CommandResult:
     """Show the run's parameters, or change some of them."""
-    if args.changes and args.key is None:
+    if args.inputs and args.key is None:
         raise ConfigError("changing parameters needs --key with the operator's key; without changes they are shown")
-    return await (_change_params(args) if args.changes else _show_params(args))
+    return await (_change_params(args) if args.inputs else _show_params(args))
 
 
 async def _act(action: str, args: argparse.Namespace) -> CommandResult:
@@ -96,7 +96,7 @@ async def _change_params(args: argparse.Namespace) -> CommandResult:
     from shoal.protocol.messages import Action, Command
     from shoal.protocol.params import check_change, dump_params
 
-    key, changes = load_key(args.key), parse_changes(args.changes)
+    key, changes = load_key(args.key), parse_changes(args.inputs)
     async with open_client(args.where, args.ca) as client:
         old = await client.read_params()
         new = build_params({**dump_params(old), **changes})
@@ -139,7 +139,7 @@ _REDEEM = (*_ACTION, flag("request", metavar="REQUEST", help="id of the owner's 
 _PARAMS = (
     *QUERY,
     flag(
-        "changes",
+        "inputs",
         nargs="*",
         default=[],
         metavar="name=value",

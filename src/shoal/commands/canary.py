@@ -164,11 +164,9 @@ def run_plant(args: argparse.Namespace) -> int:
     check_engine(args)
     common.check_least("--wait", args.wait, 1)
     from shoal.redteam.registry import check_worker_attack
-    from shoal.util.process import tune_process
 
     check_worker_attack(args.attack)
     key = common.load_key(args.key)
-    tune_process(args.threads)
     with guard_disk(args.folder):
         return common.run_query(_plant(args, key), as_json=args.json)
 
@@ -180,6 +178,10 @@ async def _plant(args: argparse.Namespace, key: "Key") -> CommandResult:
         descriptor, _ = await common.fetch_descriptor(client)
         if key.public != descriptor.operator:
             raise ConfigError(f"wrong key: the operator of this run is {descriptor.operator}")
+        logger.info("planting a canary; loading libraries first")
+        from shoal.util.process import tune_process
+
+        tune_process(args.threads)
         canaries = CanarySet(args.folder, descriptor.run)
         with canaries.hold_planted() as path:
             work = _CanaryWorker(args, path)

@@ -12,6 +12,7 @@ Exit codes in addition to the common ones: 1 for an unexpected outcome, or if an
 import argparse
 import json
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ from shoal.commands.common import (
     run_until_stopped,
 )
 from shoal.commands.roles import add_engine, add_node, check_engine, judge_work, run_node, write_work
-from shoal.redteam.registry import check_worker_attack, list_attacks, make_behaviours
+from shoal.redteam.registry import LIES, check_attack, check_lie, check_worker_attack, make_behaviours, read_attacks
 from shoal.util.console import LiveLine
 
 if TYPE_CHECKING:
@@ -73,19 +74,29 @@ def _add_campaign(parser: CommandParser) -> None:
 
 def run_matrix(args: argparse.Namespace) -> int:
     """Run every attack on a local swarm, and report the outcomes."""
+    _check_attacks(args.attacks or ())
+    check_least("--seed", args.seed, 0)
+    logger.info("loading libraries")
     from shoal.redteam.report import write_report
     from shoal.redteam.swarm import make_plan, run_red_team
 
     plan = make_plan(args.attacks, quick=args.quick, seed=args.seed, out=args.out)
     swarm = run_red_team(plan)
+    logger.info("the swarm has stopped; checking its ledger and writing the report")
     report = write_report(swarm)
     print(json.dumps(report.figures) if args.json else report.text)
     return swarm.code or report.code
 
 
+def _check_attacks(attacks: Sequence[str]) -> None:
+    """Reject an unknown attack before anything is loaded; each is `NAME` or `NAME@SHARE`."""
+    for text in attacks:
+        check_attack(text.partition("@")[0])
+
+
 def run_list(args: argparse.Namespace) -> int:
     """List the attacks."""
-    for attack in list_attacks().values():
+    for attack in read_attacks().values():
         print(f"{attack.name:16} {attack.expect:10} {attack.text}")
     return 0
 
@@ -104,8 +115,6 @@ def run_cheat(args: argparse.Namespace) -> int:
 def run_liar(args: argparse.Namespace) -> int:
     """Run a validator that lies in one way; for a run of your own."""
     check_least("--threads", args.threads, 0)
-    from shoal.redteam.validators import check_lie
-
     check_lie(args.lie)
     return run_node(args, lambda: judge_work(args, partial(_make_liar, args.lie)))
 
@@ -115,6 +124,8 @@ def run_campaign(args: argparse.Namespace) -> int:
     check_engine(args)
     for name in ("repeat", "abreast", "submissions", "seconds"):
         check_least(f"--{name}", getattr(args, name), 1)
+    _check_attacks(args.attacks)
+    logger.info(f"campaign against {args.where}: loading libraries")
     from shoal.redteam.campaign import AttemptLimits, Campaign, parse_attempts
     from shoal.util.process import tune_process
 
@@ -141,7 +152,7 @@ def _make_liar(
 
 
 _ATTACK = flag("--attack", required=True, metavar="NAME", help=_WAYS)
-_LIE = flag("--lie", required=True, metavar="NAME", help="abstain, accept, copy, lazy or reject")
+_LIE = flag("--lie", required=True, metavar="NAME", help=f"{', '.join(LIES[:-1])} or {LIES[-1]}")
 _ACTIONS = (
     CliCommand("list", run_list),
     CliCommand("work", run_cheat, (partial(add_node, folder="work"), _ATTACK, add_engine)),

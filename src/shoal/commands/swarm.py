@@ -26,7 +26,7 @@ def run_run(args: argparse.Namespace) -> int:
         return print_settings(config)
     from shoal.launch.layout import SwarmPaths
 
-    logger.info(f"run {config.run} in {SwarmPaths.of(config).root}: loading libraries")
+    logger.info(f"run {config.run} in {SwarmPaths.of(config).root}: {_LOADING}")
     with interrupt_on_sigterm(), guard_disk(SwarmPaths.of(config).root):
         from shoal.launch.run import start_swarm
 
@@ -41,13 +41,15 @@ def run_prepare(args: argparse.Namespace) -> int:
     config = _load(args)
     if args.dry_run:
         return print_settings(config)
-    from shoal.launch.deploy import describe_hosts
     from shoal.launch.layout import SwarmPaths
+
+    layout = SwarmPaths.of(config)
+    logger.info(f"run {config.run} in {layout.root}: {_LOADING}")
+    from shoal.launch.deploy import describe_hosts
     from shoal.launch.parts import list_parts, list_servers
     from shoal.launch.prepare import log_checks, prepare_swarm
     from shoal.launch.run import describe_finished, hold_swarm, is_finished
 
-    layout = SwarmPaths.of(config)
     with guard_disk(layout.root), hold_swarm(layout):
         prepared = prepare_swarm(config, layout)
         if is_finished(config, layout.root):
@@ -73,17 +75,19 @@ def _print_commands(parts: "Iterable[Part]") -> None:
 
 def run_report(args: argparse.Namespace) -> int:
     """Write the report of a swarm that is not running."""
+    from shoal.launch.layout import SwarmPaths
+
+    layout = SwarmPaths(args.run.resolve())
+    if not layout.settings.exists():
+        raise ConfigError(f"{args.run}: not the folder of a swarm (no launch/settings.toml in it)")
+    logger.info(f"report of {layout.root}: {_LOADING}")
     from shoal.config.run import build_config
     from shoal.config.toml import read_toml
-    from shoal.launch.layout import SwarmPaths
     from shoal.launch.prepare import PreparedSwarm
     from shoal.launch.report import write_report
     from shoal.launch.run import hold_swarm
     from shoal.launch.settings import LaunchConfig
 
-    layout = SwarmPaths(args.run.resolve())
-    if not layout.settings.exists():
-        raise ConfigError(f"{args.run}: not the folder of a swarm (no launch/settings.toml in it)")
     config = build_config(LaunchConfig, read_toml(layout.settings), ())
     ledger = args.ledger or layout.ledger
     if not ledger.is_file():
@@ -109,6 +113,7 @@ def _load(args: argparse.Namespace) -> "LaunchConfig":
 
 
 _SETTINGS = "shoal.launch.settings:LaunchConfig"
+_LOADING = "loading libraries"
 _RESUMES = "; the same command resumes"
 _DEMO = "run a small swarm on built-in settings; one worker cheats"
 _FILE = "a TOML file as for `shoal train`, with a [swarm] table"

@@ -173,7 +173,11 @@ async def _find_policy(
         place = held or await _pull_weights(descriptor, version, folder / "weights")
     else:
         place = args.weights
-        if (root := await asyncio.to_thread(find_root, place)) != evidence.weights:
+        try:
+            root = await asyncio.to_thread(find_root, place)
+        except ConfigError as error:
+            raise ConfigError(f"--weights: not the folder of one version: {error}") from None
+        if root != evidence.weights:
             raise ConfigError(f"{place}: not v{version}: root is {root}, expected {evidence.weights}")
     await asyncio.to_thread(_check_base, place, recipe)
     return await asyncio.to_thread(open_version, version, place, recipe)
@@ -220,6 +224,7 @@ async def _pull_weights(descriptor: "Descriptor", version: int, folder: Path) ->
 
     if not descriptor.publisher or not descriptor.relays:
         raise ConfigError("the run's descriptor lists no relays; give the version's weights with --weights")
+    logger.info(f"downloading v{version} from the run's relays")
     client = await ShardcastClient.open(
         folder, descriptor.relays, run=descriptor.run, publisher=descriptor.publisher, only=version
     )

@@ -325,7 +325,7 @@ def _load_node(folder: Path, run: str, role: Role) -> Identity:
 def _describe_changes(layout: SwarmPaths, keys: list[str]) -> str:
     shown = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
     return (
-        f"{layout.root}: holds a swarm that was started with another {shown} (see {layout.settings.name} in "
+        f"{layout.root}: holds a swarm that was started with another value of {shown} (see {layout.settings.name} in "
         f"{layout.launch.name}/); use the same value to resume, --fresh to start over, or another name or seed"
     )
 

@@ -51,7 +51,7 @@ def start_swarm(config: LaunchConfig, *, fresh: bool = False) -> tuple[int, str]
         else:
             log_checks(prepared)
             logger.info(f"run {config.run} in {layout.root}, coordinator at {prepared.url}")
-            if code := asyncio.run(supervise_swarm(prepared)):
+            if code := asyncio.run(supervise_swarm(prepared, fresh=fresh)):
                 return code, ""
             logger.info(f"run {config.run} is finished: {config.steps} of {config.steps} steps trained and evaluated")
         return 0, write_report(prepared)
@@ -71,12 +71,13 @@ def hold_swarm(layout: SwarmPaths, *, fresh: bool = False) -> Iterator[None]:
         os.close(lock)
 
 
-async def supervise_swarm(prepared: PreparedSwarm) -> int:
+async def supervise_swarm(prepared: PreparedSwarm, *, fresh: bool = False) -> int:
     """Start all parts, show how they do, and stop them; 0 if the run came to its end, and else why not."""
     supervisor = open_supervisor(prepared, list_parts(prepared))
     meter = CpuMeter(supervisor)
     with closing(SnapshotReader(prepared, supervisor)) as reader:
-        code = await run_parts(supervisor, meter.run(), View(reader).run(), _announce_key(prepared))
+        watching = meter.run(), View(reader).run(), _announce_key(prepared)
+        code = await run_parts(supervisor, *watching, fresh=fresh)
     add_costs(prepared.layout.costs, meter.cpu_s)
     return code
 
@@ -96,7 +97,10 @@ def open_supervisor(prepared: PreparedSwarm, parts: Sequence[Part]) -> Superviso
 
 
 async def run_parts(
-    supervisor: Supervisor, *watching: Coroutine[Any, Any, None], until: Callable[[], bool] = lambda: True
+    supervisor: Supervisor,
+    *watching: Coroutine[Any, Any, None],
+    until: Callable[[], bool] = lambda: True,
+    fresh: bool = False,
 ) -> int:
     """Run parts to their end, with what watches them, or until a signal stops them: exit code.
 
@@ -105,16 +109,16 @@ async def run_parts(
     stop = asyncio.Event()
     with catch_signals(stop, exit_now=supervisor.kill_all, text=STOPPING):
         finished = await run_together(supervisor.run(until, stop), *watching)
-    return 0 if finished else _report_end(supervisor)
+    return 0 if finished else _report_end(supervisor, fresh=fresh)
 
 
-def _report_end(supervisor: Supervisor) -> int:
+def _report_end(supervisor: Supervisor, *, fresh: bool) -> int:
     """Why a swarm ended before its run did."""
     for name, state in supervisor.states.items():
         if state.failed:
             logger.error(f"{name} failed: {clean_text(read_last_line(supervisor.logs, name)).removeprefix('shoal: ')}")
             return EXIT_FAILED
-    logger.info("stopped; the same command resumes it")
+    logger.info("stopped; the same command resumes it" + (", without --fresh" if fresh else ""))
     return EXIT_INTERRUPTED
 
 

@@ -164,7 +164,9 @@ def begin_directly(engine: sa.Engine) -> None:
 
 def show_url(engine: sa.Engine) -> str:
     """The database for messages: a URL without its password, or the path of a file."""
-    return engine.url.database or "" if is_sqlite(engine) else engine.url.render_as_string(hide_password=True)
+    if is_sqlite(engine):
+        return engine.url.database or ""
+    return engine.url.set(drivername="postgresql").render_as_string(hide_password=True)
 
 
 def is_sqlite(bind: sa.Engine | sa.Connection) -> bool:

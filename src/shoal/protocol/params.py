@@ -240,7 +240,7 @@ class RunParams(Settings):
         if not self.heartbeat_s < self.stale_s < self.gone_s:
             raise ValueError("heartbeat_s, stale_s and gone_s must be increasing")
         if self.hold_max_s < self.challenge_s or self.unbond_s <= self.challenge_s:
-            raise ValueError("hold_max_s must be at least challenge_s, and unbond_s more")
+            raise ValueError("hold_max_s must be at least challenge_s, and unbond_s greater than challenge_s")
         if not self.evidence_gain:  # else the launch has checked it for the usual submission, see `weigh_power`
             check_rate.check_guarantee(self.guarantee, self.power, self.group_size)
         return self

@@ -13,13 +13,13 @@ Invariants:
 - names are unique; a scripted attack is a coroutine function, everything else creates worker behaviours;
 - `expect` is the strict expectation of the tests and of the matrix.
 
-`find_attack`, `list_attacks` and `make_behaviours` import the family modules, and with them torch. The names alone are
-read from their source, so that a mistyped name is reported immediately.
+`find_attack`, `list_attacks` and `make_behaviours` import the family modules, and with them torch. `read_attacks` and
+`list_names` read the declarations from their source, so that a list or a mistyped name is reported immediately.
 """
 
+import ast
 import inspect
-import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 Target = TypeVar("Target", bound="Callable[..., object]")
 WORKER_FAMILIES = ("weights", "sampling", "proofs", "rewards", "copies", "files")
 SCRIPTED_FAMILIES = ("leases", "requests")
-_DECLARATION = re.compile(r'^@attack\(\s*"(\w+)"', re.MULTILINE)
+LIES = ("abstain", "accept", "copy", "lazy", "reject")
+"""of validators; `shoal.redteam.validators` has the judge of each"""
 
 
 class Expected(StrEnum):
@@ -95,8 +96,27 @@ def list_attacks() -> dict[str, Attack]:
     """All attacks by name, ordered by expectation."""
     for family in (*WORKER_FAMILIES, *SCRIPTED_FAMILIES):
         import_module(f"shoal.redteam.attacks.{family}")
+    return _order_attacks(_declared.values())
+
+
+def read_attacks(families: Sequence[str] = (*WORKER_FAMILIES, *SCRIPTED_FAMILIES)) -> dict[str, Attack]:
+    """The same without what they do, from the source of their modules, which are not imported."""
+    return _order_attacks(found for family in families for found in _read_family(family))
+
+
+def _read_family(family: str) -> Iterator[Attack]:
+    source = (Path(__file__).parent / "attacks" / f"{family}.py").read_text("utf-8")
+    for statement in ast.parse(source).body:
+        for call in getattr(statement, "decorator_list", ()):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == attack.__name__:
+                given = {word.arg: word.value for word in call.keywords}
+                expect = Expected[ast.unparse(given["expect"]).removeprefix(f"{Expected.__name__}.")]
+                yield Attack(ast.literal_eval(call.args[0]), expect, ast.literal_eval(given["text"]))
+
+
+def _order_attacks(attacks: Iterable[Attack]) -> dict[str, Attack]:
     order = list(Expected)
-    return {found.name: found for found in sorted(_declared.values(), key=lambda found: order.index(found.expect))}
+    return {found.name: found for found in sorted(attacks, key=lambda found: order.index(found.expect))}
 
 
 def find_attack(name: str) -> Attack:
@@ -107,8 +127,7 @@ def find_attack(name: str) -> Attack:
 
 def list_names(families: Sequence[str]) -> list[str]:
     """Names of the attacks of some families."""
-    paths = [Path(__file__).parent / "attacks" / f"{family}.py" for family in families]
-    return sorted(name for path in paths for name in _DECLARATION.findall(path.read_text("utf-8")))
+    return sorted(read_attacks(families))
 
 
 def check_attack(name: str) -> None:
@@ -123,6 +142,12 @@ def check_worker_attack(name: str) -> None:
     check_attack(name)
     if name not in list_names(WORKER_FAMILIES):
         raise ConfigError(f"--attack {name}: not a worker attack; run it with `shoal redteam --attack {name}`")
+
+
+def check_lie(name: str) -> None:
+    """Reject an unknown lie of a validator."""
+    if name not in LIES:
+        raise ConfigError(f"--lie {name}: unknown lie; available: {', '.join(LIES)}")
 
 
 def make_behaviours(name: str, recipe: "Recipe") -> "tuple[WorkerBehaviour, ...]":

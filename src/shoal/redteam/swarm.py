@@ -19,7 +19,6 @@ from typing import Any
 
 from shoal.config.run import build_config
 from shoal.config.toml import read_toml
-from shoal.errors import ConfigError
 from shoal.launch.cpu_usage import CpuMeter
 from shoal.launch.layout import SwarmPaths
 from shoal.launch.parts import LAST, list_parts
@@ -123,8 +122,6 @@ def find_honest(prepared: PreparedSwarm) -> dict[str, str]:
 
 def make_plan(attacks: Sequence[str] | None, *, quick: bool, seed: int, out: Path) -> RedTeamPlan:
     """The plan for named attacks, for all, or for some of each kind; ConfigError for an unknown name."""
-    if seed < 0:
-        raise ConfigError("--seed: must be 0 or more")
     names = tuple(dict.fromkeys(attacks or (QUICK if quick else list_attacks())))
     parse_attempts(names, 1)
     size = _QUICK_SIZE if quick else _CHOSEN_SIZE if attacks else {}

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shoal.errors import ConfigError, UnreachableError
+from shoal.errors import UnreachableError
 from shoal.learner.filter import has_signal
 from shoal.net.retry import RefusedError
 from shoal.node.client import NodeClient
@@ -20,6 +20,7 @@ from shoal.policy.model import Policy
 from shoal.protocol.messages import GroupFinding, Job, Verdict
 from shoal.protocol.outcome import REJECTIONS
 from shoal.recipe import Recipe
+from shoal.redteam.registry import check_lie
 from shoal.rollout import Group
 from shoal.submission.limits import FormError
 from shoal.submission.read import ParserPool, ParserPoolError, SubmissionContents, read_submission
@@ -134,12 +135,6 @@ LIES: dict[str, tuple[str, type[LyingJudge]]] = {
     "reject": ("everything is rejected as fake, with made-up evidence", RejectingJudge),
 }
 """text and judge of each lie"""
-
-
-def check_lie(name: str) -> None:
-    """Reject an unknown lie."""
-    if name not in LIES:
-        raise ConfigError(f"--lie {name}: unknown lie; available: {', '.join(sorted(LIES))}")
 
 
 def make_lying_judge(

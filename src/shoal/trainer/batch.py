@@ -234,7 +234,7 @@ class BatchReader:
             await self._waits.retry_forever(
                 "file",
                 lambda: self._client.fetch_blob(entry.submission, entry.blob, MAX_FILE_BYTES, path),
-                waiting_for=f"the file of {entry.submission}",
+                waiting_for="the coordinator",
                 timeout_s=FETCH_S,
                 reported=False,
             )

@@ -144,7 +144,8 @@ class Validator:
             ending.cancel()
         while not self._session.stopping.is_set() and (answer := await self._claim(wait_s=0)).jobs:
             await self._judge_claim(answer)
-        await self._session.leave()
+        if not self._finished:  # afterwards it stays: an appeal is only accepted if someone can be asked to judge it
+            await self._session.leave()
 
     def describe(self) -> str:
         """A status line, the most important first: a narrow terminal cuts its end."""

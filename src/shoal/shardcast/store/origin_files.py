@@ -160,7 +160,7 @@ def scan_source(path: Path) -> PublishedFiles:
         fingerprints = {_check_file(entry, path): FileFingerprint.from_status(entry.stat()) for entry in paths}
     except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
         reason = error.strerror if isinstance(error, OSError) else "a loop of links"
-        raise ConfigError(f"{path}: cannot be published ({reason})") from None
+        raise ConfigError(f"{path}: cannot be read ({reason})") from None
     if not fingerprints:
         raise ConfigError(f"{path}: empty folder, nothing to publish")
     return PublishedFiles(path, False, fingerprints)
