@@ -2,9 +2,12 @@
 
 import argparse
 import json
+import logging
 
 from shoal.commands.common import JSON, CliCommand, CommandParser, check_least, flag, split_inputs
 from shoal.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def _add_plan(parser: CommandParser) -> None:
@@ -39,12 +42,8 @@ def run_plan(args: argparse.Namespace) -> int:
     path, overrides = split_inputs(args.inputs)
     config = build_config(LaunchConfig, read_toml(path or DEMO), overrides)
     _check_flags(args)
-    from shoal.plan.broadcast import Links
     from shoal.plan.devices import Machines, parse_machines, parse_prices, parse_trainer
-    from shoal.plan.plan import Fleet, make_plan
-    from shoal.plan.report import describe_plan, export_plan
     from shoal.plan.settings import change_assumptions, read_settings
-    from shoal.plan.shapes import read_shape
 
     assumed, prices = change_assumptions(args.assume), parse_prices(args.price)
     lengths = {"prompt_tokens": args.prompt_tokens, "completion_tokens": args.completion_tokens, "kept": args.kept}
@@ -55,6 +54,13 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.validators is not None:
         validators = parse_machines("--validators", args.validators)[0]
     relays = config.swarm.relays if args.relays is None else args.relays
+
+    logger.info("loading libraries")
+    from shoal.plan.broadcast import Links
+    from shoal.plan.plan import Fleet, make_plan
+    from shoal.plan.report import describe_plan, export_plan
+    from shoal.plan.shapes import read_shape
+
     links = Links(relays, args.uplink_gbps, args.relay_gbps, args.worker_gbps)
     fleet = Fleet(trainer=trainer, workers=workers, validators=validators, links=links)
     plan = make_plan(read_shape(config), settings, fleet, assumed, prices)
