@@ -223,10 +223,8 @@ def run_filter(args: argparse.Namespace) -> int:
         raise ConfigError(f"--name: invalid name {plan.column!r}; use 1 to 64 letters, digits, dots, dashes, _")
     report = offline_filter.run_filter(plan, _ProgressLine().show)
     print(report.to_text(), end="")
-    kept = (
-        f"tasks.set={args.out} tasks.filter.model={plan.column} tasks.filter.min={args.min} tasks.filter.max={args.max}"
-    )
-    print(f"written to {args.out}; to train on the kept tasks: {kept}")
+    rated = f"tasks.filter.model={plan.column} tasks.filter.min={args.min} tasks.filter.max={args.max}"
+    print(f"written to {args.out}; to train on the kept tasks: tasks.set={args.out} {rated}")
     return 0
 
 
