@@ -389,7 +389,7 @@ def test_a_version_asked_for_by_number_that_is_gone_is_an_error_and_one_to_come_
             await until(lambda: client.progress.waiting_for == "version 4 to be published")
             await net.publish(4, {"weights": make_bytes(3 * SHARD, 2)})
             assert (await later).name == "v4"
-            alone = await net.client(net.url, only=9)
+            alone = await net.client(net.url, out="alone", only=9)
             with pytest.raises(GoneError, match=r"^not published yet; the newest is 4"):
                 await alone.pull(9)
 
