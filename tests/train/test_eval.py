@@ -248,7 +248,7 @@ def test_a_run_without_a_checkpoint_is_a_mistake(tmp_path: Path, capsys: pytest.
     run.append_metrics(0, {})
     run.close()
     assert main(["eval", str(run.path)]) == 2
-    assert capsys.readouterr().err == f"shoal: {run.path}: has no checkpoint yet\n"
+    assert capsys.readouterr().err.endswith(f"loading libraries\nshoal: {run.path}: has no checkpoint yet\n")
 
 
 def test_a_report_without_a_folder_is_refused_before_the_work(
@@ -256,5 +256,6 @@ def test_a_report_without_a_folder_is_refused_before_the_work(
 ) -> None:
     path = tmp_path / "none" / "v0.json"
     assert main(["eval", str(TINY), f"out={tmp_path}", "--json", str(path)]) == 2
-    assert capsys.readouterr().err == f"shoal: {path}: cannot be written, there is no folder {path.parent}\n"
+    text = f"loading libraries\nshoal: {path}: cannot be written, there is no folder {path.parent}\n"
+    assert capsys.readouterr().err.endswith(text)
     assert list(tmp_path.iterdir()) == []

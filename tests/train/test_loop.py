@@ -53,6 +53,7 @@ def train(out: Path, *overrides: str) -> Path:
             "policy.dtype: bfloat16 needs learner.precision=bfloat16, got float32",
         ),
         ("engine.max_tokens=510", "engine.max_tokens: must be at most"),
+        ("policy.tiny.context=4", "policy.tiny.context: must be larger, since prompts take up to "),
         ("eval.tasks=100000", "eval.tasks: is 100000, but reverse has only"),
     ],
 )

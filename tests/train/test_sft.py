@@ -211,6 +211,7 @@ def test_the_rate_rises_then_falls_to_a_tenth() -> None:
         (["sft.steps=0"], "sft.steps"),
         (["sft.heldout=5000"], "sft.heldout"),
         (["policy.tiny.context=8"], "tasks.options"),
+        (["policy.tiny.context=8", "tasks.set=family:reverse:500"], "tasks.filter.max_chars"),
     ],
 )
 def test_impossible_sft_is_one_sentence(tmp_path: Path, overrides: list[str], key: str) -> None:

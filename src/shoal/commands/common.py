@@ -15,6 +15,7 @@ import asyncio
 import difflib
 import inspect
 import json
+import logging
 import os
 import pkgutil
 import re
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from shoal.net.retry import RetryPolicy
     from shoal.node.public_client import PublicClient
     from shoal.protocol.descriptor import Descriptor
+
+logger = logging.getLogger(__name__)
 
 EXIT_REFUSED = 1
 Run = Callable[[argparse.Namespace], int] | Callable[[argparse.Namespace], Coroutine[None, None, "CommandResult"]]
@@ -260,6 +263,12 @@ def add_environment(inputs: list[str], settings: str) -> list[str]:
         print(f"shoal: {name} is not a setting and is ignored; did you mean {meant}?", file=sys.stderr)
     first = 1 if inputs and "=" not in inputs[0] else 0
     return [*inputs[:first], *read_environment(pkgutil.resolve_name(settings)), *inputs[first:]]
+
+
+def log_loading(what: str) -> None:
+    """Log that libraries are loaded, which takes seconds; of several ranks the first does."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.info(f"{what}: loading libraries")
 
 
 def load_inputs(inputs: list[str]) -> "RunConfig":

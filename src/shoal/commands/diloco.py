@@ -62,6 +62,7 @@ def run_train(args: argparse.Namespace) -> int:
     config = _load_settings(args.inputs)
     if args.dry_run:
         return common.print_settings(config)
+    common.log_loading(f"DiLoCo run {config.name}")
     from shoal.diloco.train import run_local
 
     print(run_local(config))
@@ -85,6 +86,7 @@ def run_reduce(args: argparse.Namespace) -> int:
     if args.rebuild and not (data / "reducer.key").exists():
         raise ConfigError(f"{data / 'reducer.key'}: missing; peers identify the reducer by this key")
     data.mkdir(parents=True, exist_ok=True)
+    common.log_loading(f"reducer of {config.name}")
     with guard_disk(data):
         return common.run_until_stopped(_serve(config, settings, data, rebuild=args.rebuild))
 
@@ -96,6 +98,7 @@ def run_join(args: argparse.Namespace) -> int:
     from shoal.diloco.http.service import settle_plan
     from shoal.diloco.round import AveragerUnavailableError
     from shoal.net.client import parse_endpoint
+    from shoal.net.retry import RefusedError
 
     config = _load_settings(args.inputs)
     if os.environ.get("RANK", "0") != "0":
@@ -103,6 +106,7 @@ def run_join(args: argparse.Namespace) -> int:
     if not 0 <= args.delay < config.rules.interval:
         raise ConfigError(f"--delay: must be from 0 to {config.rules.interval - 1}, less than rules.interval")
     places = [parse_endpoint(url, args.ca) for url in (args.url, *args.also)]
+    common.log_loading(f"site of {config.name}, reducer {args.url}")
     try:
         reducer, plan = asyncio.run(fetch_card(places[0], args.reducer))
     except MessageError as error:
@@ -126,7 +130,8 @@ def run_join(args: argparse.Namespace) -> int:
     try:
         return run_as_rank(config.policy.device, train)
     except AveragerUnavailableError as error:
-        raise UnavailableError(f"the reducer does not answer: {error}") from None
+        did = "refuses this site" if isinstance(error.__cause__, RefusedError) else "does not answer"
+        raise UnavailableError(f"the reducer {did}: {error}") from None
 
 
 def _follow_site(config: "DilocoConfig") -> int:

@@ -77,7 +77,7 @@ def add_engine(parser: CommandParser) -> None:
 def run_trainer(args: argparse.Namespace) -> int:
     """Train a swarm's policy on its batches, or resume."""
     config = common.load_inputs(args.inputs)
-    logger.info(f"trainer of {config.name}, coordinator {args.coordinator}: loading libraries")
+    common.log_loading(f"trainer of {config.name}, coordinator {args.coordinator}")
     from shoal.learner.parallel import Ranks
     from shoal.net.retry import RefusedError
     from shoal.node.session import SessionError

@@ -88,7 +88,7 @@ def run_train(args: argparse.Namespace) -> int:
         return _check_settings(config, resumes=not args.fresh)
     from shoal.train.rundir import run_path
 
-    logger.info(f"run {run_path(config)}: loading libraries")
+    common.log_loading(f"run {run_path(config)}")
     from shoal.train.loop import run_training
     from shoal.train.resume import run_as_rank
 
@@ -100,6 +100,7 @@ def run_sft(args: argparse.Namespace) -> int:
     config = common.load_inputs(args.inputs)
     if args.dry_run:
         return _check_settings(config, resumes=False)
+    common.log_loading(f"SFT of {config.name}")
     from shoal.learner.parallel import Ranks
     from shoal.tasks.open import check_tasks
     from shoal.train.resume import run_as_rank
@@ -121,7 +122,10 @@ def run_eval(args: argparse.Namespace) -> int:
     run_dir, config = common.load_run(args.inputs, args.run)
     if args.dry_run:
         return _check_settings(config, resumes=False)
-    if args.models or args.tasks:
+    if args.tasks and not args.models:
+        raise ConfigError("--tasks: name the models of the table with --models")
+    common.log_loading(f"evaluation of {config.name}")
+    if args.models:
         return _run_table(config, args)
     from shoal.train.eval import run_eval as evaluate
 
@@ -129,8 +133,6 @@ def run_eval(args: argparse.Namespace) -> int:
 
 
 def _run_table(config: "RunConfig", args: argparse.Namespace) -> int:
-    if not args.models:
-        raise ConfigError("--tasks: name the models of the table with --models")
     from shoal.train.eval import run_table
 
     table = run_table(config, args.models, args.tasks or (), json_path=args.json, markdown_path=args.markdown)
@@ -169,6 +171,7 @@ def _check_settings(config: "RunConfig", *, resumes: bool) -> int:
 def run_calibrate(args: argparse.Namespace) -> int:
     """Measure honest rollouts of a model and set its check thresholds."""
     check_output(args.out)
+    common.log_loading(f"calibration of {args.model}")
     from shoal.calibrate.calibrate import CalibrationPlan, format_table, run_calibration, run_recheck
     from shoal.calibrate.power import format_power
     from shoal.calibrate.prompts import PromptSource
@@ -191,6 +194,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
 def run_convert(args: argparse.Namespace) -> int:
     """Convert a GGUF file (extra `smollm`) or a trained version to a float32 policy folder."""
+    common.log_loading(args.source)
     from shoal.learner.checkpoint import find_newest
     from shoal.policy.convert import convert_model
     from shoal.util.disk import guard_disk
@@ -207,6 +211,7 @@ def run_filter(args: argparse.Namespace) -> int:
     """Measure a model's pass rate on each task of a set, or resume."""
     _check_filter(args)
     check_output(args.out)
+    common.log_loading(f"pass rates of {args.model}")
     from shoal.train import offline_filter
     from shoal.util.process import tune_process
 
@@ -218,7 +223,8 @@ def run_filter(args: argparse.Namespace) -> int:
         raise ConfigError(f"--name: invalid name {plan.column!r}; use 1 to 64 letters, digits, dots, dashes, _")
     report = offline_filter.run_filter(plan, _ProgressLine().show)
     print(report.to_text(), end="")
-    print(f"written to {args.out}; to train on the kept tasks, set tasks.set to it and tasks.filter to the bounds")
+    rated = f"tasks.filter.model={plan.column} tasks.filter.min={args.min} tasks.filter.max={args.max}"
+    print(f"written to {args.out}; to train on the kept tasks: tasks.set={args.out} {rated}")
     return 0
 
 

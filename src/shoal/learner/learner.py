@@ -73,6 +73,8 @@ class Learner:
         self._dtype = _choose_dtype(model, config, ranks)
         if config.attention == "flex" and self._device.type == "cpu":
             raise ConfigError('learner.attention: "flex" has no backward pass on the CPU; use "auto" or "packed"')
+        if config.offload and ranks.mesh is None:
+            raise ConfigError("learner.offload: FSDP2 moves weights to the host, one process does not; add --nproc 1")
 
     def train_step(self, groups: Sequence[Group]) -> Metrics:
         """Train on the groups of one batch; an empty batch changes nothing."""

@@ -6,6 +6,7 @@ fastest link to other devices (NVLink, Infinity Fabric, else the PCIe slot). Wha
 separate assumption (`Assumptions`). Apple publishes no TFLOP/s, so its chips need numbers of your own.
 """
 
+import logging
 import os
 import re
 import time
@@ -15,6 +16,8 @@ from functools import cache
 from typing import Any
 
 from shoal.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 GIGA, TERA = 1e9, 1e12
 CPU = "cpu"
@@ -139,6 +142,7 @@ def _read_own(flag: str, text: str) -> Device:
 @cache
 def measure_cpu() -> Device:
     """This machine's processor: the float32 matrix product's rate and the copying rate of memory, in about a second."""
+    logger.info("measuring the speed of this machine's CPU")
     import torch
 
     a, b = torch.rand(1024, 1024), torch.rand(1024, 1024)

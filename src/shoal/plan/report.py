@@ -101,7 +101,11 @@ def _describe_versions(plan: Plan) -> Rows:
 
 def _describe_schedule(plan: Plan) -> Rows:
     times = plan.schedule
-    cost = "give --price NAME=USD_PER_HOUR for every device" if plan.cost_usd is None else f"${plan.cost_usd:.4g}"
+    cost = "unknown: no worker can generate"
+    if plan.cost_usd is not None:
+        cost = f"${plan.cost_usd:.4g}"
+    elif math.isfinite(times.period_s):
+        cost = "give --price NAME=USD_PER_HOUR for every device"
     return [
         ("window for generation", _show(times.window_s)),
         ("generation of a batch", _show(times.generate_s)),

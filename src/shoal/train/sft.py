@@ -234,9 +234,10 @@ class _FineTuning:
         rollout = demonstrate_task(self._family, self._policy, task)
         need, limit = len(rollout.prompt_ids) + rollout.num_tokens, self._policy.model.config.max_position_embeddings
         if need > limit:
-            raise ConfigError(
-                f"tasks.options: {task.prompt!r} and its answer need {need} tokens, the model has {limit} positions"
-            )
+            where = "tasks.filter.max_chars" if self._config.tasks.set else "tasks.options"
+            more = "" if self._config.policy.path else " (policy.tiny.context)"
+            text = f"task {task.id} and its solution need {need} tokens, and the model has {limit} positions{more}"
+            raise ConfigError(f"{where}: {text}")
         return Sample(index, rollout, 0.0)
 
 

@@ -346,6 +346,10 @@ def test_an_appeal_that_cannot_succeed_is_refused_before_it_costs_anything(rich)
     rich.change(validators=(rich.owner_id("judge-a"),))
     with pytest.raises(ApiError, match="takes 1 validator owner that did not judge it yet, and none of the run's 1 "):
         rich.appeal("ann", rejected)
+    rich.change(validators=(rich.owner_id("judge-b"),))
+    rich.run(rich.coordinator.leave(rich.id("judge-b")))
+    with pytest.raises(ApiError, match="did not judge it yet, and the run has none now; its operator can name more"):
+        rich.appeal("ann", rejected)
     rich.change(validators=(rich.owner_id("judge-c"), rich.owner_id("judge-a")))
     assert rich.appeal("ann", rejected).state == "open"
 

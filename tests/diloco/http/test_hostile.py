@@ -271,6 +271,7 @@ def test_a_run_that_lists_its_peers_accepts_no_other(tmp_path) -> None:
             with pytest.raises(RefusedError) as error:
                 await stranger.join()
             assert_refused(error, "not_invited")
+            assert f"{other.public} is not in the run's list of peers" in str(error.value)
             invited.close()
             stranger.close()
 

@@ -69,8 +69,10 @@ def test_a_filter_keeps_what_lies_within_its_bounds() -> None:
     family = SetFamily(make_set(left=8), FilterConfig(model="m", min=0.125, max=0.5), {})
     assert [task.id for task in family.list_tasks()] == ["left-0001", "left-0002", "left-0003", "left-0004"]
     assert SetFamily(make_set(left=11), FilterConfig(max_chars=6), {}).num_kept == 10
-    with pytest.raises(SetError, match="keeps none"):
+    with pytest.raises(SetError, match=r"keeps none of the 8 tasks of .*; they have pass rates of m, not of other"):
         SetFamily(make_set(left=8), FilterConfig(model="other"), {})
+    with pytest.raises(SetError, match=r"keeps none of the 8 tasks of [^;]*$"):
+        SetFamily(make_set(left=8), FilterConfig(model="m", min=0.99), {})
 
 
 def test_the_sides_of_the_split_never_meet_and_equal_prompts_are_on_one_side() -> None:

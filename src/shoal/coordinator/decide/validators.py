@@ -120,8 +120,10 @@ def refuse_vain(decision: RunView, submission: SubmissionRow) -> None:
     needed = CONVICTIONS if submission.state == SubmissionState.HARD else 1
     able = count_opinions(decision, submission)
     if able < needed:
-        others, named = (count_things(number, "validator owner") for number in (needed, len(set(_list_able(decision)))))
+        num_named = len(set(_list_able(decision)))
+        others, named = (count_things(number, "validator owner") for number in (needed, num_named))
         left = f"{f'only {able}' if able else 'none'} of the run's {named} is available"
+        left = left if num_named else "the run has none now"
         text = f"an appeal takes {others} that did not judge it yet, and {left}"
         raise ApiError(409, "no_validators", f"{text}; its operator can name more, or decide the case")
 

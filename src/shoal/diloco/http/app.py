@@ -169,7 +169,8 @@ class ReducerContext(RouteContext):
     def join(self, peer: str) -> JoinAnswer:
         """Admit a peer."""
         if peer not in self._named and not self._is_open:
-            raise ApiError(403, "not_invited", "this key is not in the run's list of peers")
+            text = f"{peer} is not in the run's list of peers; its operator adds it with --peer"
+            raise ApiError(403, "not_invited", text)
         if peer not in self._named and self.is_recovering:
             raise ApiError(503, "rebuilding", "this reducer has no state yet, and asks only its named peers for it")
         self.gate.find_rate(peer).note_join(self.clock_ms() / 1000)

@@ -183,7 +183,9 @@ class HttpAverager:
             task.cancel()
         try:
             await self._client.leave()
-        except (*_Failures, RefusedError):
+        except RefusedError as error:
+            logger.debug(f"the reducer refused when this site left: {error}")  # it was no member
+        except _Failures:
             logger.warning("no response from the reducer when leaving the run")
 
     async def _persist(self, attempt: Callable[[ReducerClient], Awaitable[T]], *, offers: bool = False) -> T:

@@ -196,7 +196,8 @@ class TargetSelector:
             return None
         silent = [str(upstream) for upstream in self._upstreams.all if not upstream.listed]
         hint = f" (no response from {', '.join(silent)})" if silent else ""
-        raise GoneError(f"version {version} is no longer available; the newest is {newest}{hint}")
+        state = "not published yet" if newest < version else "no longer available"
+        raise GoneError(f"{state}; the newest is {newest}{hint}")
 
     def find_better(self, target: StoredVersion) -> int | None:
         """A newer version that costs no more than what is missing of the target."""

@@ -102,7 +102,10 @@ class TaskSet:
             if is_kept(record, wanted):
                 kept.setdefault(record.source, []).append(record)
         if not kept:
-            raise SetError(f"tasks.filter: keeps none of the {len(self.records)} tasks of {self.name}")
+            rated = sorted({model for record in self.records for model in record.difficulty})
+            has = f"; they have pass rates of {', '.join(rated[:8]) or 'no model'}, not of {wanted.model}"
+            hint = has if wanted.model and wanted.model not in rated else ""
+            raise SetError(f"tasks.filter: keeps none of the {len(self.records)} tasks of {self.name}{hint}")
         return {source: tuple(kept[source]) for source in sorted(kept)}
 
     def save(self, path: Path) -> None:
