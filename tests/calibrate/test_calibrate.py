@@ -155,7 +155,7 @@ def test_a_child_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
 def test_mistakes_are_one_sentence(
     folder: Path, args: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["calibrate", str(folder), *args]) == 2
+    assert main(["calibrate", "-q", str(folder), *args]) == 2
     assert capsys.readouterr().err.startswith(f"shoal: {sentence}")
 
 

@@ -92,7 +92,7 @@ def test_a_dry_run_prints_the_settings_and_writes_nothing(book: Path, capsys: py
     ],
 )
 def test_a_mistake_is_one_sentence(book: Path, flag: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(book, "runs", flag) == 2
+    assert train(book, "runs", flag, "-q") == 2
     error = capsys.readouterr().err
     assert reason in error and error.startswith("shoal: ")
 

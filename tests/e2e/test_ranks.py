@@ -206,10 +206,11 @@ def test_adapters_of_two_ranks_are_those_of_one_process_and_resume_there(warm: W
 
 def test_a_swarm_whose_trainer_has_two_ranks_publishes_adapters(warm: Warm, tmp_path: Path) -> None:
     options = ("swarm.trainer_ranks=2", "policy.lora.rank=3", "learner.lr=1e-2", "batch.filter=false", "eval.every=0")
+    entropy = "learner.loss.entropy=0.01"  # so that every step has a gradient, whatever the rewards are
     small = ("swarm.calibration=64", "swarm.workers=1", "swarm.validators=1", WIDE)
     printed = tmp_path / PRINTED
     for command in ("prepare", "run"):
-        words = (command, TINY, f"out={tmp_path}", *options, *small)
+        words = (command, TINY, f"out={tmp_path}", *options, entropy, *small)
         assert warm.start(*words, out=printed, err=printed).wait(PATIENCE_S) == 0, printed.read_text()
     assert "the ledger holds" in printed.read_text()
     versions = tmp_path / "tiny-seed0" / "versions"

@@ -147,7 +147,7 @@ def test_a_part_may_move(spread: PreparedSwarm, out: Path, load_tiny: Load) -> N
     prepare_swarm(moved, spread.layout)
     assert "c.example.org" in (spread.layout.bundle / "coordinator.toml").read_text()
     changed = load_tiny(out, 'swarm.cheats=["int8"]', "engine.max_tokens=7", *name_hosts())
-    with pytest.raises(ConfigError, match=r"started with another engine\.max_tokens"):
+    with pytest.raises(ConfigError, match=r"started with another value of engine\.max_tokens"):
         prepare_swarm(changed, spread.layout)
 
 

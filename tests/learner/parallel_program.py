@@ -99,7 +99,7 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> tuple[dict[str, torch.Tensor
         micro_tokens=case.get("micro", 60),
         max_grad_norm=case.get("clip", 1e9),
         precision=case.get("precision", "float32"),
-        offload=case.get("offload", False),
+        offload=case.get("offload", False) and ranks.mesh is not None,
         gradient_checkpointing=case.get("recompute", False),
         loss=LossConfig(kl=kl, entropy=0.001),
     )

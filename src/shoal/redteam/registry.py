@@ -19,7 +19,7 @@ Invariants:
 
 import ast
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -96,12 +96,14 @@ def list_attacks() -> dict[str, Attack]:
     """All attacks by name, ordered by expectation."""
     for family in (*WORKER_FAMILIES, *SCRIPTED_FAMILIES):
         import_module(f"shoal.redteam.attacks.{family}")
-    return _order_attacks(_declared.values())
+    return {name: _declared[name] for name in read_attacks()}  # whichever module was imported first
 
 
 def read_attacks(families: Sequence[str] = (*WORKER_FAMILIES, *SCRIPTED_FAMILIES)) -> dict[str, Attack]:
     """The same without what they do, from the source of their modules, which are not imported."""
-    return _order_attacks(found for family in families for found in _read_family(family))
+    order = list(Expected)
+    found = [each for family in families for each in _read_family(family)]
+    return {each.name: each for each in sorted(found, key=lambda each: order.index(each.expect))}
 
 
 def _read_family(family: str) -> Iterator[Attack]:
@@ -112,11 +114,6 @@ def _read_family(family: str) -> Iterator[Attack]:
                 given = {word.arg: word.value for word in call.keywords}
                 expect = Expected[ast.unparse(given["expect"]).removeprefix(f"{Expected.__name__}.")]
                 yield Attack(ast.literal_eval(call.args[0]), expect, ast.literal_eval(given["text"]))
-
-
-def _order_attacks(attacks: Iterable[Attack]) -> dict[str, Attack]:
-    order = list(Expected)
-    return {found.name: found for found in sorted(attacks, key=lambda found: order.index(found.expect))}
 
 
 def find_attack(name: str) -> Attack:
