@@ -29,6 +29,11 @@ class UnavailableError(Exception):
     """A required service that does not answer now; the same command may succeed later."""
 
 
+class TrainerError(Exception):
+    """A contradiction between what a trainer computed and what is recorded: training cannot continue, and restarting
+    unchanged does not help; the text says what to check."""
+
+
 class UnreachableError(Exception):
     """No usable answer from another machine after all retries; the text describes the last attempt."""
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from fake_swarm import FakeSwarm, Life, make_config, run_life
 
+from shoal.errors import TrainerError
 from shoal.identity.keys import Key
 from shoal.net.api_error import ApiError
 from shoal.net.retry import RefusedError
@@ -21,7 +22,6 @@ from shoal.submission.write import write_submission
 from shoal.train.report import read_metrics
 from shoal.train.rollout_files import read_groups
 from shoal.trainer.batch import GroupSpec, TrainBatch, UnreadableError, pick_group
-from shoal.trainer.errors import TrainerError
 
 EXPECTED = GroupSpec(vocab_size=100, context=64, temperature=1.0)
 

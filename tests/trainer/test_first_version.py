@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from shoal.config.run import LearnerConfig, PolicyConfig, TinyConfig
+from shoal.errors import TrainerError
 from shoal.learner.learner import Learner
 from shoal.learner.parallel import ONE, Ranks
 from shoal.policy.model import load_policy, open_policy
 from shoal.shardcast.origin import compute_root
 from shoal.train.resume import TrainState
-from shoal.trainer.errors import TrainerError
 from shoal.trainer.versions import VersionRecord, Versions
 from shoal.util.files import remove_dir
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import UnreachableError
+from shoal.errors import TrainerError, UnreachableError
 from shoal.identity.keys import Key
 from shoal.shardcast.client import ShardcastClient
 from shoal.shardcast.origin_service import open_origin
-from shoal.trainer.errors import TrainerError
 from shoal.trainer.publish import OriginFolder
 
 KEY = Key.generate()

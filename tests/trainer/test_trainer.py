@@ -19,10 +19,10 @@ from fake_swarm import (
     train_reference,
 )
 
+from shoal.errors import TrainerError
 from shoal.learner.checkpoint import list_checkpoints
 from shoal.protocol.params import hash_batch
 from shoal.train.report import read_metrics
-from shoal.trainer.errors import TrainerError
 from shoal.trainer.evaluator import Evaluator, read_evals
 from shoal.util.files import hash_file
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from shoal.config.run import LearnerConfig, PolicyConfig, TinyConfig
+from shoal.errors import TrainerError
 from shoal.learner import sharded
 from shoal.learner.learner import Learner
 from shoal.learner.parallel import ONE, Ranks
@@ -20,7 +21,6 @@ from shoal.policy.weights import INDEX
 from shoal.shardcast.growing import is_growing, read_plan
 from shoal.shardcast.origin import SHARD_BYTES, compute_root
 from shoal.train.resume import TrainState
-from shoal.trainer.errors import TrainerError
 from shoal.trainer.versions import VersionRecord, Versions, list_versions
 from shoal.util.files import remove_dir
 

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from shoal.commands import common
 from shoal.commands.common import CliCommand, CommandParser, flag
 from shoal.commands.weights import add_origin, serve_origin
-from shoal.errors import EXIT_UNWANTED, ConfigError
+from shoal.errors import EXIT_UNWANTED, ConfigError, TrainerError
 from shoal.node.disk_full import outlast_disk
-from shoal.trainer.errors import TrainerError
 from shoal.util.console import LiveLine
 from shoal.util.disk import guard_disk
 from shoal.util.spans import SpanLog

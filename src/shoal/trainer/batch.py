@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.errors import UnreachableError
+from shoal.errors import TrainerError, UnreachableError
 from shoal.identity.documents import DocumentError, Tag, open_document
 from shoal.net.retry import RefusedError
 from shoal.node.client import NodeClient
@@ -35,7 +35,6 @@ from shoal.rollout import Group, Rollout
 from shoal.submission.limits import FormError, SubmissionLimits
 from shoal.submission.read import ParserPool, ParserPoolError, read_submission
 from shoal.tasks.length import read_target
-from shoal.trainer.errors import TrainerError
 from shoal.util.files import hash_file, write_atomic
 from shoal.util.waits import RoleWaits
 

@@ -15,13 +15,12 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.errors import ConfigError, DiskError, UnreachableError
+from shoal.errors import ConfigError, DiskError, TrainerError, UnreachableError
 from shoal.net.retry import RefusedError
 from shoal.node.client import NodeClient
 from shoal.protocol.messages import VersionStatement
 from shoal.shardcast.origin_watch import PublishedVersion, request_publish
 from shoal.shardcast.store.lock import check_owner, find_owner
-from shoal.trainer.errors import TrainerError
 from shoal.trainer.versions import VersionRecord, Versions
 from shoal.util.aio import run_blocking
 from shoal.util.spans import SpanLog

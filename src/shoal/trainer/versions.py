@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 
 from shoal.config.run import PolicyConfig, RunConfig
+from shoal.errors import TrainerError
 from shoal.policy.adapter import is_adapter
 from shoal.shardcast.growing import list_growing, open_growing, remove_stale
 from shoal.shardcast.origin import SHARD_BYTES, compute_root
 from shoal.train.resume import TrainState
-from shoal.trainer.errors import TrainerError
 from shoal.util.files import append_line, remove_dir, repair_jsonl, sweep_leftovers
 
 logger = logging.getLogger(__name__)

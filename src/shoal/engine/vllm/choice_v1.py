@@ -13,10 +13,10 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
-from shoal.engine.vllm.rows import SeededRow, choose_rows, read_row
+from shoal.engine.vllm.recorder import SeededRow, choose_rows, read_row
 
 
-class SeededChoice(LogitsProcessor):
+class SeededChoiceV1(LogitsProcessor):
     """Chooses tokens, and reports them to the recorder."""
 
     @classmethod

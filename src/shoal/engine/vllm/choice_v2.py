@@ -11,10 +11,10 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
-from shoal.engine.vllm.rows import SeededRow, choose_rows, read_row
+from shoal.engine.vllm.recorder import SeededRow, choose_rows, read_row
 
 
-class SeededChoice(LogitsProcessor):
+class SeededChoiceV2(LogitsProcessor):
     """Chooses tokens, and reports them to the recorder."""
 
     def __init__(self, vllm_config: VllmConfig, req_states: Any) -> None:

@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shoal.config.run import SHARD_BYTES, EngineConfig
-from shoal.engine.vllm.recorder import ProofSink
-from shoal.engine.vllm.rows import describe_row
+from shoal.engine.vllm.recorder import ProofSink, describe_row
 from shoal.errors import ConfigError
 from shoal.policy.model import save_model_settings, saved_tensors
 from shoal.policy.weights import describe_tensors, plan_layout, write_weights
@@ -31,7 +30,7 @@ from shoal.util.files import remove_dir
 
 logger = logging.getLogger(__name__)
 
-_CHOICE = "shoal.engine.vllm.choice_v{runner}:SeededChoice"
+_CHOICE = "shoal.engine.vllm.choice_v{runner}:SeededChoiceV{runner}"
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _EXTENSION = "shoal.engine.vllm.extension.Extension"
 _CPU_CACHE_BYTES = 1 << 30
