@@ -14,6 +14,7 @@ import torch
 from shoal.calibrate.calibrate import FLOORS
 from shoal.config.run import EngineConfig
 from shoal.engine.torch import TorchEngine
+from shoal.errors import ConfigError
 from shoal.policy.model import Policy
 from shoal.rollout import Request, Rollout
 from shoal.toploc.build import ProofBuilder
@@ -120,6 +121,12 @@ def test_a_rollout_ends_with_the_end_token(wide: Policy, engine: VllmEngine) -> 
             assert rollout.finish is wanted[rollout.id].finish
     finally:
         engine._eos_id = NO_END
+
+
+def test_an_option_that_shoal_sets_itself_is_refused(wide: Policy) -> None:
+    config = EngineConfig(name="vllm", options={"seed": 7})
+    with pytest.raises(ConfigError, match=r"engine.options.seed: is set by shoal"):
+        VllmEngine(wide.model, config, eos_id=NO_END)
 
 
 def test_cancelled_rollouts_leave_nothing_behind(wide: Policy, engine: VllmEngine) -> None:

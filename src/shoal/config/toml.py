@@ -13,7 +13,7 @@ from shoal.errors import ConfigError
 
 VARIABLE_PREFIX = "SHOAL_"
 """of the environment variables that hold settings"""
-_TASK_SUFFIXES = (".csv", ".jsonl", ".parquet")
+_TASK_SUFFIXES = (".jsonl", ".parquet")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), 0x7F)} | str.maketrans(
     {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _CHOICE = "shoal.engine.vllm.choice_v{runner}:SeededChoiceV{runner}"
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _EXTENSION = "shoal.engine.vllm.extension.Extension"
+_OWN_OPTIONS = {"model", "dtype", "max_num_seqs", "generation_config", "skip_tokenizer_init", "seed"}
+_OWN_OPTIONS |= {"logits_processors", "worker_extension_cls"}
 _CPU_CACHE_BYTES = 1 << 30
 """for keys and values, where vLLM has no device whose memory it could measure"""
 
@@ -58,6 +60,8 @@ class VllmEngine:
             from vllm.platforms import current_platform
         except ImportError as error:
             raise ConfigError(f'engine.name: "vllm" is not installed here ({error}); see docs/vllm.md') from None
+        if clash := sorted(config.options.keys() & _OWN_OPTIONS):
+            raise ConfigError(f"engine.options.{clash[0]}: is set by shoal, from its own settings")
         logger.info("starting vLLM, which takes about a minute")
         self._eos_id, self._sink = eos_id, sink
         self._requests: dict[str, Request] = {}

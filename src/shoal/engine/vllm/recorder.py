@@ -8,8 +8,8 @@ discards them. The last report of a row is the one whose token was returned.
 Invariants:
 - a row is final once 32 further rows follow; then its chunk of hidden states goes to the sink. So at most 64 rows of a
   rollout are kept, whatever its length;
-- on an accelerator nothing here waits for the step under way: values are copied to pinned memory, and read when the
-  next step reports.
+- on an accelerator the recorder does not wait for the step under way: values are copied to pinned memory, and read when
+  the next step reports. The choice itself does wait: it checks that the logits are finite.
 """
 
 from collections import deque
